@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
@@ -24,19 +26,21 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
 from drafter.engine.tap import LearningStart, RowTap
-from drafter.errors import LoadError, RequestError
+from drafter.errors import LoadError, RequestError, shown
 from drafter.generation_defaults import GenerationRule, described
+from drafter.many import as_completed, in_order, make_requests, with_settings
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.bounds import tokenise
 from drafter.text.chat import encode_chat
+from drafter.text.prompts import as_chat, each_prompt, is_chat, is_tokens, plain
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, str]
-Prompt = str | Sequence[Message]
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class SpeculativeLM:
@@ -47,7 +51,9 @@ class SpeculativeLM:
         from drafter import SpeculativeLM
 
         lm = SpeculativeLM.from_pretrained()
-        print(lm.generate("Tom has 3 boxes of 12 pens. How many pens?", max_new_tokens=100)[0].text)
+        print(lm.chat("Tom has 3 boxes of 12 pens. How many pens?", max_new_tokens=100)[0].text)
+
+    `docs/python.md` has more.
 
     Args:
         base: The target model.
@@ -72,6 +78,7 @@ class SpeculativeLM:
         self.engine = in_passing_thread(
             lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples)
         )
+        self._arguments: dict[str, Any] | None = None
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
@@ -90,10 +97,11 @@ class SpeculativeLM:
         trust_remote_code: bool = False,
         generation_config: GenerationRule = "auto",
         isolated: bool = False,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Mapping[str, Any] | None = None,
         verifier: VerifierSettings | None = None,
         learning: LearningStart | None = None,
         on_stage: Callable[[str], None] | None = None,
+        **engine: Any,
     ) -> SpeculativeLM:
         """Load a target model, its tokeniser and a drafter.
 
@@ -109,17 +117,19 @@ class SpeculativeLM:
             trust_remote_code: Run modeling code that comes with the weights.
             generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`.
             isolated: Never draft from another request's text; response times would leak it.
-            config: Sizes of the engine.
+            config: Sizes of the engine, also as a mapping.
             verifier: Which draft tokens become output; by default those that plain decoding would give.
             learning: Initial state of a head that learns from the rows. `samples` then yields these, and
                 `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
             on_stage: Called with a message before each slow part of the start; by default logged at level INFO.
+            engine: Fields of `EngineConfig` to change, such as `max_num_seqs=4`.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("cls", "engine")} | engine
         name = model if model is not None else EMBEDDED_BASE
-        chosen, decides = config or EngineConfig(), make_verifier(verifier or VerifierSettings())
+        chosen, decides = engine_config(config, engine), make_verifier(verifier or VerifierSettings())
 
         def load() -> tuple[BaseModel, Drafter]:
             base = load_base(
@@ -153,7 +163,15 @@ class SpeculativeLM:
             tell("compiling the model")
         elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
             tell("timing decode steps")
-        return cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
+        lm = cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
+        lm._arguments = arguments
+        return lm
+
+    def __reduce__(self) -> Any:
+        """Pickle the arguments of `from_pretrained`: whoever unpickles it, such as a Ray actor, loads the model."""
+        if self._arguments is None:
+            raise TypeError("a SpeculativeLM of a loaded model cannot be pickled: make it by from_pretrained")
+        return _load, (self._arguments,)
 
     @property
     def max_length(self) -> int:
@@ -161,27 +179,33 @@ class SpeculativeLM:
         return self.engine.max_length
 
     def encode(self, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
-        """Tokenise a text as it is, or chat messages by the chat template.
+        """Tokenise a text as it is, or chat messages by the chat template. Token ids stay as they are.
 
         Args:
-            prompt: The text or the messages.
+            prompt: The text, messages or token ids.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
 
         Raises:
             PromptTooLongError: The text cannot be `max_length` tokens or fewer.
-            RequestError: Not a text or a list of messages, there is no chat template, or a message has the text of a
+            RequestError: Not a text, messages or token ids, there is no chat template, or a message has the text of a
                 special token, and the tokeniser cannot take it as text.
         """
+        prompt = cast(Prompt, plain(prompt))
         if isinstance(prompt, str):
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
+        if is_tokens(prompt):
+            return list(prompt)
+        if not is_chat(prompt):
+            raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         for place, message in enumerate(prompt, start=1):
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            if not {"role", "content"} <= message.keys():
                 raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
-        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens, max_length=self.max_length)
+        messages = [dict(message) for message in prompt]
+        return encode_chat(self.tokenizer, messages, special_tokens=special_tokens, max_length=self.max_length)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request. Safe from any thread.
@@ -202,41 +226,98 @@ class SpeculativeLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         special_tokens: bool = False,
+        on_error: Literal["return", "raise"] = "return",
+        use_tqdm: bool | None = None,
         **settings: Any,
     ) -> list[Generation]:
         """Generate for one prompt or many, and wait for all. If the call is interrupted, its requests are cancelled.
 
         Args:
-            prompts: A text, chat messages, or a list of either.
-            sampling: Settings. Unset ones come from the model's `generation_config.json`, or else are greedy decoding
-                of up to 256 tokens.
+            prompts: A text, which is continued as it is, token ids, or messages; or many of these, in a list, an
+                iterator, an array or a column.
+            sampling: Settings, or a sequence of settings for each prompt. Unset ones come from the model's
+                `generation_config.json`, or else are greedy decoding of up to 256 tokens.
+            n: Samples of each prompt, which stand next to each other in the result. Their seeds follow from that of
+                `sampling` and from the places of prompt and sample.
             special_tokens: As in `encode`.
+            on_error: Whether a prompt that cannot be generated gives a result with an `error`, or raises.
+            use_tqdm: Whether to show a progress bar; by default for many prompts in a terminal or a notebook.
             settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
 
         Raises:
-            RequestError: A prompt or a setting cannot be used.
+            RequestError: A setting cannot be used; or a prompt, which the message tells by its index, if `on_error` is
+                `raise`.
+            EngineError: The engine has failed or is closed.
         """
-        try:
-            sampling = replace(sampling or SamplingParams(), **settings)
-        except TypeError as error:
-            raise RequestError(str(error).replace("SamplingParams.__init__() got an", "")) from error
-        ids = [self.encode(prompt, special_tokens=special_tokens) for prompt in _as_list(prompts)]
-        requests = [Request(prompt_ids, sampling, str(i)) for i, prompt_ids in enumerate(ids)]
-        waiting: list[Handle] = []
-        try:
-            for index, request in enumerate(requests):
-                if index >= self.engine.config.max_queue:
-                    waiting[index - self.engine.config.max_queue].result()
-                waiting.append(self.submit(request))
-            return [handle.result() for handle in waiting]
-        except BaseException:  # such as Ctrl-C: abandoned requests must not delay the next call
-            for handle in waiting:
-                handle.cancel()
-            raise
+        encode = partial(self.encode, special_tokens=special_tokens)
+        made = self._as_completed(encode, prompts, sampling, n, settings)
+        return in_order(made, prompts, n, raises=on_error == "raise", use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        conversations: str | Sequence[Message] | Iterable[str | Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        special_tokens: bool = False,
+        on_error: Literal["return", "raise"] = "return",
+        use_tqdm: bool | None = None,
+        **settings: Any,
+    ) -> list[Generation]:
+        """Answer one conversation or many: messages, or a text as the user's message. Otherwise as `generate`."""
+        encode = partial(self._encode_chat, special_tokens=special_tokens)
+        made = self._as_completed(encode, conversations, sampling, n, settings)
+        return in_order(made, conversations, n, raises=on_error == "raise", use_tqdm=use_tqdm)
+
+    def as_completed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        special_tokens: bool = False,
+        **settings: Any,
+    ) -> Iterator[Generation]:
+        """Yield what `generate` returns as it comes: `request_id` is the prompt's index (`3`, or `3#1` of several)."""
+        return self._as_completed(partial(self.encode, special_tokens=special_tokens), prompts, sampling, n, settings)
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, special_tokens: bool = False, **settings: Any
+    ) -> Handle:
+        """Start one prompt, whose tokens come by `for` or `async for` and whose result by `.result()` or `await`.
+
+        Raises:
+            RequestError: The prompt or a setting cannot be used.
+            QueueFullError: Too many requests are waiting.
+            EngineError: The engine has failed or is closed.
+        """
+        ids = self.encode(prompt, special_tokens=special_tokens)
+        return self.submit(Request(ids, with_settings(sampling, settings)), stream=True)
+
+    def _encode_chat(self, prompt: object, *, special_tokens: bool) -> list[int]:
+        return self.encode(as_chat(prompt), special_tokens=special_tokens)
+
+    def _as_completed(
+        self,
+        encode: Callable[[Any], list[int]],
+        prompts: object,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        n: int,
+        settings: Mapping[str, Any],
+    ) -> Generator[Generation]:
+        if sampling is None or isinstance(sampling, SamplingParams):
+            chosen: SamplingParams | list[SamplingParams] = with_settings(sampling, settings)
+        else:
+            chosen = [with_settings(one, settings) for one in sampling]
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise RequestError(f"n must be an integer of at least 1, not {shown(n)}")
+        requests = make_requests(encode, each_prompt(prompts), chosen, n, self.max_length)
+        return as_completed(self.submit, requests, self.engine.config.max_queue)
 
     def close(self) -> None:
         """Stop the thread; unfinished requests end with an error. Called automatically at exit."""
@@ -268,9 +349,24 @@ class SpeculativeLM:
             self.engine.fail(RuntimeError("it was closed"))
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], dict):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:
+    """Return the sizes of an engine, given as settings, a mapping or neither, with some changed.
+
+    Raises:
+        LoadError: A setting is unknown, or its value cannot be used.
+    """
+    given = {} if config is None else vars(config) if isinstance(config, EngineConfig) else config
+    known = [field.name for field in fields(EngineConfig)]
+    for name in {**given, **changes}.keys() - set(known):
+        close = get_close_matches(name, known, 1)
+        raise LoadError(
+            f"unknown setting {name}" + (f": use {close[0]}" if close else f"; there are {', '.join(known)}")
+        )
+    try:
+        return EngineConfig(**{**given, **changes})
+    except ValueError as error:
+        raise LoadError(str(error)) from error
+
+
+def _load(arguments: dict[str, Any]) -> SpeculativeLM:
+    return SpeculativeLM.from_pretrained(**arguments)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from drafter.errors import RequestError, shown
-from drafter.statistics import DecodeCounts
+from drafter.statistics import DecodeCounts, mean_acceptance_length
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MOST_LOGPROBS = 20
 """Largest number of alternatives per token whose log-probabilities a request may ask for."""
@@ -246,20 +246,22 @@ class Generation:
     Args:
         token_ids: New tokens, the end-of-sequence token included where it was chosen.
         text: `token_ids` decoded without special tokens, cut before the stop string.
-        finish_reason: `stop` (end of sequence or stop string), `length` (limit reached) or `cancelled`.
+        finish_reason: `stop` (end of sequence or stop string), `length` (limit reached), `cancelled`, or `error`, which
+            only `SpeculativeLM` gives, for a prompt that could not be generated.
         counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
         logprobs: Of each of `token_ids`; None unless requested.
         verifier: Name of the verifier that accepted draft tokens.
         lossless: Whether that verifier guarantees the tokens of plain decoding.
         lenient: Indices in `token_ids` of tokens that the target model would not have chosen; empty if lossless.
         drafter_versions: Versions of a learning head whose draft tokens were verified, in order; else empty.
+        error: Why there is no text; None where there is.
     """
 
     request_id: str
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
-    prompt_tokens: int
+    num_prompt_tokens: int
     counts: DecodeCounts
     logprobs: list[TokenLogprob] | None = None
     timing: Timing = Timing()
@@ -267,6 +269,12 @@ class Generation:
     lossless: bool = True
     lenient: list[int] = field(default_factory=list)
     drafter_versions: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """New tokens a decode step, 0 if there was no step; as in the column of a job's output."""
+        return mean_acceptance_length(self.counts)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -77,6 +79,27 @@ def test_the_page_on_adding_a_drafter(tiny_base: BaseModel, tmp_path: Path) -> N
         assert sum(one.counts.num_draft_tokens for one in found) > 0
     steps = sum(one.counts.num_decode_steps for one in found)
     assert steps < 0.7 * sum(one.counts.num_decode_steps for one in plain)
+
+
+def python_of(page: Path) -> list[str]:
+    """The code of a page or a notebook, block by block."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        return ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["docs/python.md", "examples/answers.ipynb"])
+def test_the_code_of_a_page_runs_block_after_block(page: str) -> None:
+    names: dict[str, Any] = {}
+    blocks = python_of(ROOT / page)
+    try:
+        for block in blocks:
+            exec(compile(block, page, "exec"), names)
+    finally:
+        if "lm" in names:
+            names["lm"].close()
+    assert len(blocks) > 5
 
 
 @pytest.mark.parametrize("package", ["drafter", "pipeline"])

@@ -6,7 +6,7 @@ import asyncio
 import math
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +70,10 @@ class Handle:
             EngineError: The engine failed.
         """
         return await asyncio.wrap_future(self.future)
+
+    def __await__(self) -> Generator[Any, None, Generation]:
+        """As `outcome`."""
+        return self.outcome().__await__()
 
     def cancel(self) -> None:
         """Free the request's slot at the next step; its result is what there is by then."""
@@ -320,7 +324,7 @@ class Sequence:
             token_ids=self.output,
             text=cut_at_stop(text[: self._stops.cut], self.sampling.stop),
             finish_reason=self.finish_reason,
-            prompt_tokens=len(request.prompt_ids),
+            num_prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
             timing=self._timing(),

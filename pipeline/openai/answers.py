@@ -166,7 +166,7 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
     Draft tokens stand where OpenAI counts those of a predicted output: rejected ones were verified for nothing.
     `generations` has `n` of each prompt, one prompt after the other.
     """
-    prompt = sum(generation.prompt_tokens for generation in generations[::n])
+    prompt = sum(generation.num_prompt_tokens for generation in generations[::n])
     output = sum(len(generation.token_ids) for generation in generations)
     accepted = sum(generation.counts.num_accepted_draft_tokens for generation in generations)
     drafted = sum(generation.counts.num_draft_tokens for generation in generations)

@@ -95,7 +95,7 @@ COLUMNS = (
     OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r, run: list(r.prompt_ids)),
     OutputColumn("token_ids", _INTEGERS, lambda g, r, run: g.token_ids),
     OutputColumn("finish_reason", _TEXT, lambda g, r, run: g.finish_reason),
-    OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r, run: g.prompt_tokens),
+    OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r, run: g.num_prompt_tokens),
     OutputColumn("num_output_tokens", _INTEGER, lambda g, r, run: len(g.token_ids)),
     OutputColumn("seed", _INTEGER, lambda g, r, run: r.sampling.seed),
     OutputColumn("num_decode_steps", _INTEGER, lambda g, r, run: g.counts.num_decode_steps),

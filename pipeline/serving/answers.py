@@ -90,7 +90,7 @@ class ReplicaMetrics:
     def finished(self, generation: Generation) -> None:
         counts, timing = generation.counts, generation.timing
         self._requests.labels(generation.finish_reason).inc()
-        self._prompt_tokens.inc(generation.prompt_tokens)
+        self._prompt_tokens.inc(generation.num_prompt_tokens)
         self._draft_tokens.inc(counts.num_draft_tokens)
         self._accepted_tokens.inc(counts.num_accepted_draft_tokens)
         if timing.queued is not None:

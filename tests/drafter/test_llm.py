@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import signal
 import subprocess
 import sys
@@ -8,13 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
 from drafter.acceptance.settings import VerifierSettings
+from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
@@ -166,10 +171,15 @@ def test_a_failed_stream_ends_and_says_why() -> None:
 
 
 def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="max_tokens"):
-        lm.generate("x", max_tokens=5)
+    for name, ours in (
+        ("max_tokens", "max_new_tokens"),
+        ("stream", "SpeculativeLM.stream"),
+        ("temprature", "temperature"),
+    ):
+        with pytest.raises(RequestError, match=f"unknown setting {name}: use {ours}"):
+            lm.generate("x", **cast(Any, {name: 5}))
     with pytest.raises(RequestError, match="message 1"):
-        lm.generate([[{"rôle": "user"}]])
+        lm.generate([[{"rôle": "user"}]], on_error="raise")
     with pytest.raises(LoadError, match="no drafter 'medusae'"):
         SpeculativeLM.from_pretrained(drafter="medusae", device="cpu")
     with pytest.raises(LoadError, match="nowhere"):
@@ -242,3 +252,145 @@ atexit.register(lambda: print("the script has ended"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the script has ended\n"
+
+
+def column_kinds(ids: list[list[int]], texts: list[str]) -> dict[str, object]:
+    return {
+        "list": texts,
+        "tuple": tuple(texts),
+        "generator": (text for text in texts),
+        "NumPy": np.array(texts),
+        "pandas": pd.Series(texts, index=[7, 3]),
+        "Arrow": pa.chunked_array([texts[:1], texts[1:]]),
+        "lists of ids": ids,
+        "tuples of ids": tuple(map(tuple, ids)),
+        "arrays of ids": [np.array(one) for one in ids],
+        "tensors of ids": [torch.tensor(one) for one in ids],
+        "Arrow's lists of ids": pa.array(ids),
+    }
+
+
+def test_prompts_come_in_any_container(lm: SpeculativeLM) -> None:
+    texts = ["Janet has 7 ducks.", "12 + 12 ="]
+    ids = [lm.encode(text) for text in texts]
+    expected = [one.token_ids for one in lm.generate(texts, max_new_tokens=8)]
+    for kind, prompts in column_kinds(ids, texts).items():
+        found = lm.generate(prompts, max_new_tokens=8)  # type: ignore[arg-type]
+        assert [one.token_ids for one in found] == expected, kind
+        assert [one.request_id for one in found] == ["0", "1"]
+    for single in (texts[0], ids[0], tuple(ids[0]), np.array(ids[0])):
+        assert [one.token_ids for one in lm.generate(single, max_new_tokens=8)] == expected[:1]
+    assert lm.generate([]) == []
+
+
+def test_a_text_is_the_users_message_in_a_chat(lm: SpeculativeLM) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    (expected,) = lm.generate([messages], max_new_tokens=20)
+    for conversations in (QUESTION, messages, [QUESTION], [messages], pa.array([QUESTION])):
+        (found,) = lm.chat(conversations, max_new_tokens=20)
+        assert found.token_ids == expected.token_ids
+        assert found.text
+    (bad,) = lm.chat([None], max_new_tokens=20)  # type: ignore[list-item]
+    assert bad.error == "a conversation must be a text or a list of messages, not None"
+
+
+def test_bad_prompts_are_results_and_cost_the_others_nothing(lm: SpeculativeLM) -> None:
+    prompts: list[Any] = ["12 + 12 =", "", None, [10**9], [{"rôle": "user"}], [5] * 10_000, "1 + 1 ="]
+    found = lm.generate(prompts, max_new_tokens=4)
+    errors = ["prompt is empty", "not None", "outside the vocabulary", "message 1", "10000 tokens"]
+    assert [one.finish_reason for one in found[1:-1]] == ["error"] * 5
+    for one, words in zip(found[1:-1], errors, strict=True):
+        assert one.error is not None
+        assert words in one.error
+        assert (one.text, one.token_ids) == ("", [])
+    good = lm.generate(["12 + 12 =", "1 + 1 ="], max_new_tokens=4)
+    assert [found[0].token_ids, found[-1].token_ids] == [one.token_ids for one in good]
+    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+        lm.generate(prompts, max_new_tokens=4, on_error="raise")
+    for whole in (5, {"prompt": "x"}, pd.DataFrame({"prompt": ["x"]})):
+        with pytest.raises(RequestError, match="prompts must be a text, a list of token ids"):
+            lm.generate(whole)  # type: ignore[arg-type]
+
+
+def test_samples_and_equal_prompts_differ_and_are_the_same_again(lm: SpeculativeLM) -> None:
+    settings: dict[str, Any] = {"temperature": 1.5, "max_new_tokens": 12, "seed": 4, "ignore_eos": True}
+    first = lm.generate([QUESTION, QUESTION], n=3, **settings)
+    assert [one.request_id for one in first] == ["0#0", "0#1", "0#2", "1#0", "1#1", "1#2"]
+    assert len({tuple(one.token_ids) for one in first}) == 6
+    again = lm.generate([QUESTION, QUESTION], n=3, **settings)
+    assert [one.token_ids for one in again] == [one.token_ids for one in first]
+    (alone,) = lm.generate(QUESTION, **settings)
+    assert alone.token_ids == first[0].token_ids
+    for wrong in (0, True, "3"):
+        with pytest.raises(RequestError, match="n must be an integer"):
+            lm.generate(QUESTION, n=wrong)  # type: ignore[arg-type]
+
+
+def test_each_prompt_may_have_settings_of_its_own(lm: SpeculativeLM) -> None:
+    settings = [SamplingParams(max_new_tokens=2), SamplingParams(temperature=1.5, seed=9, max_new_tokens=5)]
+    found = lm.generate([QUESTION, QUESTION], settings, ignore_eos=True)
+    assert [len(one.token_ids) for one in found] == [2, 5]
+    (alone,) = lm.generate(QUESTION, settings[1], ignore_eos=True)
+    assert found[1].token_ids == alone.token_ids
+    with pytest.raises(RequestError, match="prompt 2 has no settings"):
+        lm.generate([QUESTION] * 3, settings)
+    with pytest.raises(RequestError, match="more settings than the 1 prompts"):
+        lm.generate(QUESTION, settings)
+
+
+def test_results_come_as_they_are_done_and_are_cancelled_with_the_iterator(lm: SpeculativeLM) -> None:
+    lengths = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (200, 2)]
+    assert [one.request_id for one in lm.as_completed([QUESTION, QUESTION], lengths)] == ["1", "0"]
+    lengths = [SamplingParams(count, ignore_eos=True) for count in (2, *[900] * 40)]
+    results = lm.as_completed([QUESTION] * 41, lengths)
+    assert next(results).request_id == "0"
+    with pytest.raises(RequestError, match="unknown setting"):
+        lm.as_completed(QUESTION, colour="red")
+    results.close()  # type: ignore[attr-defined]
+    assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_a_stream_is_iterated_over_or_awaited(lm: SpeculativeLM) -> None:
+    (expected,) = lm.generate(QUESTION, max_new_tokens=12)
+    assert "".join(delta.text for delta in lm.stream(QUESTION, max_new_tokens=12)) == expected.text
+
+    async def talk() -> None:
+        text = "".join([delta.text async for delta in lm.stream(QUESTION, max_new_tokens=12)])
+        assert text == expected.text
+        found = await asyncio.gather(*(lm.stream(QUESTION, max_new_tokens=12) for _ in range(3)))
+        assert [one.token_ids for one in found] == [expected.token_ids] * 3
+
+    asyncio.run(talk())
+
+
+def test_settings_have_the_names_of_columns_and_of_other_libraries(
+    lm: SpeculativeLM, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (found,) = lm.generate(QUESTION, stop="a", max_new_tokens=100_000)
+    assert "a" not in found.text
+    assert "max_new_tokens 100000 is more than there is room for" in caplog.text
+    assert found.num_prompt_tokens == len(lm.encode(QUESTION))
+    counts = found.counts
+    assert found.mean_acceptance_length == counts.num_output_tokens / counts.num_decode_steps
+    capsys.readouterr()
+    lm.generate([QUESTION, QUESTION], max_new_tokens=2)
+    assert not capsys.readouterr().err
+    lm.generate([QUESTION, QUESTION], max_new_tokens=2, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_a_model_is_pickled_as_what_loads_it() -> None:
+    with SpeculativeLM.from_pretrained(drafter="none", device="cpu", max_num_seqs=3, config={"kv_gib": 0.1}) as lm:
+        assert (lm.engine.config.max_num_seqs, lm.engine.config.kv_gib) == (3, 0.1)
+        with pickle.loads(pickle.dumps(lm)) as other:
+            assert other.engine.config == lm.engine.config
+            assert other.generate(QUESTION, max_new_tokens=4)[0].text == lm.generate(QUESTION, max_new_tokens=4)[0].text
+        with (
+            SpeculativeLM(lm.base, PlainDecoding(), lm.tokenizer) as made,
+            pytest.raises(TypeError, match="make it by from_pretrained"),
+        ):
+            pickle.dumps(made)
+    with pytest.raises(LoadError, match="unknown setting max_num_seq: use max_num_seqs"):
+        SpeculativeLM.from_pretrained(max_num_seq=3)
+    with pytest.raises(LoadError, match="max_num_seqs must be at least 1"):
+        SpeculativeLM.from_pretrained(config={"max_num_seqs": 0})

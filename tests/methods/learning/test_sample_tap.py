@@ -45,7 +45,7 @@ def test_rows_come_with_the_hidden_states_that_the_base_has_of_them(tiny_base: B
     for one in made:
         sample = samples[one.request_id]
         assert sample.tokens.tolist() == [*prompts[int(one.request_id)], *one.token_ids]
-        assert (sample.prompt_length, sample.steps) == (one.prompt_tokens, one.counts.num_decode_steps)
+        assert (sample.prompt_length, sample.steps) == (one.num_prompt_tokens, one.counts.num_decode_steps)
         if not kind:
             assert sample.hidden is None
             continue

@@ -67,7 +67,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
         assert row["token_ids"] == generation.token_ids
         assert (row["text"], row["finish_reason"]) == (generation.text, generation.finish_reason)
         assert row["prompt_token_ids"] == lm.encode([{"role": "user", "content": row["prompt"]}])
-        assert row["num_prompt_tokens"] == generation.prompt_tokens
+        assert row["num_prompt_tokens"] == generation.num_prompt_tokens
         assert row["num_output_tokens"] == len(generation.token_ids)
         assert row["seed"] == settings.get(line, {}).get("seed", row_seed(9, row["request_id"]))
         assert sum(row["acceptance_histogram"]) == row["num_decode_steps"]

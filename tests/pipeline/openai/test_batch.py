@@ -95,7 +95,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     assert chat.choices[0].finish_reason == alone.finish_reason
     assert chat.model == "gpt-4o"
     assert chat.usage is not None
-    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (alone.prompt_tokens, len(alone.token_ids))
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (alone.num_prompt_tokens, len(alone.token_ids))
     rows = {row["request_id"]: row for row in done.rows}
     details = chat.usage.completion_tokens_details
     assert details is not None
@@ -120,7 +120,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
         texts = [token_text(lm.tokenizer, one.token_id) for one in alone.logprobs]
         assert [bytes(one.bytes or ()) for one in told] == [text.encode(errors="surrogateescape") for text in texts]
     assert chat.usage is not None
-    assert chat.usage.prompt_tokens == alone.prompt_tokens
+    assert chat.usage.prompt_tokens == alone.num_prompt_tokens
     assert rows["unseeded#1"]["seed"] == row_seed(3, "unseeded#1")
     # The run's limit where the request has none.
     assert all(rows[f"unseeded#{n}"]["num_output_tokens"] <= 12 for n in range(2))

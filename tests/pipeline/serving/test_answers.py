@@ -102,7 +102,7 @@ def test_answers_are_those_of_plain_decoding(
         [choice] = answer.choices
         assert (choice.message.content, choice.finish_reason) == (wanted.text, wanted.finish_reason)
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == wanted.prompt_tokens
+        assert answer.usage.prompt_tokens == wanted.num_prompt_tokens
         assert answer.usage.completion_tokens == len(wanted.token_ids)
         chunks = client.chat.completions.create(model=NAME, messages=chat(question), stream=True, **asked)
         assert streamed(chunks) == (wanted.text, wanted.finish_reason)
@@ -132,14 +132,14 @@ def test_a_message_cannot_end_itself(client: OpenAI, plain: SpeculativeLM) -> No
     asked: dict[str, Any] = {"model": NAME, "messages": chat(attack), "temperature": 0, "max_tokens": 8}
     trusting = plain.generate(chat(attack), max_new_tokens=8, special_tokens=True)[0]
     wanted = expected(plain, attack, max_new_tokens=8)
-    assert wanted.prompt_tokens > trusting.prompt_tokens
+    assert wanted.num_prompt_tokens > trusting.num_prompt_tokens
     found = client.chat.completions.create(**asked)
     assert found.usage is not None
-    assert (found.choices[0].message.content, found.usage.prompt_tokens) == (wanted.text, wanted.prompt_tokens)
+    assert (found.choices[0].message.content, found.usage.prompt_tokens) == (wanted.text, wanted.num_prompt_tokens)
     with served({NAME: Answers(plain, "replica", seconds=PATIENCE, special_tokens=True)}) as address:
         found = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=PATIENCE).chat.completions.create(**asked)
     assert found.usage is not None
-    assert (found.choices[0].message.content, found.usage.prompt_tokens) == (trusting.text, trusting.prompt_tokens)
+    assert (found.choices[0].message.content, found.usage.prompt_tokens) == (trusting.text, trusting.num_prompt_tokens)
 
 
 @pytest.mark.parametrize("stop", [["x" * 900 + str(place) for place in range(4)], ["e" * 1000]])

@@ -1,0 +1,194 @@
+"""Many prompts in one call: a request for each, results as they come, and bad prompts as results of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from itertools import repeat
+from queue import SimpleQueue
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from drafter.engine.sequence import Handle
+from drafter.errors import QueueFullError, RequestError
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.statistics import DecodeCounts
+
+logger = logging.getLogger(__name__)
+
+_OTHER_WORDS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "sampling_params": "sampling",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "do_sample": "temperature",
+    "stream": "SpeculativeLM.stream",
+}
+"""Names of other libraries, by ours."""
+_SEEDS = 2**63
+
+
+def with_settings(sampling: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
+    """Return settings with some changed.
+
+    Raises:
+        RequestError: One of them is unknown or cannot be used.
+    """
+    known = [field.name for field in fields(SamplingParams)]
+    for name in settings.keys() - set(known):
+        close = [_OTHER_WORDS[name]] if name in _OTHER_WORDS else get_close_matches(name, known, 1)
+        raise RequestError(
+            f"unknown setting {name}" + (f": use {close[0]}" if close else f"; there are {', '.join(known)}")
+        )
+    if isinstance(stop := settings.get("stop"), str):
+        settings = {**settings, "stop": (stop,)}
+    return replace(sampling or SamplingParams(), **settings)
+
+
+def make_requests(
+    encode: Callable[[Any], list[int]],
+    prompts: Iterable[object],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    n: int,
+    max_length: int,
+) -> Iterator[Request | Generation]:
+    """Yield `n` requests for each prompt, named `0`, `1`, … (`0#0`, `0#1`, … if `n` is not 1), or what replaces them.
+
+    Their seeds differ, so that equal prompts get different texts where tokens are drawn: the first request has the seed
+    of its settings, and so has the first sample of a prompt with settings of its own.
+
+    Args:
+        encode: Makes token ids of a prompt.
+        sampling: The settings of all prompts, or a sequence of one for each.
+        max_length: Tokens that prompt and output may have together.
+
+    Raises:
+        RequestError: There are fewer settings than prompts, or more.
+    """
+    own = not isinstance(sampling, SamplingParams)
+    settings: Iterator[SamplingParams] = iter(sampling) if own else repeat(sampling)  # type: ignore[arg-type]
+    place, warned = -1, False
+    for place, prompt in enumerate(prompts):
+        params = next(settings, None)
+        if params is None:
+            raise RequestError(f"prompt {place} has no settings: give one SamplingParams, or one for each prompt")
+        try:
+            ids, problem = encode(prompt), None
+        except RequestError as error:
+            ids, problem = [], error
+        if not warned and params.max_new_tokens is not None and ids and len(ids) + params.max_new_tokens > max_length:
+            warned = True
+            logger.warning(
+                "max_new_tokens %s is more than there is room for: prompt and output together may have %s tokens",
+                params.max_new_tokens,
+                max_length,
+            )
+        for sample in range(n):
+            name = str(place) if n == 1 else f"{place}#{sample}"
+            if problem is not None:
+                yield failed(Request(ids, params, name), problem)
+                continue
+            seed = _seed(params.seed, 0 if own else place, sample)
+            yield Request(ids, replace(params, seed=seed), name)
+    if own and next(settings, None) is not None:
+        raise RequestError(f"there are more settings than the {place + 1} prompts")
+
+
+def as_completed(
+    submit: Callable[[Request], Handle], requests: Iterable[Request | Generation], most: int
+) -> Generator[Generation]:
+    """Submit requests, at most `most` at a time, and yield what comes of each once it is there.
+
+    An error that concerns one request is its result. If the caller stops early, what is under way is cancelled.
+
+    Raises:
+        EngineError: The engine has failed.
+        QueueFullError: Others fill the queue.
+    """
+    under_way: set[Handle] = set()
+    done: SimpleQueue[Handle] = SimpleQueue()
+
+    def finished(*, wait: bool) -> Iterator[Generation]:
+        while under_way and (wait or not done.empty()):
+            handle, wait = done.get(), False
+            under_way.remove(handle)
+            try:
+                yield handle.result()
+            except RequestError as error:
+                yield failed(handle.request, error)
+
+    try:
+        for request in requests:
+            if isinstance(request, Generation):
+                yield request
+                continue
+            yield from finished(wait=len(under_way) >= most)
+            while (handle := _submitted(submit, request, alone=not under_way)) is None:
+                yield from finished(wait=True)
+            if isinstance(handle, Generation):
+                yield handle
+            else:
+                under_way.add(handle)
+                handle.future.add_done_callback(lambda _, handle=handle: done.put(handle))  # type: ignore[misc]
+        while under_way:
+            yield from finished(wait=True)
+    finally:  # such as Ctrl-C: abandoned requests must not delay the next call
+        for handle in under_way:
+            handle.cancel()
+
+
+def _submitted(submit: Callable[[Request], Handle], request: Request, *, alone: bool) -> Handle | Generation | None:
+    """Submit a request; return its failure if it is refused, and None if the queue is full, unless it is `alone`."""
+    try:
+        return submit(request)
+    except RequestError as error:
+        return failed(request, error)
+    except QueueFullError:
+        if alone:
+            raise
+        return None
+
+
+def in_order(
+    results: Generator[Generation], prompts: object, n: int, *, raises: bool, use_tqdm: bool | None
+) -> list[Generation]:
+    """Return results in the order of their prompts.
+
+    Args:
+        prompts: What they are of; its length, if it has one, is the progress bar's.
+        raises: Raise the first error instead of returning it.
+
+    Raises:
+        RequestError: A prompt could not be generated.
+    """
+    count = len(prompts) * n if isinstance(prompts, Sized) and not isinstance(prompts, str) else None
+    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    shows = watched and (count is None or count > 1) if use_tqdm is None else use_tqdm
+    found: dict[tuple[int, int], Generation] = {}
+    try:
+        for one in tqdm(results, "prompts", count, disable=not shows):
+            if raises and one.error is not None:
+                raise RequestError(f"prompt {one.request_id}: {one.error}")
+            place, _, sample = one.request_id.partition("#")
+            found[int(place), int(sample or 0)] = one
+    finally:
+        results.close()
+    return [found[key] for key in sorted(found)]
+
+
+def failed(request: Request, error: RequestError) -> Generation:
+    """Return the result of a request that could not be generated."""
+    return Generation(request.request_id, [], "", "error", len(request.prompt_ids), DecodeCounts(), error=str(error))
+
+
+def _seed(seed: int, place: int, sample: int) -> int:
+    if not place and not sample:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{place}#{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % _SEEDS
