@@ -62,6 +62,7 @@ class SpeculativeLM:
         config: Sizes of the engine.
         verifier: Decides which draft tokens are accepted; by default the exact one.
         samples: Receives finished rows, for a learner.
+        drafter_name: What step times are kept by between processes; None measures them anew.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class SpeculativeLM:
         *,
         verifier: Verifier | None = None,
         samples: RowTap | None = None,
+        drafter_name: str | None = None,
     ) -> None:
         self.base, self.tokenizer, self.samples = base, tokenizer, samples
         self.engine = in_passing_thread(
-            lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples)
+            lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, drafter_name=drafter_name)
         )
         self._arguments: dict[str, Any] | None = None
         self._wake = threading.Condition()
@@ -163,7 +165,8 @@ class SpeculativeLM:
             tell("compiling the model")
         elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
             tell("timing decode steps")
-        lm = cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
+        kept_by = None if learning is not None else str(drafter)
+        lm = cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples, drafter_name=kept_by)
         lm._arguments = arguments
         return lm
 

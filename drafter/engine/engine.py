@@ -31,7 +31,7 @@ from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Handle, Sequence, new_sequence, refuse_unusable
 from drafter.engine.step import DeviceStep, Flights, RowOutcomes, Step, StepOutcome
 from drafter.engine.tap import EndedRow, RowTap
-from drafter.engine.warm_up import compile_base, engine_sizes, measure_steps, plan_or_refuse, try_dearest_step
+from drafter.engine.warm_up import compile_base, engine_sizes, plan_or_refuse, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
 from drafter.generation_defaults import sampling_defaults
 from drafter.requests import Request
@@ -50,6 +50,7 @@ class Engine:
         verifier: Decides what is accepted; by default the exact one.
         budget: Decides how much is drafted and verified; by default as `config.num_draft_tokens` says.
         tap: Is given rows that have ended, with the hidden states that the drafter reads; by default nobody is.
+        drafter_name: What step times are kept by in the cache folder; None measures them anew.
 
     Attributes:
         batch: What the device holds.
@@ -75,6 +76,7 @@ class Engine:
         verifier: Verifier | None = None,
         budget: Budget | None = None,
         tap: RowTap | None = None,
+        drafter_name: str | None = None,
     ) -> None:
         config, verifier = config or EngineConfig(), verifier or ExactVerifier()
         _refuse_mismatch(drafter, verifier)
@@ -118,7 +120,7 @@ class Engine:
             compile_base(self._device_step)
         if plan is not None:
             try_dearest_step(self._device_step, plan)
-        self.budget = budget or self._make_budget()
+        self.budget = budget or self._make_budget(None if config.compile else drafter_name)
         self._runner: EagerStep | GraphStep
         if self._graphs is None:
             self._runner = EagerStep(self._device_step, self.budget, self._times, self._admission.admit)
@@ -360,13 +362,13 @@ class Engine:
             self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
         devices.release_unused(self.base.device)
 
-    def _make_budget(self) -> Budget:
+    def _make_budget(self, drafter_name: str | None) -> Budget:
         nodes = self.config.num_draft_tokens
         if not self.drafter.spec.max_nodes:
             return FixedBudget(0)
         if nodes != "auto":
             return FixedBudget(min(nodes, self.drafter.spec.max_nodes))
-        budgets = [AdaptiveBudget(table) for table in measure_steps(self._device_step, self._graphs)]
+        budgets = [AdaptiveBudget(table) for table in step_costs(self._device_step, self._graphs, drafter_name)]
         return budgets[0] if len(budgets) == 1 else ChoosingBudget(self.drafter.members, budgets, self.drafter.withheld)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from importlib import metadata
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.contract import Choosing, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
+from drafter.budget.stored_costs import load_costs, save_costs
 from drafter.devices import timed
 from drafter.drafters.contract import Ask, DraftSpec
 from drafter.engine.admission import GPU_CHUNK
@@ -25,7 +28,9 @@ from drafter.engine.runners import step_shape, whole_step
 from drafter.engine.scheduler import read_prompts
 from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
+from drafter.native.build import processor
 from drafter.requests import SamplingParams
+from drafter.source_commit import source_commit
 from drafter.target.attention import query_groups
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import bare_trees, root_only
@@ -231,6 +236,8 @@ _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
 """Number of timed runs of a draft: the first run includes one-time work."""
+_ALIKE = 1.3
+"""Ratio of two times of the same step that other work on the machine explains."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
 """Tokens of these that the target model generates itself, and number of different texts."""
 
@@ -265,6 +272,49 @@ def compile_base(step: DeviceStep) -> None:
             f"{base.name} cannot be compiled here: {type(error).__name__}: {reason} (leave compile out)"
         ) from error
     state.forget()
+
+
+@torch.inference_mode()
+def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> list[LatencyTable]:
+    """Return what `measure_steps` does, from the cache folder if it was measured here before and is still true.
+
+    Args:
+        drafter: Name of the drafter, for the cache; None does without. Steps that are queued as a whole are measured at
+            each start, because that also records them.
+    """
+    if drafter is None or graphs is not None:
+        return measure_steps(step, graphs)
+    subject = _subject(step, drafter)
+    kept = load_costs(subject)
+    if kept is not None and _still_true(step, kept[0]):
+        return kept
+    tables = measure_steps(step, graphs)
+    save_costs(subject, tables)
+    return tables
+
+
+def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
+    """All that step times follow from."""
+    base, state = step.base, step.state
+    return {
+        "machine": [processor(), torch.get_num_threads(), str(base.device)],
+        "versions": [torch.__version__, metadata.version("drafter"), source_commit()],
+        "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
+        "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
+        "verifier": step.verifier.name,
+        "state": [state.slots, state.max_length, state.cache.nbytes],
+    }
+
+
+def _still_true(step: DeviceStep, table: LatencyTable) -> bool:
+    """Return whether plain steps of one row and of all rows take about as long as in the table."""
+    state, length = step.state, table.length
+    for slot in range(state.slots):
+        state.reserve(slot, length + 1)
+    found = [_least_seconds(step, None, partial(_forward, step, None, 0, length, rows)) for rows in (1, state.slots)]
+    state.forget()
+    kept = [float(table.verify[place, 0]) for place in (0, -1)]
+    return all(1 / _ALIKE < now / then < _ALIKE for now, then in zip(found, kept, strict=True))
 
 
 @torch.inference_mode()

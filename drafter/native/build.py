@@ -32,7 +32,7 @@ def library_path() -> Path:
         BuildError: There is no compiler, it fails, or the cache cannot be written to.
     """
     compiler = _compiler()
-    cached = _cache() / f"native-{_digest(compiler)}.so"
+    cached = cache_folder() / f"native-{_digest(compiler)}.so"
     if not cached.is_file():
         _compile(compiler, cached)
     return cached
@@ -46,20 +46,21 @@ def _compiler() -> str:
     raise BuildError(f"there is no C++ compiler ({', '.join(wanted)})")
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of what this machine keeps between processes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafter"
 
 
 def _digest(compiler: str) -> str:
     """16 hex digits of all that decides what the compiler makes: the sources, itself, its flags and the processor."""
-    digest = hashlib.sha256(" ".join([compiler, *_FLAGS, _processor()]).encode())
+    digest = hashlib.sha256(" ".join([compiler, *_FLAGS, processor()]).encode())
     digest.update(str(Path(compiler).resolve().stat().st_mtime_ns).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return a description that differs for processors with different instructions under `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -209,6 +209,11 @@ class BaseModel:
         """`[V]` bias of the frozen LM head, if it has one."""
         return getattr(self._head, "bias", None)
 
+    @property
+    def executor_name(self) -> str:
+        """What runs forwards."""
+        return type(self._executor).__name__
+
     def leave_native(self) -> None:
         """Switch to the model's own code, the only executor that can be compiled."""
         self._executor = self._model_code

@@ -290,7 +290,7 @@ def test_a_text_is_the_users_message_in_a_chat(lm: SpeculativeLM) -> None:
         (found,) = lm.chat(conversations, max_new_tokens=20)
         assert found.token_ids == expected.token_ids
         assert found.text
-    (bad,) = lm.chat([None], max_new_tokens=20)  # type: ignore[list-item]
+    (bad,) = lm.chat([None], max_new_tokens=20)  # type: ignore[arg-type]
     assert bad.error == "a conversation must be a text or a list of messages, not None"
 
 

@@ -37,7 +37,7 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_ca
 def test_another_processor_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", compiler(tmp_path, 'echo library > "$made"'))
     first = library_path()
-    monkeypatch.setattr(build, "_processor", lambda: "another")
+    monkeypatch.setattr(build, "processor", lambda: "another")
     assert library_path() != first
 
 
