@@ -39,7 +39,7 @@ def without(removed, root):
     drafters = ("none", "auto" if {"cacheback", "memory"} & set(removed) else "ctc")
     said = {}
     for name in drafters:
-        config = EngineConfig(slots=2, max_model_len=64, num_draft_tokens=4)
+        config = EngineConfig(max_num_seqs=2, max_model_len=64, num_draft_tokens=4)
         with SpeculativeLM.from_pretrained(drafter=name, config=config) as lm:
             said[name] = lm.generate(["Tom has 3 boxes", "One"], max_new_tokens=8)
     plain, drafted = said.values()
