@@ -216,7 +216,8 @@ def test_columns_of_two_files_change_no_value_or_are_refused(one: pa.Array, othe
             assert "and no type holds both" in str(refusal)  # noqa: PT017 - either is right, and which depends on both
             return
     found = pa.concat_arrays([pa.Table.from_struct_array(rows["row"])["x"].combine_chunks() for rows in parts])
-    for column, kept in ((one, found[:3]), (other, found[3:])):
+    # Taken, not sliced: Arrow casts the values of lists outside of a slice, too.
+    for column, kept in ((one, found.take(pa.array([0, 1, 2]))), (other, found.take(pa.array([3, 4, 5])))):
         assert kept.is_null().equals(column.is_null())
         became_text = pa.types.is_string(found.type) and not pa.types.is_string(column.type)
         if not (became_text or pa.types.is_struct(column.type) or pa.types.is_null(column.type)):
