@@ -102,8 +102,8 @@ class Answers:
         generated = pa.array([None if one is None else one.generated for one in found], columns_type(self._columns))
         if "seed" in block.column_names:
             block = block.drop_columns(["seed"])
-        for column in added:
-            block = block.append_column(column.name, generated.field(column.name))
+        for column, values in zip(added, generated.flatten(), strict=True):  # null where the row is
+            block = block.append_column(column.name, values)
         errors = [problems.get(place, "") for place in range(len(rows))]
         return block.append_column(ERROR_COLUMN, pa.array(errors, pa.string()))
 
