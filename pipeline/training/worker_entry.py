@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+import ray.train
 
 from pipeline.training.board import refusals
 from pipeline.training.worker import WorkerTask
@@ -15,7 +16,13 @@ def train_worker(loop_config: dict[str, Any]) -> None:
     task: WorkerTask = loop_config["task"]
     if ray.get(task.board.refusal.remote()) is not None:
         return  # Ray Train has restarted the worker after an error that would come again.
-    with refusals(task.board):
-        from pipeline.training.worker import run
+    try:
+        with refusals(task.board):
+            from pipeline.training.worker import run
 
-        run(task)
+            run(task)
+    except Exception:
+        # After an error Ray Train would start the worker again, which takes long, for the same refusal. Where there are
+        # several, the error is needed, because the others wait for this one.
+        if ray.train.get_context().get_world_size() > 1 or ray.get(task.board.refusal.remote()) is None:
+            raise

@@ -204,7 +204,7 @@ def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> No
     lenient, start = VerifierSettings(name="typical"), StartingHead()
     with pytest.raises(LoadError, match="learns from what its target model says itself"):
         SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), verifier=lenient)
-    with pytest.raises(LoadError, match="leave nodes at auto"):
+    with pytest.raises(LoadError, match="leave num_draft_tokens at auto"):
         SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), config=EngineConfig(num_draft_tokens=8))
     with pytest.raises(LoadError, match="has no head that could learn"):
         SpeculativeLM.from_pretrained(device="cpu", drafter="ngram", learning=Learning(start))

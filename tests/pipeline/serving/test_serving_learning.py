@@ -58,7 +58,7 @@ def test_the_head_must_have_a_part_in_the_drafter() -> None:
     learning = ServingLearning(enabled=True, agreed="all", folder="head")
     with pytest.raises(InputError, match="drafter ngram has no head that could learn"):
         ApplicationConfig(drafter="ngram", learning=learning)
-    with pytest.raises(InputError, match=r"engine\.nodes 0 drafts nothing"):
+    with pytest.raises(InputError, match=r"engine\.num_draft_tokens 0 drafts nothing"):
         ApplicationConfig(engine=EngineSettings(num_draft_tokens=0), learning=learning)
 
 
