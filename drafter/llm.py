@@ -156,7 +156,9 @@ class SpeculativeLM:
         tell(f"loading {model or 'the embedded model'}")
         base, loaded = in_passing_thread(load)
         if loaded.withheld and chosen.num_draft_tokens != "auto":
-            raise LoadError("a head that starts from nothing is drafted with once that pays: leave num_draft_tokens at auto")
+            raise LoadError(
+                "a head that starts from nothing is drafted with once that pays: leave num_draft_tokens at auto"
+            )
         if line := described(base.generation_settings, str(name)):
             logger.warning(line)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
