@@ -198,14 +198,14 @@ def test_a_column_of_a_table_passes_through(drawn: tuple[pa.Array, pa.Array], su
 
 @pytest.mark.slow
 @given(columns, st.sampled_from([".parquet", ".arrow"]), st.integers(1, 3))
-@settings(max_examples=1000)
+@settings(max_examples=500)
 def test_many_columns_of_tables_pass_through(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: int) -> None:
     check_table(drawn, suffix, rows_per_part)
 
 
 @pytest.mark.slow
 @given(plain_columns, plain_columns)
-@settings(max_examples=600)
+@settings(max_examples=400)
 def test_columns_of_two_files_change_no_value_or_are_refused(one: pa.Array, other: pa.Array) -> None:
     with folder() as place:
         for name, column in (("a", one), ("b", other)):
