@@ -6,8 +6,6 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +26,7 @@ from drafter.engine.sequence import Handle
 from drafter.engine.tap import LearningStart, RowTap
 from drafter.errors import LoadError, RequestError, shown
 from drafter.generation_defaults import GenerationRule, described
-from drafter.many import as_completed, in_order, make_requests, with_settings
+from drafter.many import as_completed, in_order, make_requests, unknown_setting, with_settings
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
@@ -361,14 +359,11 @@ def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapp
         LoadError: A setting is unknown, or its value cannot be used.
     """
     given = {} if config is None else vars(config) if isinstance(config, EngineConfig) else config
-    known = [field.name for field in fields(EngineConfig)]
-    for name in {**given, **changes}.keys() - set(known):
-        close = get_close_matches(name, known, 1)
-        raise LoadError(
-            f"unknown setting {name}" + (f": use {close[0]}" if close else f"; there are {', '.join(known)}")
-        )
+    chosen = {**given, **changes}
+    if problem := unknown_setting(chosen, EngineConfig):
+        raise LoadError(problem)
     try:
-        return EngineConfig(**{**given, **changes})
+        return EngineConfig(**chosen)
     except ValueError as error:
         raise LoadError(str(error)) from error
 

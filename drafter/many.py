@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
@@ -16,7 +15,7 @@ from tqdm.auto import tqdm
 
 from drafter.engine.sequence import Handle
 from drafter.errors import QueueFullError, RequestError
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,17 @@ _OTHER_WORDS = {
     "do_sample": "temperature",
     "stream": "SpeculativeLM.stream",
 }
-"""Names of other libraries, by ours."""
-_SEEDS = 2**63
+"""Our names by those of other libraries."""
+
+
+def unknown_setting(given: Iterable[str], kind: type, other_words: Mapping[str, str] | None = None) -> str | None:
+    """Return a message for the first name that is no field of the dataclass `kind`; None if all are."""
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            ours = (other_words or {}).get(name) or next(iter(get_close_matches(name, known, 1)), None)
+            return f"unknown setting {name}" + (f": use {ours}" if ours else f"; there are {', '.join(known)}")
+    return None
 
 
 def with_settings(sampling: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
@@ -40,12 +48,8 @@ def with_settings(sampling: SamplingParams | None, settings: Mapping[str, Any]) 
     Raises:
         RequestError: One of them is unknown or cannot be used.
     """
-    known = [field.name for field in fields(SamplingParams)]
-    for name in settings.keys() - set(known):
-        close = [_OTHER_WORDS[name]] if name in _OTHER_WORDS else get_close_matches(name, known, 1)
-        raise RequestError(
-            f"unknown setting {name}" + (f": use {close[0]}" if close else f"; there are {', '.join(known)}")
-        )
+    if problem := unknown_setting(settings, SamplingParams, _OTHER_WORDS):
+        raise RequestError(problem)
     if isinstance(stop := settings.get("stop"), str):
         settings = {**settings, "stop": (stop,)}
     return replace(sampling or SamplingParams(), **settings)
@@ -94,7 +98,8 @@ def make_requests(
             if problem is not None:
                 yield failed(Request(ids, params, name), problem)
                 continue
-            seed = _seed(params.seed, 0 if own else place, sample)
+            at = 0 if own else place
+            seed = hashed_seed(params.seed, f"{at}#{sample}") if at or sample else params.seed
             yield Request(ids, replace(params, seed=seed), name)
     if own and next(settings, None) is not None:
         raise RequestError(f"there are more settings than the {place + 1} prompts")
@@ -185,10 +190,3 @@ def in_order(
 def failed(request: Request, error: RequestError) -> Generation:
     """Return the result of a request that could not be generated."""
     return Generation(request.request_id, [], "", "error", len(request.prompt_ids), DecodeCounts(), error=str(error))
-
-
-def _seed(seed: int, place: int, sample: int) -> int:
-    if not place and not sample:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{place}#{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % _SEEDS

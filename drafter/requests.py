@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,16 @@ _NUMBERS = (
 
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
+
+
+SEEDS = 2**63
+"""Upper bound of derived seeds, so that they fit an int64 column."""
+
+
+def hashed_seed(seed: int, name: str) -> int:
+    """Derive a seed below `SEEDS` from another one and a name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % SEEDS
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:

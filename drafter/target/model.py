@@ -211,7 +211,7 @@ class BaseModel:
 
     @property
     def executor_name(self) -> str:
-        """What runs forwards."""
+        """Name of the class that runs forwards."""
         return type(self._executor).__name__
 
     def leave_native(self) -> None:

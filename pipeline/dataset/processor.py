@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,16 +11,17 @@ import ray
 import ray.data
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.engine.config import EngineConfig, EngineSettings
+from drafter.engine.config import EngineSettings
 from drafter.requests import SamplingParams
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import share_out
 from pipeline.dataset.answers import Answers, AnswerSettings
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.engines.feeder import capacity
+from pipeline.engines.feeder import fed
 from pipeline.engines.ledger import Ledger
 from pipeline.errors import InputError
 from pipeline.generate.config import LoadingConfig
+from pipeline.generate.streaming import engine_pool
 from pipeline.settings import LimitsConfig, ResourcesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
@@ -75,9 +75,8 @@ class ProcessorConfig:
 
     def engine_spec(self, threads: int) -> EngineSpec:
         engine = _made("engine_kwargs", EngineSettings, self.engine_kwargs)
-        sizes = EngineConfig(**asdict(engine), max_queue=capacity(engine.max_num_seqs))
         loading = asdict(_made("loading", LoadingConfig, self.loading))
-        return EngineSpec(self.model, self.drafter, loading, sizes, threads, verifier=self.verifier)
+        return EngineSpec(self.model, self.drafter, loading, fed(engine), threads, verifier=self.verifier)
 
     def answer_settings(self) -> AnswerSettings:
         sampling = _made("sampling_params", SamplingParams, self.sampling_params)
@@ -113,19 +112,11 @@ class Processor:
         spec, settings = config.engine_spec(shares.threads), config.answer_settings()
         if self._preprocess is not None:
             dataset = dataset.map(self._preprocess)
-        # While a batch's last rows are decoded, rows of the next ones must fill the other slots.
-        calls = 2 + math.ceil(spec.config.max_num_seqs / config.batch_size)
         found = dataset.repartition(target_num_rows_per_block=config.batch_size).map_batches(
             Answers,
             batch_size=None,
             batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(
-                min_size=fewest,
-                max_size=most,
-                enable_true_multi_threading=True,
-                max_concurrent_calls_per_actor=calls,
-                max_tasks_in_flight_per_actor=2 * calls if most > fewest else calls + 1,
-            ),
+            compute=engine_pool(fewest, most, spec.config.max_num_seqs, config.batch_size),
             num_cpus=shares.cpus,
             num_gpus=shares.gpus,
             fn_constructor_kwargs={

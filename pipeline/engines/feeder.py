@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
 from pipeline.engines.ledger import RowKey, RowOutcome
@@ -30,6 +31,11 @@ _REPORT_SECONDS = 0.25
 def capacity(slots: int) -> int:
     """Return the rows to keep in an engine: enough that no slot is empty between two pulses."""
     return slots + max(4, slots // 2)
+
+
+def fed(engine: EngineSettings) -> EngineConfig:
+    """Return the sizes of an engine with a queue for the rows that a feeder keeps in it."""
+    return EngineConfig(**asdict(engine), max_queue=capacity(engine.max_num_seqs))
 
 
 def alone_from(row_attempts: int) -> int:

@@ -10,14 +10,14 @@ from datetime import datetime
 from typing import Any
 
 from drafter.errors import RequestError, shown
-from drafter.requests import SamplingParams
+from drafter.requests import SEEDS, SamplingParams, hashed_seed
 from drafter.text.chat import Chat, render_chat
 from pipeline.errors import RowError
 from pipeline.io.prompt_source import PromptSource
 from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, is_messages
 from pipeline.settings import ReadingConfig
-from pipeline.staging.samples import SEED_COLUMN, SEEDS, hashed_seed, sample_seed
+from pipeline.staging.samples import SEED_COLUMN, sample_seed
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _INTEGER = re.compile(r"-?[0-9]{1,20}")

@@ -10,10 +10,9 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from drafter.engine.config import EngineConfig
 from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.engines.feeder import capacity
+from pipeline.engines.feeder import fed
 from pipeline.engines.models import model_name
 from pipeline.engines.shared_texts import OtherTexts
 from pipeline.generate.job_context import JobContext, Work
@@ -58,7 +57,12 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
         EngineProcess,
         batch_size=1,
         batch_format="pyarrow",
-        compute=engine_pool(job, work),
+        compute=engine_pool(
+            work.resources.min_actors,
+            most_engines(work),
+            job.config.engine.max_num_seqs,
+            max(part.rows for part in work.missing),
+        ),
         num_cpus=work.resources.cpus,
         num_gpus=work.resources.gpus,
         fn_constructor_kwargs={
@@ -90,7 +94,7 @@ def prompt_settings(job: JobContext) -> PromptSettings:
 
 def engine_spec(job: JobContext, work: Work) -> EngineSpec:
     config = job.config
-    engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.max_num_seqs))
+    engine = fed(config.engine)
     loading, threads = asdict(config.loading), work.resources.threads
     return EngineSpec(
         config.model,
@@ -118,12 +122,10 @@ def most_engines(work: Work) -> int:
     return max(most, work.resources.min_actors)
 
 
-def engine_pool(job: JobContext, work: Work) -> ray.data.ActorPoolStrategy:
-    """Return the number of engines, and of parts that each has at once."""
-    fewest = work.resources.min_actors
-    most = most_engines(work)
+def engine_pool(fewest: int, most: int, slots: int, rows: int) -> ray.data.ActorPoolStrategy:
+    """Return the number of engines, and of parts of up to `rows` rows that each has at once."""
     # While one part's last rows are decoded, rows of the next ones must fill the other slots.
-    calls = 2 + math.ceil(job.config.engine.max_num_seqs / max(part.rows for part in work.missing))
+    calls = 2 + math.ceil(slots / rows)
     return ray.data.ActorPoolStrategy(
         min_size=fewest,
         max_size=most,

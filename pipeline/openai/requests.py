@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypeIs
 
 from drafter.errors import RequestError
-from drafter.requests import LONGEST_STOP, SamplingParams
+from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
 
 
 def to_json(value: Any) -> str:
@@ -251,7 +251,6 @@ def _is_tokens(value: Any) -> bool:
 
 # Bodies of chat and text completions.
 
-_SEEDS = 2**63
 MOST_STOPS = 4
 """OpenAI's limit; rows of other formats may have more."""
 MOST_BIASES = 1024
@@ -371,7 +370,7 @@ class Body(BaseModel):
         if self.max_tokens is not None:
             found["max_new_tokens"] = self.max_tokens
         if self.seed is not None:
-            found["seed"] = self.seed % _SEEDS  # OpenAI's may be negative
+            found["seed"] = self.seed % SEEDS  # OpenAI's may be negative
         if self.stop is not None:
             found["stop"] = _stop(self.stop)
         for name in ("presence_penalty", "frequency_penalty"):

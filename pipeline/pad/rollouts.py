@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.methods.pad.training import is_pivot
-from drafter.requests import SamplingParams
+from drafter.requests import SamplingParams, hashed_seed
 from drafter.text.streaming import cut_at_stop
 from pipeline.errors import InputError
 from pipeline.report.against.audit import RepeatedRow
 from pipeline.report.against.scorers import Scorer, scores_of
-from pipeline.staging.samples import hashed_seed
 
 Side = Literal["with", "without"]
 SIDES: tuple[Side, ...] = ("with", "without")

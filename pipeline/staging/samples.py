@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
+from drafter.requests import hashed_seed
 from pipeline.io.column_types import free_name, replace_column
 
 SAMPLE_COLUMN = "sample"
 """Column of a row's sample index, from 0."""
 SEED_COLUMN = "seed"
 """Column of a row's own seed."""
-SEEDS = 2**63
-"""Upper bound of seeds, so that they fit an int64 column."""
-
-
-def hashed_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % SEEDS
 
 
 def sample_seed(seed: int, sample: int) -> int:
