@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from jobs.generate import main
 from pipeline.output.columns import TIMING_COLUMNS
+from tests.support.prepared_workers import prepared_workers
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -38,9 +40,12 @@ def local_ray() -> Iterator[None]:
     # A task's process stays for the next test: Ray would end all but two of them after a second, and each has spent
     # seconds on its imports.
     idle = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 3_600_000}
-    start_ray({"metrics_report_interval_ms": 3000, **idle})
-    yield
-    ray.shutdown()
+    with prepared_workers() as python:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", python)
+            start_ray({"metrics_report_interval_ms": 3000, **idle})
+        yield
+        ray.shutdown()
     del os.environ["RAY_ADDRESS"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from types import FrameType
@@ -29,14 +30,18 @@ def calls_of_steps(base: BaseModel, rows: int, sampling: SamplingParams) -> list
         nonlocal called
         called += event in ("call", "c_call")
 
-    while not engine.idle:
-        called, before = 0, sys.getprofile()
-        sys.setprofile(note)
-        try:
-            engine.step()
-        finally:
-            sys.setprofile(before)
-        counts.append(called)
+    gc.disable()  # others have it call functions of theirs
+    try:
+        while not engine.idle:
+            called, before = 0, sys.getprofile()
+            sys.setprofile(note)
+            try:
+                engine.step()
+            finally:
+                sys.setprofile(before)
+            counts.append(called)
+    finally:
+        gc.enable()
     return counts
 
 

@@ -113,8 +113,12 @@ def test_rows_go_and_versions_come(capfd: pytest.CaptureFixture[str]) -> None:
     assert "nothing is exchanged with the learner for now: no state" in capfd.readouterr().err
     assert not engine.end_row("f")
     engine.broken = False
-    feed.exchange()
-    assert engine.end_row("g")
+
+    def goes_on() -> bool:
+        feed.exchange()
+        return engine.end_row("g")
+
+    wait_until(goes_on, "the next search for the learner")
 
     ray.kill(teacher)
     feed.exchange()

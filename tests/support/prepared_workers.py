@@ -1,0 +1,176 @@
+"""Ray workers that begin with their imports done, because importing torch and transformers takes each ten seconds.
+
+A job of the tests has a dozen worker processes, and a run of the tests has hundreds. `prepared_workers` starts one
+process that imports what they need and then forks itself for each worker that Ray asks for. The workers are Ray's own:
+they run its script with its arguments and environment, and die as others do. Our own modules they import themselves.
+
+Ray starts workers by the `sys.executable` of the process that starts a node. A small script takes its place, which
+passes arguments, environment and output on to the process that forks. Whatever is not a worker is run by Python itself.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_WORKER = "default_worker.py"
+_CONTEXT = "--serialized-runtime-env-context="
+_LONG = "-" * 200
+"""An argument that leaves room for the titles that Ray gives its workers."""
+
+_SCRIPT = """#!{python} -IS
+import array, json, os, socket, sys
+arguments = sys.argv[1:]
+if any(argument.endswith({worker!r}) for argument in arguments):
+    asked = socket.socket(socket.AF_UNIX)
+    asked.connect({address!r})
+    text = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+    files = array.array("i", [1, 2])
+    asked.sendmsg([len(text).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+    asked.sendall(text)
+    sys.exit(0 if asked.recv(1) else "no worker was forked")
+os.execv({python!r}, [{python!r}, *arguments])
+"""
+
+
+@contextmanager
+def prepared_workers() -> Iterator[str]:
+    """Fork workers as long as the context lasts.
+
+    Returns:
+        The `sys.executable` with which a node is to be started so that its workers are forked. They are the workers of
+        the first cluster that asks; those of another begin with nothing imported.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        address, script = Path(folder) / "workers", Path(folder) / "python"
+        script.write_text(_SCRIPT.format(python=sys.executable, address=str(address), worker=_WORKER))
+        script.chmod(0o700)
+        listening.bind(str(address))
+        listening.listen(64)
+        forking = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.prepared_workers", str(listening.fileno()), _LONG],
+            stdin=subprocess.PIPE,  # it ends with this pipe, which is also when this process is killed
+            pass_fds=[listening.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads are not forked
+        )
+        listening.close()
+        try:
+            yield str(script)
+        finally:
+            assert forking.stdin is not None
+            forking.stdin.close()
+            forking.wait()
+
+
+@dataclass
+class _Worker:
+    """What Ray starts a worker with; `files` are its standard output and error."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: list[int]
+
+    @property
+    def cluster(self) -> str:
+        return next(argument for argument in self.arguments if argument.startswith("--cluster-id="))
+
+
+def _import_what_takes_long() -> None:
+    import drafter  # noqa: F401, I001  before torch, because it decides how torch's threads wait
+    import pandas  # noqa: F401
+    import pyarrow.dataset  # noqa: F401
+    import torch  # noqa: F401
+    import transformers.modeling_utils  # noqa: F401
+
+
+def _import_ray(worker: _Worker) -> None:
+    """Ray reads its settings from the environment while it is imported: it is the environment of the first worker."""
+    os.environ.update(worker.environment)
+    import ray.data
+    import ray.train.torch  # noqa: F401
+
+
+def _serve(listening: socket.socket) -> None:
+    """Fork a worker for whoever asks, until standard input ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers: Ray watches their sockets
+    cluster = None
+    while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
+        asked, _ = listening.accept()
+        with asked:
+            worker = _receive(asked)
+            if worker is None:  # whoever asked was killed meanwhile
+                continue
+            if cluster is None:
+                cluster = worker.cluster
+                _import_ray(worker)
+            gc.freeze()  # to look through what was imported takes a worker half a second each time
+            if os.fork() == 0:
+                listening.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _be_a_worker(asked, worker, prepared=worker.cluster == cluster)
+            for file in worker.files:
+                os.close(file)
+
+
+def _receive(asked: socket.socket) -> _Worker | None:
+    size, ancillary, _, _ = asked.recvmsg(8, socket.CMSG_SPACE(8))
+    files = array.array("i")
+    for _, _, data in ancillary:
+        files.frombytes(data)
+    text = b""
+    while len(text) < int.from_bytes(size, "big"):
+        more = asked.recv(1 << 20)
+        if not more:
+            break
+        text += more
+    else:
+        if text:
+            return _Worker(*json.loads(text), list(files))
+    for file in files:
+        os.close(file)
+    return None
+
+
+def _be_a_worker(asked: socket.socket, worker: _Worker, prepared: bool) -> None:
+    """Become it; never returns."""
+    os.environ.clear()
+    os.environ.update(worker.environment)
+    os.chdir(worker.folder)
+    os.setsid()
+    for target, file in enumerate([os.open(os.devnull, os.O_RDONLY), *worker.files]):
+        os.dup2(file, target)
+        os.close(file)
+    asked.sendall(b"1")
+    asked.close()
+    if not prepared:
+        os.execv(sys.executable, [sys.executable, *worker.arguments])
+    # What Ray's own first script does: it reads these two arguments, and runs the rest.
+    for argument in worker.arguments:
+        if argument.startswith(_CONTEXT):
+            os.environ.update(json.loads(argument.removeprefix(_CONTEXT)).get("env_vars", {}))
+    rest = [argument for argument in worker.arguments if not argument.startswith((_CONTEXT, "--language="))]
+    while not rest[0].endswith(_WORKER):
+        del rest[0]
+    sys.argv = rest
+    sys.path[0] = str(Path(rest[0]).parent)
+    runpy.run_path(rest[0], run_name="__main__")
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    _import_what_takes_long()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
