@@ -18,6 +18,7 @@ from pipeline.cluster.local_cluster import LOOPBACK, LocalCluster, NodeType, fre
 from tests.deploy.manifests import environment, load, pod_templates
 from tests.pipeline.conftest import model as model
 from tests.support.paths import ROOT
+from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
 MANIFEST, _ = load(ROOT / "deploy" / "kuberay" / "serve.yaml")
@@ -99,10 +100,11 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         patch.delenv("DRAFTER_API_KEYS", raising=False)
         head, worker = (environment(template["spec"]["containers"][0], SECRETS) for template in pod_templates(MANIFEST))
         del worker["HF_HOME"]  # a volume that is not here
-        code = {"PYTHONPATH": str(ROOT)}
-        node = NodeType(cpus=2, gpus=1, environment=worker | code)
-        with LocalCluster([node], head_environment=head | code) as cluster:
-            yield Deployed(cluster, tmp_path_factory.mktemp("deployed"))
+        with prepared_workers() as workers:
+            code = {"PYTHONPATH": f"{workers.environment['PYTHONPATH']}:{ROOT}"}
+            node = NodeType(cpus=2, gpus=1, environment=worker | code)
+            with LocalCluster([node], head_environment=head | code) as cluster:
+                yield Deployed(cluster, tmp_path_factory.mktemp("deployed"))
 
 
 @pytest.mark.slow

@@ -40,9 +40,9 @@ def local_ray() -> Iterator[None]:
     # A task's process stays for the next test: Ray would end all but two of them after a second, and each has spent
     # seconds on its imports.
     idle = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 3_600_000}
-    with prepared_workers() as python:
+    with prepared_workers() as workers:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "executable", python)
+            patch.setattr(sys, "executable", workers.python)
             start_ray({"metrics_report_interval_ms": 3000, **idle})
         yield
         ray.shutdown()

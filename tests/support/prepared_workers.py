@@ -6,6 +6,7 @@ they run its script with its arguments and environment, and die as others do. Ou
 
 Ray starts workers by the `sys.executable` of the process that starts a node. A small script takes its place, which
 passes arguments, environment and output on to the process that forks. Whatever is not a worker is run by Python itself.
+In other processes it takes its place by a `sitecustomize` module, which Python imports at its start.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _WORKER = "default_worker.py"
 _CONTEXT = "--serialized-runtime-env-context="
@@ -46,18 +48,30 @@ os.execv({python!r}, [{python!r}, *arguments])
 """
 
 
-@contextmanager
-def prepared_workers() -> Iterator[str]:
-    """Fork workers as long as the context lasts.
+@dataclass
+class PreparedWorkers:
+    """Who forks workers.
 
-    Returns:
-        The `sys.executable` with which a node is to be started so that its workers are forked. They are the workers of
-        the first cluster that asks; those of another begin with nothing imported.
+    Args:
+        python: The `sys.executable` with which a node is to be started so that its workers are forked.
+        environment: Environment variables of a process whose nodes' workers are to be forked.
+        pid: Parent of the workers.
     """
+
+    python: str
+    environment: dict[str, str]
+    pid: int
+
+
+@contextmanager
+def prepared_workers() -> Iterator[PreparedWorkers]:
+    """Fork the workers of one cluster, the first one that asks; those of another begin with nothing imported."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
         address, script = Path(folder) / "workers", Path(folder) / "python"
         script.write_text(_SCRIPT.format(python=sys.executable, address=str(address), worker=_WORKER))
         script.chmod(0o700)
+        (Path(folder) / "sitecustomize.py").write_text(f"import sys\nsys.executable = {str(script)!r}\n")
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         listening.bind(str(address))
         listening.listen(64)
         forking = subprocess.Popen(
@@ -68,11 +82,29 @@ def prepared_workers() -> Iterator[str]:
         )
         listening.close()
         try:
-            yield str(script)
+            yield PreparedWorkers(str(script), {"PYTHONPATH": path}, forking.pid)
         finally:
             assert forking.stdin is not None
             forking.stdin.close()
             forking.wait()
+
+
+@contextmanager
+def driver(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run Python with these arguments, and Ray's workers prepared; it is killed at the end of the context.
+
+    Args:
+        arguments: Such as `"-m", "jobs.generate"` and the job's own.
+        options: What `subprocess.Popen` takes.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    with prepared_workers() as workers:
+        job = subprocess.Popen(command, env=os.environ | workers.environment, text=True, **options)
+        try:
+            yield job
+        finally:
+            job.kill()
+            job.wait()
 
 
 @dataclass
@@ -90,7 +122,6 @@ class _Worker:
 
 
 def _import_what_takes_long() -> None:
-    import drafter  # noqa: F401, I001  before torch, because it decides how torch's threads wait
     import pandas  # noqa: F401
     import pyarrow.dataset  # noqa: F401
     import torch  # noqa: F401
@@ -166,7 +197,8 @@ def _be_a_worker(asked: socket.socket, worker: _Worker, prepared: bool) -> None:
     while not rest[0].endswith(_WORKER):
         del rest[0]
     sys.argv = rest
-    sys.path[0] = str(Path(rest[0]).parent)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(Path(rest[0]).parent), *filter(None, paths)]  # in place of this module's own folder
     runpy.run_path(rest[0], run_name="__main__")
     raise SystemExit(0)
 

@@ -19,6 +19,7 @@ from pipeline.cluster.local_cluster import LocalCluster, NodeType
 from pipeline.cluster.submit_job import SubmitConfig
 from pipeline.errors import InputError
 from tests.pipeline.conftest import read_rows, write_jsonl
+from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
 ROWS = 64
@@ -31,8 +32,10 @@ def cluster() -> Iterator[LocalCluster]:
     growing = LocalCluster(growing={"gpu": NodeType(cpus=2, gpus=1, most=MOST_NODES)}, idle_seconds=3)
     growing.environment["RAY_DATA_MIN_GAP_BETWEEN_AUTOSCALING_REQUESTS"] = "1"  # seconds, not 10: these start quickly
     growing.environment["RAY_health_check_period_ms"] = "500"  # not 3,000, five of which a lost node is waited for
-    with growing:
-        yield growing
+    with prepared_workers() as workers:
+        growing.environment |= workers.environment
+        with growing:
+            yield growing
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from drafter import EngineConfig, SpeculativeLM
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Outcome, Run, read_rows, write_jsonl
 from tests.support.faults import DeadlyFiles, FragileEngine, kill_me
+from tests.support.prepared_workers import driver
 from tests.support.waiting import PATIENCE, wait_until
 
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(40)]
@@ -147,15 +148,12 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
     def stop(number: int) -> tuple[int, str, int]:
         """Submit the job, and end its driver after two more files are committed."""
         before = committed(out)
-        command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
+        command = ["-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
         command += ["--drafter", "ngram", "--resources.cpus_per_actor", "1", *settings]
-        job = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
-        try:
+        with driver(*command, stderr=subprocess.PIPE) as job:
             wait_until(lambda: job.poll() is not None or committed(out) >= before + 2, "two more files")
             job.send_signal(number)
             printed = job.communicate(timeout=PATIENCE)[1]
-        finally:
-            job.kill()
         return job.returncode, printed, committed(out)
 
     code, _, first = stop(signal.SIGKILL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -38,6 +37,7 @@ from pipeline.staging.rows import with_row_type
 from pipeline.staging.staging import StagedInput, StagingPlan, stage_files
 from tests.pipeline.conftest import Run, job_arguments, write_jsonl
 from tests.support.faults import EndedError, FailingFiles
+from tests.support.prepared_workers import driver
 from tests.support.waiting import wait_until
 
 TRAITS = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False, drafter="first")
@@ -304,14 +304,10 @@ def test_a_job_whose_input_has_changed_and_whose_driver_is_killed(run: Run, mode
     assert first.code == 0, first.stderr
     earlier = first.rows  # read now: the output is about to change
     write_jsonl(source, changed(rows, remove=10, change=20, add=50))
-    command = [sys.executable, "-m", "jobs.generate", *job_arguments(source, first.folder, model, *settings)]
-    job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
+    command = job_arguments(source, first.folder, model, *settings)
+    with driver("-m", "jobs.generate", *command, stderr=subprocess.DEVNULL) as job:
         new = first.folder / "data"
         wait_until(lambda: job.poll() is not None or len(list(new.glob("001-*"))) > 44, "most parts of 48")
-    finally:
-        job.kill()
-        job.wait()
     resumed = run(source, *settings, drafter="none")
     assert resumed.code == 0, resumed.stderr
     assert len(resumed.rows) == 240 == len(by_id(resumed.rows))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from jobs.pivots import main
 from pipeline.engines.models import folder_fingerprint
 from pipeline.pad.config import parse_config
 from tests.pipeline.conftest import JobRun, Run, write_jsonl
+from tests.support.prepared_workers import driver
 from tests.support.waiting import wait_until
 
 Pivots = Callable[..., JobRun]
@@ -62,13 +61,10 @@ def parts_of(folder: Path) -> dict[str, int]:
 
 def killed_in_the_rollouts(arguments: list[object], folder: Path) -> dict[str, int]:
     """Submit the job, kill it when two files of continuations are there, and return the files."""
-    job = subprocess.Popen([sys.executable, "-m", "jobs.pivots", *map(str, arguments)])
-    try:
+    with driver("-m", "jobs.pivots", *arguments) as job:
         wait_until(lambda: job.poll() is not None or len(parts_of(folder)) >= 2, "two files of continuations")
         job.kill()
         assert job.wait() == -signal.SIGKILL
-    finally:
-        job.kill()
     assert not (folder / "labels.parquet").exists()
     return parts_of(folder)
 

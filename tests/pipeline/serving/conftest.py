@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
@@ -23,6 +24,7 @@ from pipeline.serving.answers import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT
+from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
 NAME = "tiny"
@@ -54,15 +56,22 @@ class Endpoint:
 
     Args:
         process: It.
+        forking: Process that forks its workers.
         address: Where it listens.
         log: What it has printed.
         session: Folder of Ray's logs.
     """
 
     process: subprocess.Popen[bytes]
+    forking: int
     address: str
     log: Path
     session: Path
+
+    def started(self) -> list[psutil.Process]:
+        """All processes that it has started."""
+        parents = (self.process.pid, self.forking)
+        return [child for parent in parents for child in psutil.Process(parent).children(recursive=True)]
 
     def figures(self) -> dict[str, float]:
         """Sums of its metrics over replicas."""
@@ -94,7 +103,7 @@ class Endpoint:
         wait_until(is_well, "both replicas answer", pause=0.2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The endpoint on Ray Serve with two replicas, which asks for a key."""
     settings = {"drafter": "ngram", "engine.num_draft_tokens": 8, "limits.queue": 16, "replicas.min": 2}
@@ -126,20 +135,22 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
     command = [sys.executable, "-m", "jobs.serve"]
     for name, value in {**given, **settings}.items():
         command += [f"--{name}", str(value)]
-    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(ray_folder), "RAY_worker_niceness": "0"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    own = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(ray_folder), "RAY_worker_niceness": "0"}
+    with prepared_workers() as workers:
+        environment = {**os.environ, **own, **workers.environment}
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
-    def serving() -> bool:
-        printed = log.read_text(encoding="utf-8")
-        assert process.poll() is None, printed
-        return "\nserving " in f"\n{printed}"
+        def serving() -> bool:
+            printed = log.read_text(encoding="utf-8")
+            assert process.poll() is None, printed
+            return "\nserving " in f"\n{printed}"
 
-    try:
-        wait_until(serving, "the endpoint")
-        yield Endpoint(process, f"http://127.0.0.1:{port}", log, ray_folder)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE)
-        shutil.rmtree(ray_folder, ignore_errors=True)
+        try:
+            wait_until(serving, "the endpoint")
+            yield Endpoint(process, workers.pid, f"http://127.0.0.1:{port}", log, ray_folder)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE)
+            shutil.rmtree(ray_folder, ignore_errors=True)

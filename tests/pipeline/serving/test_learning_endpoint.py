@@ -75,8 +75,7 @@ class Client:
 
 def process(endpoint: Endpoint, name: str) -> psutil.Process | None:
     """The endpoint's process of this name; None while there is none."""
-    children = psutil.Process(endpoint.process.pid).children(recursive=True)
-    return next((one for one in children if name in "".join(one.cmdline()[:1])), None)
+    return next((one for one in endpoint.started() if name in "".join(one.cmdline()[:1])), None)
 
 
 @pytest.fixture

@@ -166,8 +166,8 @@ def test_too_many_at_once_are_told_to_come_again(endpoint: Endpoint) -> None:
 
 def test_nothing_listens_to_strangers(endpoint: Endpoint) -> None:
     """Ray's own ports are its cluster's alone, as is its token."""
-    server, addresses = psutil.Process(endpoint.process.pid), set()
-    for process in [server, *server.children(recursive=True)]:
+    addresses = set()
+    for process in [psutil.Process(endpoint.process.pid), *endpoint.started()]:
         with suppress(psutil.NoSuchProcess):  # it has just ended
             listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
             addresses |= {one.laddr.ip.removeprefix("::ffff:") for one in listening}
@@ -178,8 +178,7 @@ def test_nothing_listens_to_strangers(endpoint: Endpoint) -> None:
 
 def replicas(endpoint: Endpoint) -> list[psutil.Process]:
     """Processes of the engines."""
-    children = psutil.Process(endpoint.process.pid).children(recursive=True)
-    return [process for process in children if "Engine" in " ".join(process.cmdline()[:1])]
+    return [process for process in endpoint.started() if "Engine" in " ".join(process.cmdline()[:1])]
 
 
 @pytest.mark.slow
@@ -195,7 +194,9 @@ def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> N
         last = "cut off"
         try:
             async for chunk in chunks:
-                begun.release()
+                if last == "cut off":
+                    begun.release()  # before that, another replica would answer in place of the one that dies
+                    last = "begun"
                 last = next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), last)
         except APIError as error:
             last = error.message
@@ -205,7 +206,7 @@ def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> N
         async with async_client(endpoint) as api:
             begun = asyncio.Semaphore(0)
             streams = [asyncio.create_task(read(api, begun)) for _ in range(8)]
-            for _ in range(4):
+            for _ in range(4):  # as many as have slots: those of both replicas
                 await begun.acquire()
             os.kill(victim.pid, signal.SIGKILL)
             later = await api.chat.completions.create(**LONG | {"max_tokens": 5})
@@ -236,7 +237,7 @@ def test_an_ingress_that_dies_is_replaced_at_its_port(endpoint: Endpoint) -> Non
 
 def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint) -> None:
     """The last test of the endpoint: it stops it."""
-    children = psutil.Process(endpoint.process.pid).children(recursive=True)
+    children = endpoint.started()
     endpoint.process.send_signal(signal.SIGTERM)
     assert endpoint.process.wait(PATIENCE) == 0
     _, alive = psutil.wait_procs(children, timeout=PATIENCE)

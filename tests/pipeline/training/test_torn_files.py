@@ -132,7 +132,8 @@ def test_a_submission_that_has_lost_its_lease_stops(
 
     taker = threading.Thread(target=take_over)
     taker.start()
-    stopped = train(output=folder, training__steps=2000)
+    # In this process its workers go on to the end, and the next test waits for them: a few hundred steps are enough.
+    stopped = train(output=folder, training__steps=250)
     taker.join()
     assert stopped.code == 143, stopped.stderr
     assert "process 1 on another works on the output now" in stopped.error

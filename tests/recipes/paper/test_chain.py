@@ -25,6 +25,7 @@ from recipes.paper.chain import alone, entrypoint, needs_cluster, run_chain, sub
 from recipes.paper.paper_config import HERE, PaperConfig, parse_config
 from recipes.paper.stage_jobs import Places, Stage, stages
 from tests.support.paths import ROOT
+from tests.support.prepared_workers import PreparedWorkers, prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
 CONFIGURATIONS = ["tiny", "smollm2", "vicuna-7b", "vicuna-13b", "vicuna-33b"]
@@ -225,8 +226,9 @@ class Running:
     log: Path
 
     @classmethod
-    def start(cls, folder: Path, *settings: str) -> Running:
+    def start(cls, folder: Path, workers: PreparedWorkers, *settings: str) -> Running:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= workers.environment
         command = [sys.executable, "-m", "recipes.paper", "run", "--config", str(HERE / "tiny.yaml")]
         command += ["--output", str(folder), *settings]
         log = folder.with_name(f"{folder.name}.log")
@@ -278,18 +280,20 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
     }
     settings = ("--heads", "{ctc: {}}", "--training", json.dumps(training))
     checkpoints = out / "heads" / "ctc" / "_checkpoints"
-    first = Running.start(out, *settings)
-    try:
-        first.kill_when(lambda: len(list(checkpoints.glob("step-*"))) > 1, "training has begun")
-    finally:
-        if (out / "cluster").exists():  # or it failed before it started one, and its log says why
-            end_cluster((out / "cluster").read_text())  # what was in sessions of its own
+    with prepared_workers() as workers:
+        first = Running.start(out, workers, *settings)
+        try:
+            first.kill_when(lambda: len(list(checkpoints.glob("step-*"))) > 1, "training has begun")
+        finally:
+            if (out / "cluster").exists():  # or it failed before it started one, and its log says why
+                end_cluster((out / "cluster").read_text())  # what was in sessions of its own
     # A checkpoint is whole when its progress file is there.
     saved = max((json.loads(file.read_text()) for file in checkpoints.glob("step-*/progress.json")), key=_steps)
     assert 1 <= saved["steps"] < 40
     before = (out / "answers" / "run.json").read_bytes()
 
-    printed = Running.start(out, *settings).finish()
+    with prepared_workers() as workers:  # of another cluster
+        printed = Running.start(out, workers, *settings).finish()
     assert [line.split(": ")[1] for line in printed.splitlines() if line.startswith("--- ")] == [
         "train-ctc",
         "evaluate",
@@ -306,7 +310,7 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
         assert f"| {method} |" in table
     assert table in printed
 
-    printed = Running.start(out, *settings).finish()
+    printed = Running.start(out, workers, *settings).finish()
     assert not [line for line in printed.splitlines() if line.startswith("--- ")]
     assert "a cluster is up" not in printed
     assert table in printed
