@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -170,7 +171,8 @@ def _receive(asked: socket.socket) -> _Worker | None:
         text += more
     else:
         if text:
-            return _Worker(*json.loads(text), list(files))
+            arguments, environment, folder = json.loads(text)
+            return _Worker(arguments, environment, folder, list(files))
     for file in files:
         os.close(file)
     return None
@@ -178,6 +180,8 @@ def _receive(asked: socket.socket) -> _Worker | None:
 
 def _be_a_worker(asked: socket.socket, worker: _Worker, prepared: bool) -> None:
     """Become it; never returns."""
+    import ray._private.utils
+
     os.environ.clear()
     os.environ.update(worker.environment)
     os.chdir(worker.folder)
@@ -187,19 +191,28 @@ def _be_a_worker(asked: socket.socket, worker: _Worker, prepared: bool) -> None:
         os.close(file)
     asked.sendall(b"1")
     asked.close()
+    # What Ray's own first script does: it reads two of the arguments, and has a shell run the rest.
+    own = [argument for argument in worker.arguments if argument.startswith((_CONTEXT, "--language="))]
+    context: dict[str, Any] = {}
+    for argument in own:
+        if argument.startswith(_CONTEXT):
+            context = json.loads(argument.removeprefix(_CONTEXT))
+    match context.get("command_prefix") or []:
+        case []:
+            pass
+        case ["cd", folder, "&&"]:
+            os.chdir(*shlex.split(folder))
+        case _:
+            prepared = False
     if not prepared:
         os.execv(sys.executable, [sys.executable, *worker.arguments])
-    # What Ray's own first script does: it reads these two arguments, and runs the rest.
-    for argument in worker.arguments:
-        if argument.startswith(_CONTEXT):
-            os.environ.update(json.loads(argument.removeprefix(_CONTEXT)).get("env_vars", {}))
-    rest = [argument for argument in worker.arguments if not argument.startswith((_CONTEXT, "--language="))]
-    while not rest[0].endswith(_WORKER):
-        del rest[0]
-    sys.argv = rest
+    ray._private.utils.update_envs(context.get("env_vars"))
+    sys.argv = [argument for argument in worker.arguments if argument not in own]
+    while not sys.argv[0].endswith(_WORKER):
+        del sys.argv[0]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [str(Path(rest[0]).parent), *filter(None, paths)]  # in place of this module's own folder
-    runpy.run_path(rest[0], run_name="__main__")
+    sys.path[:1] = [str(Path(sys.argv[0]).parent), *filter(None, paths)]  # in place of this module's own folder
+    runpy.run_path(sys.argv[0], run_name="__main__")
     raise SystemExit(0)
 
 
