@@ -27,7 +27,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 _WORKER = "default_worker.py"
 _CONTEXT = "--serialized-runtime-env-context="
@@ -132,8 +134,27 @@ def _import_what_takes_long() -> None:
 def _import_ray(worker: _Worker) -> None:
     """Ray reads its settings from the environment while it is imported: it is the environment of the first worker."""
     os.environ.update(worker.environment)
-    import ray.data
-    import ray.train.torch  # noqa: F401
+    import ray.actor
+
+    # Random numbers that Ray draws before a fork are followed by the same ones in each worker, and so are its ids.
+    drawn_by_python = SimpleNamespace(from_random=lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
+    with mock.patch("ray.actor.ActorClassID", drawn_by_python):
+        import ray.data
+        import ray.train.torch
+    assert _draw() != _draw(), "an import draws one of Ray's random numbers"
+
+
+def _draw() -> bytes:
+    """Return what a forked process draws from Ray's random numbers."""
+    import ray
+
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        os.write(writes, ray.ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(writes)
+    with open(reads, "rb") as file:
+        return file.read()
 
 
 def _serve(listening: socket.socket) -> None:
