@@ -2,7 +2,8 @@
 
 A job of the tests has a dozen worker processes, and a run of the tests has hundreds. `prepared_workers` starts one
 process that imports what they need and then forks itself for each worker that Ray asks for. The workers are Ray's own:
-they run its script with its arguments and environment, and die as others do. Our own modules they import themselves.
+they run its script with its arguments and environment, and die as others do. They import Ray and our own modules
+themselves: Ray reads its settings from the environment meanwhile, and draws the random numbers that become its ids.
 
 Ray starts workers by the `sys.executable` of the process that starts a node. A small script takes its place, which
 passes arguments, environment and output on to the process that forks. Whatever is not a worker is run by Python itself.
@@ -27,9 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 _WORKER = "default_worker.py"
 _CONTEXT = "--serialized-runtime-env-context="
@@ -68,7 +67,7 @@ class PreparedWorkers:
 
 @contextmanager
 def prepared_workers() -> Iterator[PreparedWorkers]:
-    """Fork the workers of one cluster, the first one that asks; those of another begin with nothing imported."""
+    """Fork workers as long as the context lasts."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
         address, script = Path(folder) / "workers", Path(folder) / "python"
         script.write_text(_SCRIPT.format(python=sys.executable, address=str(address), worker=_WORKER))
@@ -119,10 +118,6 @@ class _Worker:
     folder: str
     files: list[int]
 
-    @property
-    def cluster(self) -> str:
-        return next(argument for argument in self.arguments if argument.startswith("--cluster-id="))
-
 
 def _import_what_takes_long() -> None:
     import pandas  # noqa: F401
@@ -131,50 +126,20 @@ def _import_what_takes_long() -> None:
     import transformers.modeling_utils  # noqa: F401
 
 
-def _import_ray(worker: _Worker) -> None:
-    """Ray reads its settings from the environment while it is imported: it is the environment of the first worker."""
-    os.environ.update(worker.environment)
-    import ray.actor
-
-    # Random numbers that Ray draws before a fork are followed by the same ones in each worker, and so are its ids.
-    drawn_by_python = SimpleNamespace(from_random=lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
-    with mock.patch("ray.actor.ActorClassID", drawn_by_python):
-        import ray.data
-        import ray.train.torch
-    assert _draw() != _draw(), "an import draws one of Ray's random numbers"
-
-
-def _draw() -> bytes:
-    """Return what a forked process draws from Ray's random numbers."""
-    import ray
-
-    reads, writes = os.pipe()
-    if os.fork() == 0:
-        os.write(writes, ray.ObjectRef.from_random().binary())
-        os._exit(0)
-    os.close(writes)
-    with open(reads, "rb") as file:
-        return file.read()
-
-
 def _serve(listening: socket.socket) -> None:
     """Fork a worker for whoever asks, until standard input ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers: Ray watches their sockets
-    cluster = None
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         asked, _ = listening.accept()
         with asked:
             worker = _receive(asked)
             if worker is None:  # whoever asked was killed meanwhile
                 continue
-            if cluster is None:
-                cluster = worker.cluster
-                _import_ray(worker)
             gc.freeze()  # to look through what was imported takes a worker half a second each time
             if os.fork() == 0:
                 listening.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _be_a_worker(asked, worker, prepared=worker.cluster == cluster)
+                _be_a_worker(asked, worker)
             for file in worker.files:
                 os.close(file)
 
@@ -199,10 +164,8 @@ def _receive(asked: socket.socket) -> _Worker | None:
     return None
 
 
-def _be_a_worker(asked: socket.socket, worker: _Worker, prepared: bool) -> None:
+def _be_a_worker(asked: socket.socket, worker: _Worker) -> None:
     """Become it; never returns."""
-    import ray._private.utils
-
     os.environ.clear()
     os.environ.update(worker.environment)
     os.chdir(worker.folder)
@@ -224,10 +187,9 @@ def _be_a_worker(asked: socket.socket, worker: _Worker, prepared: bool) -> None:
         case ["cd", folder, "&&"]:
             os.chdir(*shlex.split(folder))
         case _:
-            prepared = False
-    if not prepared:
-        os.execv(sys.executable, [sys.executable, *worker.arguments])
-    ray._private.utils.update_envs(context.get("env_vars"))
+            os.execv(sys.executable, [sys.executable, *worker.arguments])
+    for name, value in (context.get("env_vars") or {}).items():
+        os.environ[name] = os.path.expandvars(value)
     sys.argv = [argument for argument in worker.arguments if argument not in own]
     while not sys.argv[0].endswith(_WORKER):
         del sys.argv[0]

@@ -287,13 +287,12 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
         finally:
             if (out / "cluster").exists():  # or it failed before it started one, and its log says why
                 end_cluster((out / "cluster").read_text())  # what was in sessions of its own
-    # A checkpoint is whole when its progress file is there.
-    saved = max((json.loads(file.read_text()) for file in checkpoints.glob("step-*/progress.json")), key=_steps)
-    assert 1 <= saved["steps"] < 40
-    before = (out / "answers" / "run.json").read_bytes()
-
-    with prepared_workers() as workers:  # of another cluster
+        # A checkpoint is whole when its progress file is there.
+        saved = max((json.loads(file.read_text()) for file in checkpoints.glob("step-*/progress.json")), key=_steps)
+        assert 1 <= saved["steps"] < 40
+        before = (out / "answers" / "run.json").read_bytes()
         printed = Running.start(out, workers, *settings).finish()
+        again = Running.start(out, workers, *settings).finish()
     assert [line.split(": ")[1] for line in printed.splitlines() if line.startswith("--- ")] == [
         "train-ctc",
         "evaluate",
@@ -310,7 +309,6 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
         assert f"| {method} |" in table
     assert table in printed
 
-    printed = Running.start(out, workers, *settings).finish()
-    assert not [line for line in printed.splitlines() if line.startswith("--- ")]
-    assert "a cluster is up" not in printed
-    assert table in printed
+    assert not [line for line in again.splitlines() if line.startswith("--- ")]
+    assert "a cluster is up" not in again
+    assert table in again
