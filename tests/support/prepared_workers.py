@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.paths import ROOT
+
 _WORKER = "default_worker.py"
 _CONTEXT = "--serialized-runtime-env-context="
 _LONG = "-" * 200
@@ -80,6 +82,7 @@ def prepared_workers() -> Iterator[PreparedWorkers]:
             [sys.executable, "-m", "tests.support.prepared_workers", str(listening.fileno()), _LONG],
             stdin=subprocess.PIPE,  # it ends with this pipe, which is also when this process is killed
             pass_fds=[listening.fileno()],
+            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads are not forked
         )
         listening.close()
