@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
-from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import wait_until
 
 
@@ -25,17 +24,11 @@ def wait_for_parts(job: subprocess.Popen[bytes], data: Path, more: int) -> None:
 
 def main(source: str, out: str, model: str, losses: str) -> int:
     """Take one of three nodes away, then the other two, then give one back; return the job's exit code."""
-    with prepared_workers() as workers:
-        python, sys.executable = sys.executable, workers.python
-        return _lose_nodes(python, source, out, model, losses)
-
-
-def _lose_nodes(python: str, source: str, out: str, model: str, losses: str) -> int:
     # A node is dead when five checks in a row have failed: three seconds between two would be most of the test.
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]  # each with room for one engine
-    command = [python, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
+    command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
     command += ["--drafter", "ngram", "--engine.max_num_seqs", "4", "--sampling.max_new_tokens", "12"]
     command += ["--writing.rows_per_file", "8", "--resources.min_actors", "2", "--resources.cpus_per_actor", "1"]
     job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster.address})

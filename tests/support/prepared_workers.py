@@ -54,12 +54,12 @@ os.execv({python!r}, [{python!r}, *arguments])
 
 @dataclass
 class PreparedWorkers:
-    """Who forks workers.
+    """A process that forks workers.
 
     Args:
         python: The `sys.executable` with which a node is to be started so that its workers are forked.
         environment: Environment variables of a process whose nodes' workers are to be forked.
-        pid: Parent of the workers.
+        pid: The process, which is the workers' parent.
     """
 
     python: str
@@ -114,7 +114,7 @@ def driver(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 @dataclass
 class _Worker:
-    """What Ray starts a worker with; `files` are its standard output and error."""
+    """Command line, environment and folder of a worker that Ray starts; `files` are its standard output and error."""
 
     arguments: list[str]
     environment: dict[str, str]

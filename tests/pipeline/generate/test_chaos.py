@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -183,7 +182,8 @@ def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     prompts = PROMPTS * 10
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     losses = tmp_path / "losses"
-    command = [sys.executable, "-m", "tests.support.node_loss", source, out, model, losses]
-    job = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with driver("-m", "tests.support.node_loss", source, out, model, losses, **pipes) as job:
+        printed, told = job.communicate(timeout=PATIENCE)
     assert losses.read_text().splitlines() == ["1 lost, True", "2 lost, True"]  # while it ran
-    assert_whole(Outcome(job.returncode, job.stdout, job.stderr, out), lm, prompts)
+    assert_whole(Outcome(job.returncode, printed, told, out), lm, prompts)
