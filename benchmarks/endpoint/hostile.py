@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import httpx2
@@ -117,6 +118,7 @@ class Cost:
         alone: The neighbour's tokens a second just before.
         beside: Its tokens a second meanwhile.
         growth: Bytes by which the memory of all the server's processes grew, at the most.
+        cores: Processor cores that the hostile clients themselves kept busy.
         fair: See `Kind`.
     """
 
@@ -126,6 +128,7 @@ class Cost:
     alone: float
     beside: float
     growth: int
+    cores: float
     fair: bool
 
     @property
@@ -165,7 +168,7 @@ def _line(cost: Cost) -> str:
     speed = f"{cost.beside:.0f} of {cost.alone:.0f} tokens/s"
     mark = "" if cost.within else "  OVER"
     return (
-        f"{cost.kind:42} {cost.visits:6} visits  /health {cost.health:.2f} s  {speed}  "
+        f"{cost.kind:42} {cost.visits:6} visits by {cost.cores:.2f} cores  /health {cost.health:.2f} s  {speed}  "
         f"{cost.growth / 1e6:+.0f} MB{mark}"
     )
 
@@ -173,8 +176,8 @@ def _line(cost: Cost) -> str:
 def _measure(server: Server, name: str, kind: Kind, seconds: float, connections: int) -> Cost:
     alone = _neighbour(server, min(seconds / 2, 15.0))
     before = resident_bytes(server.pid)
-    visits = multiprocessing.Value("i", 0)
-    hostile = multiprocessing.Process(target=_hostile, args=(server.address, kind, seconds, connections, visits))
+    visits, cores = multiprocessing.Value("i", 0), multiprocessing.Value("d", 0.0)
+    hostile = multiprocessing.Process(target=_hostile, args=(server.address, kind, seconds, connections, visits, cores))
     longest, most, over = [0.0], [before], threading.Event()
 
     def look() -> None:
@@ -194,7 +197,7 @@ def _measure(server: Server, name: str, kind: Kind, seconds: float, connections:
     over.set()
     looking.join()
     hostile.join()
-    return Cost(name, visits.value, longest[0], alone, beside, most[0] - before, kind.fair)
+    return Cost(name, visits.value, longest[0], alone, beside, most[0] - before, cores.value, kind.fair)
 
 
 def _neighbour(server: Server, seconds: float) -> float:
@@ -217,7 +220,9 @@ def _neighbour(server: Server, seconds: float) -> float:
     return tokens / (time.monotonic() - begun)
 
 
-def _hostile(address: str, kind: Kind, seconds: float, connections: int, visits: object) -> None:
+def _hostile(
+    address: str, kind: Kind, seconds: float, connections: int, visits: Synchronized[int], cores: Synchronized[float]
+) -> None:
     """Do what a kind does on some connections at a time, in a process of its own."""
     host, port = address.removeprefix("http://").split(":")
     end = time.monotonic() + seconds
@@ -235,7 +240,7 @@ def _hostile(address: str, kind: Kind, seconds: float, connections: int, visits:
         await asyncio.gather(*(one() for _ in range(connections)))
 
     asyncio.run(all_of_them())
-    visits.value = count  # type: ignore[attr-defined]
+    visits.value, cores.value = count, time.process_time() / seconds
 
 
 async def _visit(host: str, port: int, kind: Kind) -> None:

@@ -225,7 +225,7 @@ def _unused_sentence(choices: Sequence[BatchChoice]) -> list[str]:
                     best[view.name] = view, choice.rows
     if not best:
         return []
-    return ["Loaded and not used: " + ", ".join(_unused(view, rows) for view, rows in best.values()) + "."]
+    return ["Not chosen in the end: " + ", ".join(_unused(view, rows) for view, rows in best.values()) + "."]
 
 
 def _unused(view: MemberView, rows: int) -> str:

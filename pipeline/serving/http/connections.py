@@ -101,10 +101,16 @@ _BESIDE_BODY = 64 << 10
 _HEADERS = 128
 _PIPELINED = 8
 """Requests that may wait behind the one being answered. Clients hardly ever send any."""
-_DISCARDED_A_SECOND = 16 << 20
+_DISCARDED_A_SECOND = 4 << 20
 """Bytes of a connection that are read a second only to be thrown away."""
 _PIECE = 16 << 10
 """Bytes that the parser gets at once: limits are checked in between."""
+_GUEST_HEAD = 1 << 10
+"""Bytes beside the body that a guest sends without waiting: the head of nearly every request."""
+_GUEST_PIECE = 4 << 10
+_GUEST_PIECES = 64.0
+"""Turns a second at which guests send more, of all connections together: `_GUEST_PIECE` bytes beside the body each.
+As many chunks of one byte take three milliseconds to parse."""
 _SEND_BUFFER = 128 << 10
 """Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
 _GUEST_TURNS = 50.0
@@ -135,6 +141,7 @@ class Connections:
         self.limits, self.digests = limits, digests
         self.patience = limits.receive_seconds
         self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
+        self.pieces: Turns[_Connection] = Turns(_GUEST_PIECES)
         self.cuts: Counter[Reason] = Counter()
         self._listening = False
         self._open: dict[_Connection, None] = {}  # the oldest first
@@ -202,6 +209,7 @@ class Connections:
         self._open.pop(connection, None)
         self._owing.pop(connection, None)
         self.turns.forget(connection)
+        self.pieces.forget(connection)
 
     def end(self) -> None:
         """Stop waiting for clients that do not read, because the server is shutting down."""
@@ -229,6 +237,9 @@ class _Connection(HttpToolsProtocol):
     _beside_body = 0
     _body = 0
     _ahead = 0
+    _unparsed = memoryview(b"")
+    _paid = _GUEST_HEAD  # bytes beside the body that a guest may send before its next turn
+    _queues = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -259,14 +270,38 @@ class _Connection(HttpToolsProtocol):
     # What comes
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), _PIECE):
-            if self._refused or self.transport.is_closing():
+        self._unparsed = memoryview(bytes(self._unparsed) + data)
+        if self._queues:  # whoever reads a body has let more come meanwhile
+            self.flow.pause_reading()
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        while self._unparsed and not (self._refused or self.transport.is_closing()):
+            if self.is_guest and self._paid <= 0:
+                self._queue()
                 return
-            piece = data[start : start + _PIECE]
+            size = min(_PIECE, self._paid) if self.is_guest else _PIECE
+            piece, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             self._beside_body += len(piece)  # `on_body` takes off what is body
+            self._paid -= len(piece)
             super().data_received(piece)
             if self._beside_body > _BESIDE_BODY:
                 self.send_400_response("The request is too large beside its body.")
+
+    def _queue(self) -> None:
+        """Read on at this guest's turn."""
+
+        def read_on(turn: asyncio.Future[bool]) -> None:
+            self._queues = False
+            if turn.result() and not self.transport.is_closing():
+                self._paid = _GUEST_PIECE
+                self._parse()
+                self._read_on()
+
+        self._queues = True
+        self.flow.pause_reading()
+        self.budget.pieces.take(self).add_done_callback(read_on)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, and all that comes after it, at this connection's turn."""
@@ -309,6 +344,7 @@ class _Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         size, most = len(body), self.budget.limits.body_bytes
         self._beside_body -= size
+        self._paid += size
         self._body += size
         if self._body > (most if self.is_guest else DISCARDED * most):
             self.budget.cut(self, "refused")
@@ -326,7 +362,7 @@ class _Connection(HttpToolsProtocol):
             self._ahead = 0
 
     def _read_on(self) -> None:
-        if not self._refused:
+        if not (self._refused or self._queues):
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:

@@ -104,7 +104,7 @@ def test_what_was_chosen_and_why_is_said_in_sentences() -> None:
     )
     # No estimate of now stands beside the choice: what is said of the others is what they were compared by.
     assert unused == (
-        "Loaded and not used: the draft head (0.48 times as fast as memory at 4 rows, when last compared), "
+        "Not chosen in the end: the draft head (0.48 times as fast as memory at 4 rows, when last compared), "
         "cacheback (no faster than memory at 4 rows, when last compared)."
     )
 
@@ -125,7 +125,7 @@ def test_what_is_not_known_of_drafting_is_not_said() -> None:
     ]
     # A head that is the best of its kind and does not pay is named, too.
     plainly = BatchChoice(1, "head", 1, (view("head"),), Verdict(3, 0.3, 0.1), few)
-    assert speculation_sentences([plainly])[-1] == "Loaded and not used: the draft head (plain decoding is faster)."
+    assert speculation_sentences([plainly])[-1] == "Not chosen in the end: the draft head (plain decoding is faster)."
 
 
 def test_the_record_for_programs_has_what_the_choice_rested_on() -> None:

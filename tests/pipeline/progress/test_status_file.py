@@ -58,7 +58,7 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         (choice,) = now["speculation"]["by_rows"]
         assert (choice["rows"], choice["chosen"], choice["trials"]) == (4, "memory", 3)
         assert choice["members"] == [{"name": "ngram", "beside": "memory", "relative": 0.6}]
-        assert now["speculation"]["sentences"][-1].startswith("Loaded and not used: ngram (0.60 times")
+        assert now["speculation"]["sentences"][-1].startswith("Not chosen in the end: ngram (0.60 times")
         raise JobError("the cluster\nis gone")
 
     with pytest.raises(JobError), StatusFile(place(tmp_path)) as status:
