@@ -101,16 +101,16 @@ _BESIDE_BODY = 64 << 10
 _HEADERS = 128
 _PIPELINED = 8
 """Requests that may wait behind the one being answered. Clients hardly ever send any."""
-_DISCARDED_A_SECOND = 4 << 20
-"""Bytes of a connection that are read a second only to be thrown away."""
 _PIECE = 16 << 10
 """Bytes that the parser gets at once: limits are checked in between."""
-_GUEST_HEAD = 1 << 10
-"""Bytes beside the body that a guest sends without waiting: the head of nearly every request."""
-_GUEST_PIECE = 4 << 10
-_GUEST_PIECES = 64.0
-"""Turns a second at which guests send more, of all connections together: `_GUEST_PIECE` bytes beside the body each.
-As many chunks of one byte take three milliseconds to parse."""
+_GUEST_PIECE = 1 << 10
+"""Likewise of a guest, who sends the first one without waiting: the head of nearly every request."""
+_TURN_BYTES = 4 << 10
+"""Bytes beside the body that a guest may send at each of its turns; so many chunks of one byte take 3 ms to parse."""
+_BODY_BYTES = 16
+"""Bytes of a body which is discarded that cost as much as one of these."""
+_TURNS = 64.0
+"""These turns a second, of all connections together."""
 _SEND_BUFFER = 128 << 10
 """Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
 _GUEST_TURNS = 50.0
@@ -141,7 +141,7 @@ class Connections:
         self.limits, self.digests = limits, digests
         self.patience = limits.receive_seconds
         self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
-        self.pieces: Turns[_Connection] = Turns(_GUEST_PIECES)
+        self.pieces: Turns[_Connection] = Turns(_TURNS)
         self.cuts: Counter[Reason] = Counter()
         self._listening = False
         self._open: dict[_Connection, None] = {}  # the oldest first
@@ -236,10 +236,9 @@ class _Connection(HttpToolsProtocol):
     _refused = False
     _beside_body = 0
     _body = 0
-    _ahead = 0
     _unparsed = memoryview(b"")
-    _paid = _GUEST_HEAD  # bytes beside the body that a guest may send before its next turn
-    _queues = False
+    _paid = _GUEST_PIECE  # bytes that may come before its next turn
+    _pays = _queues = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -278,26 +277,28 @@ class _Connection(HttpToolsProtocol):
 
     def _parse(self) -> None:
         while self._unparsed and not (self._refused or self.transport.is_closing()):
-            if self.is_guest and self._paid <= 0:
+            if self._paid <= 0:
                 self._queue()
                 return
-            size = min(_PIECE, self._paid) if self.is_guest else _PIECE
+            self._pays = self.is_guest
+            size = _GUEST_PIECE if self._pays else _PIECE
             piece, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             self._beside_body += len(piece)  # `on_body` takes off what is body
-            self._paid -= len(piece)
+            self._paid -= len(piece) if self._pays else 0
             super().data_received(piece)
             if self._beside_body > _BESIDE_BODY:
                 self.send_400_response("The request is too large beside its body.")
 
     def _queue(self) -> None:
-        """Read on at this guest's turn."""
+        """Read on at this connection's turn."""
 
         def read_on(turn: asyncio.Future[bool]) -> None:
             self._queues = False
             if turn.result() and not self.transport.is_closing():
-                self._paid = _GUEST_PIECE
+                self._paid += _TURN_BYTES
                 self._parse()
-                self._read_on()
+                if not (self._refused or self._queues):
+                    self.flow.resume_reading()
 
         self._queues = True
         self.flow.pause_reading()
@@ -344,26 +345,14 @@ class _Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         size, most = len(body), self.budget.limits.body_bytes
         self._beside_body -= size
-        self._paid += size
+        self._paid += size if self._pays else 0
         self._body += size
         if self._body > (most if self.is_guest else DISCARDED * most):
             self.budget.cut(self, "refused")
         elif self.is_guest or self._body - size > most or self.cycle.response_complete:
-            self._discard(size)
+            self._paid -= size // _BODY_BYTES
         else:
             super().on_body(body)
-
-    def _discard(self, size: int) -> None:
-        """Read on only as fast as bytes may come that are thrown away."""
-        self._ahead += size
-        if self._ahead >= _PIECE:
-            self.flow.pause_reading()
-            self.loop.call_later(self._ahead / _DISCARDED_A_SECOND, self._read_on)
-            self._ahead = 0
-
-    def _read_on(self) -> None:
-        if not (self._refused or self._queues):
-            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
