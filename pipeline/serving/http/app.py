@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
+from importlib.resources import files
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -25,7 +26,6 @@ from pipeline.serving.http import openapi
 from pipeline.serving.http.connections import Connections, LoopbackHosts, read_body
 from pipeline.serving.http.handles import Answer, Engines, LearnerHandle, Method, metrics_page
 from pipeline.serving.http.keys import may_ask
-from pipeline.serving.http.page import add_page
 from pipeline.serving.http.work_limits import LargeWork
 from pipeline.serving.messages import Call, Failure, unavailable
 
@@ -101,7 +101,7 @@ def create_app(
     _add_state(app, engines, keyed, connections, learner)
     if learner is not None:
         _add_learning(app, keyed, learner)
-    add_page(app)
+    _add_page(app)
     return app
 
 
@@ -199,6 +199,40 @@ def _add_learning(app: FastAPI, keyed: list[Any], learner: LearnerHandle) -> Non
         if report is None:
             raise OpenAIError(503, "The learner does not answer at the moment.", code="learner_unavailable")
         return JSONResponse(asdict(report))
+
+
+# The page at `/`: no build step, nothing loaded from elsewhere. Its headers let a browser run its own script and style
+# and ask this server only; no other page can frame it.
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_PAGE_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (name, kind) in _PAGE_FILES.items():
+        app.add_api_route(path, _sender(name, kind), include_in_schema=False)
+
+
+def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
+    content = (files("pipeline.serving") / "page" / name).read_bytes()
+
+    async def send() -> Response:
+        return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+
+    return send
 
 
 def _no_model(name: str) -> OpenAIError:
