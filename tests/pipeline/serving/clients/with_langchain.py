@@ -19,7 +19,8 @@ class Count(BaseModel):
 
 chat = ChatOpenAI(**where)
 whole = chat.invoke(prompt)
-both = chat.batch([prompt, prompt])
+several = chat.batch([prompt, prompt])
+stream = "".join(str(one.content) for one in chat.stream(prompt))
 try:
     chat.with_structured_output(Count).invoke(prompt)
     error = ""
@@ -28,11 +29,7 @@ except openai.BadRequestError as refused:
 print(
     json.dumps(
         {
-            "chat": [
-                whole.content,
-                "".join(str(one.content) for one in chat.stream(prompt)),
-                *(o.content for o in both),
-            ],
+            "chat": [whole.content, stream, *(one.content for one in several)],
             "text": OpenAI(**where).invoke(prompt),
             "error": error,
         }

@@ -1,0 +1,90 @@
+"""Clients that people point at an endpoint, unchanged, each in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter import SpeculativeLM
+from drafter.native.build import cache_folder
+from tests.pipeline.serving.conftest import NAME
+from tests.support.waiting import PATIENCE
+
+HERE = Path(__file__).parent
+PROMPT = "how many pens"
+PACKAGES = {
+    "litellm": ["litellm==1.110.2"],
+    "langchain": ["langchain-openai==1.7.4"],
+    "instructor": ["instructor==1.17.0"],
+    "distilabel": ["distilabel[openai]==1.5.3", "requests"],
+}
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+
+pytestmark = pytest.mark.slow
+
+
+def environment(name: str) -> Path:
+    """Return the interpreter of an environment with a client's packages, which is made once on a machine."""
+    python = cache_folder() / "clients" / "-".join(PACKAGES[name]) / "bin" / "python"
+    done = python.parent / "installed"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
+        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", *PACKAGES[name]]
+        installed = subprocess.run(command, capture_output=True, text=True)
+        if installed.returncode:
+            pytest.skip(f"{name} cannot be installed here: {installed.stderr.strip().splitlines()[-1]}")
+        done.touch()
+    return python
+
+
+@pytest.fixture
+def run(local: str, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """What a client's script has printed."""
+    name = request.param
+    command = [environment(name), HERE / f"with_{name}.py", local, NAME, PROMPT]
+    settings = QUIET | {"HOME": str(tmp_path)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    printed: dict[str, Any] = json.loads(found.stdout.strip().splitlines()[-1])
+    return printed
+
+
+@pytest.fixture(scope="module")
+def chat(plain: SpeculativeLM) -> str:
+    """What plain decoding answers."""
+    return plain.chat([PROMPT], max_new_tokens=20)[0].text
+
+
+@pytest.fixture(scope="module")
+def text(plain: SpeculativeLM) -> str:
+    """How plain decoding continues the prompt."""
+    return plain.generate([PROMPT], max_new_tokens=20)[0].text
+
+
+@pytest.mark.parametrize("run", ["litellm"], indirect=True)
+def test_litellm(run: dict[str, Any], chat: str, text: str) -> None:
+    assert (run["chat"], run["text"]) == ([chat, chat], text)
+    assert "shorten the prompt" in run["error"]
+
+
+@pytest.mark.parametrize("run", ["langchain"], indirect=True)
+def test_langchain(run: dict[str, Any], chat: str, text: str) -> None:
+    assert (run["chat"], run["text"]) == ([chat] * 4, text)
+    assert "Unsupported value: 'response_format'" in run["error"]
+
+
+@pytest.mark.parametrize("run", ["instructor"], indirect=True)
+def test_instructor(run: dict[str, Any], chat: str) -> None:
+    assert run["chat"] == [chat]
+    assert "'tool_choice'" in run["error"]
+    assert "'response_format'" in run["schema"]
+
+
+@pytest.mark.parametrize("run", ["distilabel"], indirect=True)
+def test_distilabel(run: dict[str, Any], chat: str) -> None:
+    assert run["chat"] == [chat, chat]
