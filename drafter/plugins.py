@@ -1,8 +1,6 @@
-"""Methods: packages that add drafters, draft heads, verifiers and published layouts to the core.
+"""Registry of methods, which add drafters, draft heads, verifiers and published layouts to the core.
 
-A method's package has an object `METHOD`. This project's methods are in `drafter.methods`; those of third parties are
-entry points of the group `drafter.methods`. The core imports no method, so any folder of `drafter/methods` can be
-deleted, and its names are then unknown.
+A method is a package with an object `METHOD`: in `drafter.methods`, or an entry point of the group of that name.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Method:
 
 @cache
 def methods() -> Mapping[str, Method]:
-    """Return all methods by name. This project's own need no entry points, so a bare checkout has them too."""
+    """Return all methods by name. Those in `drafter.methods` need no entry points, so a bare checkout has them too."""
     own = pkgutil.resolve_name(GROUP)
     found: dict[str, Method] = {
         one.name: pkgutil.resolve_name(f"{GROUP}.{one.name}:METHOD") for one in pkgutil.iter_modules(own.__path__)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.acceptance.filters import History, keep_probable, keep_ranked, penalise
-from drafter.acceptance.keyed_draw import draw, seed_key
+from drafter.acceptance.sampling import History, draw, keep_probable, keep_ranked, penalise, seed_key
 from drafter.devices import send
-from drafter.requests import SamplingParams
+from drafter.requests import ResolvedSampling, SamplingParams
 from drafter.tree.token_tree import TokenTree
 
 _MOST_TOKENS = 1 << 31
 """Upper bound of any vocabulary; a larger top-k is clamped to it."""
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass
@@ -52,37 +52,22 @@ class SamplingTable:
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> SamplingTable:
         """Return a table of greedy rows."""
-
-        def full(value: float) -> Tensor:
-            return torch.full((slots,), value, dtype=torch.float64, device=device)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
-        return cls(
-            temperature=full(0),
-            top_k=zeros(slots),
-            top_p=full(1),
-            min_p=full(0),
-            repetition_penalty=full(1),
-            presence_penalty=full(0),
-            frequency_penalty=full(0),
-            biased_tokens=zeros(slots, 0),
-            biases=zeros(slots, 0).double(),
-            keys=zeros(slots),
-            prompt_lengths=zeros(slots),
-        )
+        none = ResolvedSampling()
+        numbers = {
+            name: torch.full((slots,), getattr(none, name), dtype=torch.float64, device=device) for name in _NUMBERS
+        }
+        integers = {
+            name: torch.zeros(slots, dtype=torch.long, device=device) for name in ("top_k", "keys", "prompt_lengths")
+        }
+        unbiased = torch.zeros(slots, 0, dtype=torch.long, device=device)
+        return cls(**numbers, **integers, biased_tokens=unbiased, biases=unbiased.double())
 
     def set(self, slot: int, given: SamplingParams, prompt_length: int) -> None:
         """Set a slot to a request with a prompt of `prompt_length` tokens."""
         params = given.over()
-        self.temperature[slot] = params.temperature
+        for name in _NUMBERS:
+            getattr(self, name)[slot] = getattr(params, name)
         self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.presence_penalty[slot] = params.presence_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
         self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
         self.keys[slot] = seed_key(params.seed)

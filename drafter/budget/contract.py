@@ -1,4 +1,4 @@
-"""The contract of budgets: how many draft nodes a step has."""
+"""Interface of budgets, which decide how many draft tokens a step has, and the fixed budget."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 Choosing = Literal["greedy", "drawn", "filtered"]
 """Choice of tokens: greedy; sampled, or after penalties or biases; or with top-k or top-p, too."""
 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Factors of a step's time beside its draft nodes.
+    """Factors of a step's time beside its draft tokens.
 
     Args:
-        rows: B.
-        length: Committed tokens of a row, on average; 0 stands for no more than those that steps were timed with.
-        choosing: How its tokens are chosen.
+        length: Committed tokens of a row, on average; 0 stands for at most those that steps were timed with.
     """
 
     rows: int
@@ -34,13 +31,7 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step's parts.
-
-    Args:
-        reading: Prefill of the drafter: once for each text.
-        drafting: The draft.
-        rest: All else.
-    """
+    """Seconds of the drafter's prefill (once per text), of drafting, and of the rest of a step."""
 
     reading: float
     drafting: float
@@ -52,14 +43,13 @@ class StepObservation:
     """A finished step of B rows, for a budget to learn from.
 
     Args:
-        load: Factors of its time, its B rows among them.
-        asked: Draft nodes that were asked for, a row; 0 for a plain step.
+        asked: Draft tokens that were asked for, per row; 0 for a plain step.
         promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
-        log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
-        accepted: `[B, N]` bool: whether each of them became output.
+        log_probs: `[B, N]` those of the nodes that were verified; -inf in padding.
+        accepted: `[B, N]` bool: nodes that became output.
         seconds: None where the host does not know.
         member: `Ask.member`.
-        emitted: New tokens of all rows; None where no row ended, so that they are a row's accepted ones and one more.
+        emitted: New tokens of all rows; None where no row ended, so that each has its accepted ones and one more.
     """
 
     load: StepLoad
@@ -78,21 +68,20 @@ class StepObservation:
 
     @property
     def rows(self) -> int:
-        """B."""
         return self.load.rows
 
     @property
-    def verified(self) -> Counts:
-        """`[B]` draft nodes that were verified."""
-        found: Counts = (self.log_probs > -np.inf).sum(1)
+    def verified(self) -> npt.NDArray[np.int64]:
+        """`[B]` draft tokens that were verified."""
+        found: npt.NDArray[np.int64] = (self.log_probs > -np.inf).sum(1)
         return found
 
 
 class Budget(Protocol):
-    """Decides what speculation may cost. All that it learns it learns in `observe` and `renewed`."""
+    """Decides what speculation may cost. It learns only in `observe` and `renewed`."""
 
     def plan(self, load: StepLoad) -> Ask:
-        """Return the draft nodes to ask for in a step; none for plain decoding."""
+        """Return the draft tokens to ask for in a step; none for plain decoding."""
 
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
@@ -101,32 +90,23 @@ class Budget(Protocol):
         """Return the choices by batch size with their reasons; empty where nothing is chosen. Thread-safe."""
 
     def renewed(self, member: int) -> None:
-        """Hear that a member drafts with other weights from now on: what it brings is to be found out again."""
-
-
-# A fixed number of draft nodes.
+        """Expect another acceptance from a member, whose weights were replaced."""
 
 
 class FixedBudget:
-    """Always drafts and verifies the same number of nodes.
-
-    Args:
-        nodes: Draft nodes of each row.
-    """
+    """Always drafts and verifies the same number of draft tokens per row."""
 
     def __init__(self, nodes: int) -> None:
         # Were all nodes alike, each would be worth this share of a step: what is less probable hardly comes true.
         self._ask = Ask(nodes, 1 / (nodes + 1))
 
     def plan(self, load: StepLoad) -> Ask:
-        """The fixed number, whatever the load."""
         return self._ask
 
     def observe(self, step: StepObservation) -> None:
         """Learn nothing."""
 
     def choices(self) -> tuple[BatchChoice, ...]:
-        """Nothing is chosen."""
         return ()
 
     def renewed(self, member: int) -> None:

@@ -1,4 +1,4 @@
-"""Interface of drafters.
+"""Interface of drafters, plain decoding, and drafters made of several.
 
 A drafter proposes draft trees before it sees the target model's answer and never decides what is accepted, so no
 drafter can change a token of a lossless verifier's output.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from drafter.errors import LoadError
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.token_tree import TokenTree, merge, root_only
 
 Ids = npt.NDArray[np.int64]
 
@@ -33,11 +35,11 @@ class DraftSpec:
         hidden_layers: Hidden states that it reads in `DraftContext.hidden`, concatenated in this order:
             `LM_HEAD_INPUT`, or `k` for the output of layer `k`, counted from 0.
         shared_layers: First layers of the target model that it runs itself, on the target model's KV cache.
-        scratch: Positions that it writes behind the committed ones at most; a tree's nodes are always allowed.
+        scratch: Most positions that it writes behind the committed ones; a tree's nodes are always allowed.
         graph_safe: `propose` may be captured in a CUDA graph; see there.
         lossless_only: It must not be used with a verifier that is not lossless.
         bounded: `propose` reads `DraftContext.longest`. If not, one CUDA graph serves texts of any length.
-        bytes_per_token: Memory on the target model's device that it keeps for each position of a slot.
+        bytes_per_token: Memory on the target model's device for each position of a slot.
     """
 
     max_nodes: int
@@ -56,7 +58,6 @@ class Loan:
     """Resources that the engine lends a drafter for as long as both live.
 
     Args:
-        base: The target model.
         slots: Largest batch size.
         length: Positions of a slot, draft tokens included.
         cache: The target model's KV cache, for a drafter with `shared_layers`; None for others. Committed positions
@@ -108,7 +109,7 @@ class DraftContext:
         hidden: `[B, L, K · d]` the K hidden states that the drafter's spec names; None if it names none.
         lengths: `[B]` int64 committed tokens of each row, on the device.
         host_lengths: `lengths` of the rows in use as far as the host knows, so that it need not wait for the device.
-        ahead: Tokens that each row may have beyond `host_lengths`, from a step that is still under way.
+        ahead: Tokens that each row may have beyond `host_lengths`, from a step that is still running.
         bound: Upper bound of the lengths of rows in use, set where shapes must repeat; unused rows may then follow the
             others.
     """
@@ -133,12 +134,7 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Memory of texts that a drafter keeps.
-
-    Args:
-        nbytes: Its size.
-        room: Tokens of texts from elsewhere that `Drafter.remember` can use at most; 0 if it drafts from none.
-    """
+    """Memory of texts that a drafter keeps; `room` are the most tokens of texts that `Drafter.remember` can use."""
 
     tokens: int = 0
     nbytes: int = 0
@@ -147,12 +143,7 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class Renewal:
-    """A hot swap of a drafter's weights.
-
-    Args:
-        version: Number of the new weights.
-        members: Indices of the drafter's `members` that draft with them; 0 for a single drafter.
-    """
+    """A hot swap of a drafter's weights to a `version`, with which its `members` of these indices draft."""
 
     version: int
     members: tuple[int, ...] = (0,)
@@ -163,7 +154,6 @@ class Loading:
     """Context in which a drafter is loaded.
 
     Args:
-        base: The target model.
         nodes: Draft tokens of its largest trees.
         isolated: Never draft from another request's text.
         loader: Loads another drafter by name, for composite drafters.
@@ -237,13 +227,11 @@ class Drafter(ABC):
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.nodes]` for the context's rows, rooted at their pending tokens.
 
-        A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding.
+        A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding. `ask.nodes` is
+        from 1 to `spec.max_nodes`.
 
         On a GPU this is captured and replayed if the spec is `graph_safe`: the operations must depend only on the
         tensors, the number of rows, `context.longest` and `ask.nodes`, and must not wait for the device.
-
-        Args:
-            ask: `ask.nodes` is from 1 to `spec.max_nodes`.
         """
 
     def observe(self, committed: Committed) -> None:  # noqa: B027
@@ -279,10 +267,115 @@ class Drafter(ABC):
 
 
 class PlainDecoding(Drafter):
-    """`none`: proposes only roots. To verify a lone root is plain decoding, in the same loop as everything else."""
+    """`none`: proposes only roots, which makes plain decoding, in the same loop as everything else."""
 
     spec = DraftSpec(max_nodes=0, max_depth=0)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1]`."""
         return root_only(context.pending)
+
+
+def _told_to_all(event: str) -> Callable[..., None]:
+    def tell(self: MergedDrafter, *arguments: Any) -> None:
+        for drafter in self.drafters:
+            getattr(drafter, event)(*arguments)
+
+    return tell
+
+
+class MergedDrafter(Drafter):
+    """`a+b`: merges the trees of all drafters by the largest probability, and keeps the best nodes."""
+
+    open = _told_to_all("open")
+    enter = _told_to_all("enter")
+    copy = _told_to_all("copy")
+    move = _told_to_all("move")
+    clear = _told_to_all("clear")
+    observe = _told_to_all("observe")
+    remember = _told_to_all("remember")
+    offer = _told_to_all("offer")
+
+    def __init__(self, *drafters: Drafter) -> None:
+        self.drafters = drafters
+        self._members: list[tuple[Drafter, ...]] = [drafters]
+        self._chosen = 0
+        specs = [drafter.spec for drafter in drafters]
+        self.spec = DraftSpec(
+            max_nodes=max(spec.max_nodes for spec in specs),
+            max_depth=max(spec.max_depth for spec in specs),
+            hidden_layers=tuple(dict.fromkeys(layer for spec in specs for layer in spec.hidden_layers)),
+            shared_layers=max(spec.shared_layers for spec in specs),
+            scratch=max(spec.scratch for spec in specs),
+            graph_safe=all(spec.graph_safe for spec in specs),
+            lossless_only=any(spec.lossless_only for spec in specs),
+            bounded=any(spec.bounded for spec in specs),
+            bytes_per_token=sum(spec.bytes_per_token for spec in specs),
+        )
+
+    @property
+    def version(self) -> int | None:
+        """Version of the first of the drafting ones whose weights change."""
+        return next((one.version for one in self._members[self._chosen] if one.version is not None), None)
+
+    @property
+    def memory(self) -> DraftMemory:
+        """Sum of the drafters' memories, with the largest room."""
+        memories = [drafter.memory for drafter in self.drafters]
+        return DraftMemory(
+            sum(one.tokens for one in memories),
+            sum(one.nbytes for one in memories),
+            max(one.room for one in memories),
+        )
+
+    def prepare(self, context: DraftContext) -> None:
+        for drafter in self._members[self._chosen]:
+            drafter.prepare(self._seen_by(drafter, context))
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        trees = [
+            drafter.propose(
+                self._seen_by(drafter, context), replace(ask, nodes=min(ask.nodes, drafter.spec.max_nodes), member=0)
+            )
+            for drafter in self._members[self._chosen]
+        ]
+        whole = len(trees) == 1 and trees[0].size > ask.nodes
+        return trees[0] if whole else merge(trees, self.spec.max_depth, ask.nodes + 1)
+
+    def renew(self) -> Renewal | None:
+        renewals = [(drafter, drafter.renew()) for drafter in self.drafters]
+        changed = [drafter for drafter, renewal in renewals if renewal is not None]
+        if not changed:
+            return None
+        members = (place for place, parts in enumerate(self._members) if any(one in parts for one in changed))
+        return Renewal(next(renewal.version for _, renewal in renewals if renewal is not None), tuple(members))
+
+    def _seen_by(self, drafter: Drafter, context: DraftContext) -> DraftContext:
+        """Select the hidden states that a drafter's spec names."""
+        ours, theirs = self.spec.hidden_layers, drafter.spec.hidden_layers
+        if ours == theirs or context.hidden is None:
+            return context
+        parts = context.hidden.chunk(len(ours), -1)
+        hidden = torch.cat([parts[ours.index(layer)] for layer in theirs], -1) if theirs else None
+        return replace(context, hidden=hidden)
+
+
+class ChoosingDrafter(MergedDrafter):
+    """`auto`: lets one member propose at a time. All see every event, so that each can draft at any step.
+
+    Args:
+        drafters: The members by name.
+        together: Groups of drafters whose merged trees are a further member, named `a+b`.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter], together: Sequence[tuple[str, ...]] = ()) -> None:
+        super().__init__(*drafters.values())
+        self.members = (*drafters, *map("+".join, together))
+        self._members = [(one,) for one in self.drafters]
+        self._members += [tuple(drafters[name] for name in names) for names in together]
+
+    @property
+    def withheld(self) -> tuple[int, ...]:
+        return tuple(place for place, member in enumerate(self._members) if not all(one.drafts for one in member))
+
+    def select(self, member: int) -> None:
+        self._chosen = member

@@ -16,8 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, one_line
-from drafter.text.bounds import bounded_template, refuse_panics, tokenise
-from drafter.text.tokenizers import longest_token, refuse_endless
+from drafter.text.tokenizers import bounded_template, longest_token, refuse_endless, refuse_panics, tokenise
 
 _ROLE = re.compile(r"[\w.-]+")
 _HARMLESS = "x"

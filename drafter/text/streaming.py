@@ -12,9 +12,8 @@ _LONGEST_CHARACTER = 8
 
 
 class Detokenizer:
-    """Decodes one sequence's tokens incrementally. It never returns half a character.
-
-    A token's cost does not grow with the text.
+    """Decodes one sequence's tokens incrementally, without half characters. A token's cost does not grow with the
+    text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -25,43 +24,37 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Add a token and return the complete characters that it adds."""
         self._new.append(token)
-        if len(self._new) > _LONGEST_CHARACTER and self._half(self._decode(self._new[-_LONGEST_CHARACTER:])):
+        if len(self._new) > _LONGEST_CHARACTER and self._decode(self._new[-_LONGEST_CHARACTER:]).endswith(_INCOMPLETE):
             return ""
         # Start a few tokens back: some tokenisers put a space between words only when they decode them together.
         before, after = self._decode(self._context), self._decode(self._context + self._new)
         if after == before:  # special tokens have no text
             self._new = self._new[-_LONGEST_CHARACTER:]
-        if len(after) <= len(before) or self._half(after):
+        if len(after) <= len(before) or after.endswith(_INCOMPLETE):
             return ""
         self._context, self._new = self._new, []
         return after[len(before) :]
-
-    @staticmethod
-    def _half(text: str) -> bool:
-        """Return whether a text may end inside a character."""
-        return text.endswith(_INCOMPLETE)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
 
 class StopSearch:
-    """Finds stop strings in a text that comes in pieces, in amortised constant time per character and string.
-
-    Args:
-        stop: The strings, none of them empty.
+    """Finds non-empty stop strings in a text that comes in pieces, in amortised constant time per character and string.
 
     Attributes:
-        found: Whether one of them is in the text so far.
-        cut: If so, the number of shown characters before the first; None otherwise.
+        cut: The number of shown characters before the first one found; None if there is none so far.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._searches = [_Search(text) for text in stop]
-        self.found = False
         self.cut: int | None = None
         self._length = 0
         self._hidden: list[tuple[int, int]] = []  # beginning and length of each hidden piece
+
+    @property
+    def found(self) -> bool:
+        return self.cut is not None
 
     @property
     def held_back(self) -> int:
@@ -77,9 +70,8 @@ class StopSearch:
             self._hidden.append((self._length, len(piece)))
         for search in self._searches:
             if end := search.push(piece):
-                cut = self._shown(self._length + end - search.length)
+                cut = self._shown(self._length + end - len(search.wanted))
                 self.cut = cut if self.cut is None else min(cut, self.cut)
-                self.found = True
         self._length += len(piece)
 
     def _shown(self, place: int) -> int:
@@ -88,25 +80,17 @@ class StopSearch:
 
 
 class _Search:
-    """Knuth-Morris-Pratt search for one string.
-
-    Attributes:
-        matched: Length of the longest prefix of the string with which the text ends.
-    """
+    """Knuth-Morris-Pratt search; `matched` is the longest prefix of `wanted` with which the text ends."""
 
     def __init__(self, wanted: str) -> None:
-        self._wanted, self._borders = wanted, _borders(wanted)
+        self.wanted, self._borders = wanted, _borders(wanted)
         self.matched = 0
-
-    @property
-    def length(self) -> int:
-        return len(self._wanted)
 
     def push(self, piece: str) -> int:
         """Add a piece; return the characters of it up to a match's end, after which the search is over, or 0."""
         for place, character in enumerate(piece, start=1):
-            self.matched = _next(self._wanted, self._borders, self.matched, character)
-            if self.matched == len(self._wanted):
+            self.matched = _next(self.wanted, self._borders, self.matched, character)
+            if self.matched == len(self.wanted):
                 return place
         return 0
 

@@ -1,6 +1,7 @@
-"""A target model's tokeniser: loading it, facts of its vocabulary, and the prompts that are too long.
+"""A target model's tokeniser: loading it, facts of its vocabulary, and guards around it and its chat template.
 
-It imports no model code, which takes a process seconds.
+The guards make a failure affect one prompt only: a tokeniser in Rust panics, which is no `Exception`; a template may
+loop or grow without limit. Nothing here imports model code, which takes seconds.
 """
 
 from __future__ import annotations
@@ -8,26 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from resource import getpagesize
+from types import FrameType
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from drafter.errors import LoadError, PromptTooLongError, first_line
+from drafter.errors import LoadError, PromptTooLongError, RequestError, first_line, one_line
 from drafter.hub import local_only
 
 _COMPOSED = 4
 """Most characters that a tokeniser's normaliser composes to one, with few exceptions."""
+_SECONDS = 5.0
+"""Limit of a chat template's CPU time; a template of a hundred messages takes some milliseconds."""
+_BYTES = 1 << 30
+"""Limit of the process's memory growth while a template runs."""
+_LOOK_SECONDS = 0.01
+"""Interval of memory checks. Doubling with every line of code copies some hundred megabytes in it."""
+_STATM = Path("/proc/self/statm")
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
-    """Load the tokeniser of a target model.
-
-    Args:
-        name_or_path: Hub id or folder of the target model.
-        trust_remote_code: Run code that comes with it.
-        local_files_only: Download nothing.
+    """Load the tokeniser of a target model, given by hub id or folder.
 
     Raises:
         LoadError: There is none to load.
@@ -53,11 +62,17 @@ def longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def refuse_endless(text: str, max_length: float, longest: int) -> None:
-    """Refuse a text that must be more than `max_length` tokens, as tokenising it would take minutes and gigabytes.
+@lru_cache(maxsize=4)
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a tokeniser's special tokens, which decoding leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token: entry.content for token, entry in added.items() if entry.special}
 
-    Raises:
-        PromptTooLongError: The text is too long.
+
+def refuse_endless(text: str, max_length: float, longest: int) -> None:
+    """Raise `PromptTooLongError` for a text that must be more than `max_length` tokens of up to `longest` characters.
+
+    To tokenise it would take minutes and gigabytes.
     """
     if len(text) > max_length * longest * _COMPOSED:
         raise PromptTooLongError(
@@ -67,15 +82,7 @@ def refuse_endless(text: str, max_length: float, longest: int) -> None:
 
 
 def refuse_long(prompt_tokens: int, max_length: int) -> None:
-    """Refuse a prompt that leaves no room for output.
-
-    Args:
-        prompt_tokens: Its length.
-        max_length: Tokens that prompt and output may have together.
-
-    Raises:
-        PromptTooLongError: It leaves none.
-    """
+    """Raise `PromptTooLongError` unless `max_length`, of prompt and output together, leaves room for output."""
     if prompt_tokens >= max_length:
         raise PromptTooLongError(
             f"the prompt has {prompt_tokens} tokens, but prompt and output together may have {max_length}: "
@@ -83,8 +90,57 @@ def refuse_long(prompt_tokens: int, max_length: int) -> None:
         )
 
 
-@lru_cache(maxsize=4)
-def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a tokeniser's special tokens, which decoding leaves out."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token: entry.content for token, entry in added.items() if entry.special}
+def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
+    """Call a tokeniser; raise `RequestError` if it panics on one of the texts."""
+    with refuse_panics():
+        return tokenizer(texts, **settings)
+
+
+@contextmanager
+def refuse_panics() -> Iterator[None]:
+    """Turn a tokeniser's panic in a `with` block into a `RequestError`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3 makes the class, and gives it to no module
+            raise
+        raise RequestError(
+            f"the tokenizer of the model fails on this text ({one_line(error, 200)}): change or leave out the text"
+        ) from error
+
+
+@contextmanager
+def bounded_template() -> Iterator[None]:
+    """Limit the CPU time and memory growth of this thread's Python code in a `with` block.
+
+    Both are checked between two lines of code; a single operation is not interrupted.
+
+    Raises:
+        RequestError: Inside the block, when a limit is reached.
+    """
+    before, start, memory = sys.gettrace(), time.thread_time(), _resident()
+    look = start + _LOOK_SECONDS
+
+    def watch(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal look
+        if (now := time.thread_time()) > look:
+            look = now + _LOOK_SECONDS
+            if now - start > _SECONDS:
+                raise RequestError(f"it takes more than {_SECONDS:g} seconds")
+            if _resident() - memory > _BYTES:
+                raise RequestError(f"it takes more than {_BYTES >> 20} MiB of memory")
+        return watch
+
+    sys.settrace(watch)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _resident() -> int:
+    """Return the process's resident bytes; 0 if unknown."""
+    try:
+        return int(_STATM.read_text().split()[1]) * getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -2,11 +2,6 @@
 
 An autoregressive drafter must run over a node to know its children, and keeps the node's keys and values. So nodes get
 *places* in the order in which they are run; the tree's order, by probability, is found at the end.
-
-The tree grows by one forward per level, over the `beam` most probable nodes. On a GPU the work does not depend on
-values, so it can be recorded as a graph without host synchronisation. On a CPU, where each node costs time, only nodes
-among the best of all so far are run, as no other can have a child in a tree of that size. With a beam as wide as the
-tree the search is exact.
 """
 
 from __future__ import annotations
@@ -52,7 +47,11 @@ descending, and these tokens `[B, F, K]`; values for nodes that are not real are
 def best_first_trie(
     conditionals: Conditionals, pending: Tensor, depth: int, size: int, beam: int, least: float = 0.0
 ) -> TokenTree:
-    """Grow trees of the most probable prefixes.
+    """Grow trees of the most probable prefixes, by one forward per level over the `beam` most probable nodes.
+
+    With a beam as wide as the tree the search is exact. On a GPU the work does not depend on values, so it can be
+    recorded as a graph without host synchronisation. On a CPU, where each node costs time, only nodes among the best of
+    all so far are run, as no other can have a child in a tree of that size.
 
     Args:
         conditionals: The model. It is called at most `depth` times.

@@ -1,9 +1,7 @@
 """The draft tree that a drafter proposes and the target model verifies.
 
-Every drafter keeps this contract, so that the budget can cut each row's tree to any size:
-
-    A `TokenTree` lists its nodes by falling prefix probability, parents before children;
-    any leading slice of it is a valid tree.
+A `TokenTree` lists its nodes by falling prefix probability, parents before children, so any leading slice is a valid
+tree.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from torch.nn import functional as F
 
 PAD_TOKEN = -1
 """Token of a padding node. No target model generates it, so padding is never accepted."""
+_PADDING = (PAD_TOKEN, 0, 1, -torch.inf)
+"""Token, parent, depth and log-probability of a padding node."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,14 @@ class TokenTree:
 
     def leading(self, nodes: int) -> TokenTree:
         """Return the trees of the first `nodes` nodes, root included: the best trees of that size."""
-        return TokenTree(
-            self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes], self.log_probs[:, :nodes]
-        )
+        return TokenTree(*(part[:, :nodes] for part in vars(self).values()))
 
     def trimmed(self, sizes: Tensor) -> TokenTree:
         """Return the trees of each row's first `sizes` `[B]` nodes, root included, padded to the largest."""
         tree = self.leading(int(sizes.max()))
         kept = torch.arange(tree.size, device=sizes.device) < sizes[:, None]
-        return TokenTree(
-            torch.where(kept, tree.tokens, PAD_TOKEN),
-            torch.where(kept, tree.parents, 0),
-            torch.where(kept, tree.depths, 1),
-            torch.where(kept, tree.log_probs, -torch.inf),
-        )
+        parts = zip(vars(tree).values(), _PADDING, strict=True)
+        return TokenTree(*(torch.where(kept, part, padding) for part, padding in parts))
 
     def ancestors(self, depth: int | None = None) -> Tensor:
         """Return whether node `j` is node `i` or one of its ancestors, in entry `[b, i, j]` of `[B, N, N]` bool.
@@ -94,11 +88,10 @@ class TokenTree:
         return self._along_paths(self.tokens, PAD_TOKEN, depth)
 
     def path_log_probs(self, depth: int) -> Tensor:
-        """Return the log-probabilities from below the root to each node, `[B, N, depth]`; -inf past a path's end."""
+        """Return the log-probabilities of the same nodes; -inf past a path's end."""
         return self._along_paths(self.log_probs, -torch.inf, depth)
 
     def _along_paths(self, values: Tensor, fill: float, depth: int) -> Tensor:
-        """Return `values` `[B, N]` of the nodes on the path to each node, `[B, N, depth]`."""
         ancestors = self.ancestors()
         place = (self.depths - 1)[:, None, :].expand_as(ancestors)
         wanted = ancestors & (place >= 0) & (place < depth)
@@ -150,15 +143,10 @@ def from_nodes(
     )
     root = root_only(pending)
     tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
-    missing = (0, size - 1 - keep)
-    if not missing[1]:
+    if not (missing := size - 1 - keep):
         return tree
-    return TokenTree(
-        F.pad(tree.tokens, missing, value=PAD_TOKEN),
-        F.pad(tree.parents, missing, value=0),
-        F.pad(tree.depths, missing, value=1),
-        F.pad(tree.log_probs, missing, value=-torch.inf),
-    )
+    parts = zip(vars(tree).values(), _PADDING, strict=True)
+    return TokenTree(*(F.pad(part, (0, missing), value=padding) for part, padding in parts))
 
 
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:

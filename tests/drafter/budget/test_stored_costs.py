@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter.acceptance.exact import ExactVerifier
-from drafter.budget.latency_table import LatencyTable
-from drafter.budget.stored_costs import load_costs, save_costs
+from drafter.acceptance.contract import ExactVerifier
+from drafter.budget.latency_table import LatencyTable, load_costs, save_costs
 from drafter.engine import warm_up
 from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
