@@ -193,9 +193,8 @@ class SpeculativeLM:
                 prompt that is a text they are always parsed.
 
         Raises:
-            PromptTooLongError: The text cannot be `max_length` tokens or fewer.
-            RequestError: Not a text, messages or token ids, there is no chat template, or a message has the text of a
-                special token, and the tokeniser cannot take it as text.
+            RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
+                or the tokeniser cannot take a special token's text in a message as text.
         """
         prompt = cast(Prompt, plain(prompt))
         if isinstance(prompt, str):

@@ -33,11 +33,7 @@ _OTHER_WORDS = {
 
 
 def each_prompt(prompts: object) -> Iterator[object]:
-    """Yield prompts one by one, as Python objects. A text, a list of token ids or a list of messages is one prompt.
-
-    Raises:
-        RequestError: `prompts` is neither a prompt nor a collection of prompts.
-    """
+    """Yield prompts one by one, as Python objects. A text, a list of token ids or a list of messages is one prompt."""
     found = plain(prompts)
     if isinstance(found, str) or is_tokens(found) or is_chat(found):
         yield found
@@ -71,11 +67,7 @@ def _is_list_of(kind: type, value: object) -> bool:
 
 
 def as_chat(prompt: object) -> list[Mapping[str, Any]]:
-    """Return messages as they are, and a text as a message of the user.
-
-    Raises:
-        RequestError: The prompt is neither.
-    """
+    """Return messages as they are, and a text as a message of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not is_chat(prompt):
@@ -94,11 +86,7 @@ def unknown_setting(given: Iterable[str], kind: type, other_words: Mapping[str, 
 
 
 def with_settings(sampling: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
-    """Return settings with some changed.
-
-    Raises:
-        RequestError: One of them is unknown or cannot be used.
-    """
+    """Return settings with some changed; raise `RequestError` for one that is unknown or cannot be used."""
     if problem := unknown_setting(settings, SamplingParams, _OTHER_WORDS):
         raise RequestError(problem)
     if isinstance(stop := settings.get("stop"), str):

@@ -1,7 +1,4 @@
-"""Verifiers: the interface, the exact one, and log-probabilities of accepted tokens.
-
-A verifier decides from the target model's logits which draft tokens become output.
-"""
+"""Verifiers, which decide from the target model's logits which draft tokens become output: interface and exact one."""
 
 from __future__ import annotations
 
@@ -73,11 +70,7 @@ class Verifier(ABC):
     """The J hidden states of draft tokens that it reads; see `DraftSpec.hidden_layers`."""
 
     def open(self, base: BaseModel) -> None:  # noqa: B027 - most verifiers fit every base
-        """Prepare for a target model. Called once, before everything else.
-
-        Raises:
-            LoadError: The verifier was made for another target model.
-        """
+        """Prepare for a target model; raise `LoadError` if made for another. Called once, before everything else."""
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -199,9 +192,7 @@ class PathLogprobs:
         return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
-        """Return log-probabilities of each row's `tokens`, at most D + 1, and of its `counts` ≤ K best; tensors on the
-        host.
-        """
+        """Return log-probabilities of each row's `tokens`, and of its `counts` ≤ K best; tensors on the host."""
         rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
         return [
             [

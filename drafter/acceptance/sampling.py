@@ -1,10 +1,8 @@
 r"""Sampling from scores: penalties on earlier tokens, top-k, top-p, min-p, and a draw by keyed Gumbel noise.
 
-A draw takes the token with the largest sum of log-probability and noise. With independent Gumbel noise for each token,
-the winner has the softmax's distribution (Maddison, Tarlow and Minka 2014, *A\* sampling*). Here the noise is a
-function of (seed, position, token). So the same seed draws the same token, and small rounding differences change the
-winner only at near ties. Seed, position and token make a counter, which is hashed by arithmetic on 64-bit integers,
-which wraps around alike on every device, eager, compiled or in a graph.
+A draw takes the token with the largest sum of log-probability and Gumbel noise, which has the softmax's distribution
+(Maddison, Tarlow and Minka 2014, *A\* sampling*). The noise is a hash of (seed, position, token), so rounding changes
+a draw only at near ties. The hash is integer arithmetic, which is the same on every device, compiled or in a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ Array = TypeVar("Array", Tensor, _Integers)
 _SETTLED = (63, 50, 37, 24, 12, 0)
 """Bits that are not settled yet, before each pass of `least_reaching` and after the last."""
 PASSES = len(_SETTLED) - 1
-"""Passes over all numbers."""
 INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))
 """Intervals of all passes."""
 _FEW = 1024
@@ -40,17 +37,13 @@ _MORE_THAN_ALL = 2**63 - 1
 
 _POSITION_STEP, _TOKEN_STEP = 0xC13FA9A902A6328F, 0x91E10DA5C79E7B1D
 """Steps of a counter from one position and from one pair of tokens to the next: 2⁶⁴ divided by the plastic number and
-by its square, which keeps counters of different (position, token) apart (Roberts 2018, *The unreasonable effectiveness
-of quasirandom sequences*).
-"""
+by its square (Roberts 2018, *The unreasonable effectiveness of quasirandom sequences*)."""
 _MIDDLE, _STEP = 2.0**31 + 0.5, 2.0**-32
-"""Map 32-bit uniform noise to the middle of a step of the unit interval. Each token's probability is exact up to 2⁻³².
-"""
+"""Map 32-bit uniform noise to the middle of a step of the unit interval: probabilities are exact up to 2⁻³²."""
 _LEAST_NOISE = -math.log(-math.log(_STEP / 2))
 _REACH = 8.0
-"""A token at most this far below the best is a candidate whatever its noise. One farther below needs more noise than
-`_REACH + _LEAST_NOISE`, which one in 130 has.
-"""
+"""A token at most this far below the best is a candidate. One farther below needs more noise than
+`_REACH + _LEAST_NOISE`, which one in 130 has."""
 _HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) / _STEP - _MIDDLE) - 1
 """Uniform noise up to this is Gumbel noise up to `_REACH + _LEAST_NOISE`."""
 _PORTION = 1 << 18
@@ -58,12 +51,8 @@ _PORTION = 1 << 18
 
 
 class History:
-    """Counts of the tokens before each choice: the row's text and the path down the tree.
-
-    Args:
-        tokens: `[B, L]`; entries past `lengths` are ignored.
-        lengths: `[B]` committed tokens.
-        prompt_lengths: `[B]`; the output begins there.
+    """Counts of the tokens before each choice: the first `lengths` `[B]` of `tokens` `[B, L]`, and the path down the
+    tree. The output begins at `prompt_lengths` `[B]`.
     """
 
     def __init__(
@@ -108,11 +97,7 @@ def penalise(
     multiplied where negative. *Frequency* and *presence* (OpenAI): a token that occurs `c > 0` times in the output
     loses `c · frequency + presence`.
 
-    Args:
-        scores: `[R, V]` float64.
-        seen: `[R, V]` counts in prompt and output.
-        said: `[R, V]` counts in the output.
-        repetition: `[R]`, 1 for none; `frequency` and `presence` `[R]`, 0 for none.
+    `seen` `[R, V]` are counts in prompt and output, `said` in the output alone; the penalties are `[R]`.
     """
     repetition, frequency, presence = (setting[:, None] for setting in (repetition, frequency, presence))
     repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
@@ -203,7 +188,7 @@ def least_reaching(numbers: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     """Return the least threshold `[R, 1]` such that the numbers up to it have the wanted weight.
 
     A radix selection without sorting or host synchronisation: each pass sums the weights in thousands of intervals,
-    which settles a dozen bits at once. Sums are of integers, so the order of a GPU's atomic additions does not matter::
+    which settles a dozen bits. Sums are of integers, so the order of a GPU's atomic additions does not matter::
 
         numbers [[4, 7, 7]]   weights [[1, 1, 1]]   wanted [[2]] → [[7]]   wanted [[4]] → [[2⁶³ − 1]]
 

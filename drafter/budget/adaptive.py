@@ -24,13 +24,11 @@ _FEWEST_STEPS = 2
 HOPELESS = 0.8
 """Drafting is hardly worth a try below this share of another rate."""
 _FIRST_RUN, _NEXT_RUN = 64, 1024
-"""Drafted steps before the first run of plain ones, and between two. While drafting pays, nothing else would measure a
-plain step, and its latency at start may have been disturbed."""
+"""Drafted steps before the first run of plain ones, and between two, which measure a plain step while drafting pays."""
 _RUN = 8
 """Plain steps of a run."""
 _COLD = 2
-"""First plain steps after drafted ones, which are not representative: the processor's caches hold little of the target
-model."""
+"""First plain steps after drafted ones are not representative: little of the model is in the processor's caches."""
 _TRUST = 8
 """The latency measured at start counts for this many plain steps."""
 _MOST = 2.0
@@ -262,11 +260,7 @@ class AdaptiveBudget:
         return self.bands[self.place(rows)]
 
     def enter(self, load: StepLoad) -> bool:
-        """Begin a batch size, at its first step, with the estimates of the nearest other one.
-
-        Returns:
-            True if it is the first step and there are such estimates.
-        """
+        """Begin a batch size, at its first step, with estimates of the nearest other one; return if it has any."""
         place = self.place(load.rows)
         band = self.bands[place]
         known = [] if band.entered else [other for other, one in enumerate(self.bands) if one.promised]

@@ -43,8 +43,8 @@ class _Choice:
         steps: Drafted steps of this trial.
         seconds: Their time.
         trials: Trials that have ended.
-        compared: By member that was not chosen: the name of what was, and the member's relative speed, as believed at
-            that time. A comparison of later estimates could contradict the choice, as only the leader's are updated.
+        compared: By member that was not chosen: the name of what was, and the member's relative speed at that time.
+            Later estimates could contradict the choice, as only the leader's are updated.
     """
 
     members: list[Band]

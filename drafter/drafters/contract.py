@@ -100,9 +100,8 @@ class Committed:
 class DraftContext:
     """Tokens and hidden states of the sequences so far. Row `b` is slot `b`.
 
-    A row has `lengths` committed tokens, whose KV is in the target model's cache, and one pending token after them:
-    `tokens[b, lengths[b]]` is the pending token and `hidden[b, lengths[b] - 1]` the newest hidden state. Entries beyond
-    are stale and must not be read.
+    `tokens[b, lengths[b]]` is the pending token, after the committed ones, whose KV is in the target model's cache;
+    `hidden[b, lengths[b] - 1]` is the newest hidden state. Entries beyond are stale and must not be read.
 
     Args:
         tokens: `[B, L]` int64 token ids, prompt and output.
@@ -218,9 +217,9 @@ class Drafter(ABC):
         """Make `members[member]` draft from now on. Called before `prepare`."""
 
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
-        """Do a step's work outside `propose`, such as reading a new prompt. Called before each `propose`.
+        """Do a step's work that is not captured in a CUDA graph, such as reading a new prompt, before each `propose`.
 
-        Never captured in a CUDA graph, so it may depend on host state; it should not wait for the device.
+        It may depend on host state, and should not wait for the device.
         """
 
     @abstractmethod
@@ -259,10 +258,7 @@ class Drafter(ABC):
         """
 
     def renew(self) -> Renewal | None:
-        """Swap to the newest offered weights, if any. Called between two steps.
-
-        Must not wait for the device, nor take longer than a small part of a step.
-        """
+        """Swap to the newest offered weights, if any, between two steps: quickly, without waiting for the device."""
         return None
 
 

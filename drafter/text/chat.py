@@ -94,12 +94,7 @@ def encode_chat(
     special_tokens: bool = False,
     max_length: float = math.inf,
 ) -> list[int]:
-    """Return the tokens of one chat; see `encode_chats`.
-
-    Raises:
-        PromptTooLongError: Its text must be more than `max_length` tokens.
-        RequestError: The chat cannot be encoded.
-    """
+    """Return the tokens of one chat, or raise `RequestError`; see `encode_chats`."""
     chat = render_chat(tokenizer, messages)
     refuse_endless(chat.text, max_length, longest_token(tokenizer))
     (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)

@@ -54,10 +54,7 @@ class TokenTree:
     def ancestors(self, depth: int | None = None) -> Tensor:
         """Return whether node `j` is node `i` or one of its ancestors, in entry `[b, i, j]` of `[B, N, N]` bool.
 
-        Args:
-            depth: Depth of the deepest node, if known, which saves steps.
-
-        For the tree 0 → 1 → 3, 0 → 2 (parents `[0, 0, 0, 1]`)::
+        The deepest node's `depth`, if known, saves steps. For the tree 0 → 1 → 3, 0 → 2 (parents `[0, 0, 0, 1]`)::
 
             1 . . .
             1 1 . .
@@ -177,10 +174,7 @@ def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> 
 
 
 def merge(trees: Sequence[TokenTree], depth: int, size: int) -> TokenTree:
-    """Merge trees `[B, N]` of the same rows, each with its own N; none is deeper than `depth`.
-
-    A node of several trees gets the largest of its probabilities.
-    """
+    """Merge trees `[B, N]` of the same rows, each with its own N, none deeper than `depth`, as `from_paths` does."""
     paths = torch.cat([tree.paths(depth) for tree in trees], 1)
     log_probs = torch.cat([tree.path_log_probs(depth) for tree in trees], 1)
     return from_paths(trees[0].tokens[:, 0], paths, log_probs, size)
