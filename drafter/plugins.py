@@ -19,21 +19,13 @@ Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
 
 @dataclass(frozen=True)
 class Method:
-    """The names that a method adds. Each value is a reference `package.module:name`, imported on use.
+    """The names that a method adds. Each value is a reference `package.module:name`, imported on use."""
 
-    Args:
-        drafters: Drafter `NAME`: a function of a `Loading` that returns a `Drafter`.
-        families: Drafters `NAME:REST`: a function of REST and a `Loading` that returns a `Drafter`.
-        heads: Subclass of `DraftHead` by its algorithm.
-        verifiers: Subclass of `Verifier` by its name.
-        layouts: `Layout` of published heads by its name.
-    """
-
-    drafters: Mapping[str, str] = field(default_factory=dict)
-    families: Mapping[str, str] = field(default_factory=dict)
-    heads: Mapping[str, str] = field(default_factory=dict)
-    verifiers: Mapping[str, str] = field(default_factory=dict)
-    layouts: Mapping[str, str] = field(default_factory=dict)
+    drafters: Mapping[str, str] = field(default_factory=dict)  # NAME: function of a `Loading` → `Drafter`
+    families: Mapping[str, str] = field(default_factory=dict)  # NAME:REST: function of REST and a `Loading` → `Drafter`
+    heads: Mapping[str, str] = field(default_factory=dict)  # subclass of `DraftHead` by its algorithm
+    verifiers: Mapping[str, str] = field(default_factory=dict)  # subclass of `Verifier` by its name
+    layouts: Mapping[str, str] = field(default_factory=dict)  # `Layout` of published heads by its name
 
 
 @cache

@@ -50,24 +50,18 @@ class DecodeCounts:
 class MemberView:
     """Estimates of one member of a drafter at a batch size.
 
-    Args:
-        rate: Tokens per second and row at its best number of draft tokens, plain decoding included.
-        nodes: That number; 0 where plain decoding is faster.
-        drafted_rate: Tokens per second and row when it drafts, even if plain decoding is faster.
-        beside: The chosen member, or plain decoding, of its last comparison; None before one.
-        relative: Its tokens per second ÷ those of `beside`, as estimated then.
+    Rates are tokens per second and row.
     """
 
     name: str
-    rate: float
-    nodes: int
-    drafted_rate: float
-    beside: str | None = None
-    relative: float = 0.0
+    rate: float  # at its best number of draft tokens, plain decoding included
+    nodes: int  # that number; 0 where plain decoding is faster
+    drafted_rate: float  # when it drafts, even if plain decoding is faster
+    beside: str | None = None  # the chosen member, or `PLAIN`, of its last comparison
+    relative: float = 0.0  # its rate ÷ that of `beside`, as estimated then
 
 
 PLAIN = "plain decoding"
-"""Plain decoding as `MemberView.beside`."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +87,18 @@ class StepSums:
 
     The estimate of a step is the latency of a plain step × tokens per row. That latency is measured at start and
     corrected by every plain step since. A plain step is its own estimate.
-
-    Args:
-        timed: Steps whose time is known; that of the others is estimated, too, as it is on a GPU.
-        plain: Steps without draft tokens.
-        row_steps: Steps, counted once for each row that took part.
-        spec_row_steps: Row steps that verified at least one draft token.
-        squared, plain_squared, product: Sums of squares and products of each step's `seconds` and `plain_seconds`.
     """
 
     steps: int = 0
-    timed: int = 0
-    plain: int = 0
-    row_steps: int = 0
-    spec_row_steps: int = 0
+    timed: int = 0  # steps whose time is known; that of the others is estimated, too, as it is on a GPU
+    plain: int = 0  # steps without draft tokens
+    row_steps: int = 0  # steps, counted once for each row that took part
+    spec_row_steps: int = 0  # row steps that verified at least one draft token
     seconds: float = 0.0
     plain_seconds: float = 0.0
-    squared: float = 0.0
-    plain_squared: float = 0.0
-    product: float = 0.0
+    squared: float = 0.0  # sum of each step's `seconds`²
+    plain_squared: float = 0.0  # of `plain_seconds`²
+    product: float = 0.0  # of `seconds` × `plain_seconds`
 
     def add(
         self, rows: int, speculated: int, seconds: float, plain_seconds: float, *, timed: bool, plain: bool
@@ -155,21 +142,13 @@ class StepSums:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """A budget's choice at a batch size.
-
-    Args:
-        rows: Batch size for which latencies were measured; steps of about so many rows count here.
-        chosen: Name of the member that drafts; empty for a single drafter.
-        trials: Trials of members that have ended.
-        members: Estimates of all members; empty before there was a choice between several.
-        verdict: None before a decision on whether drafting with the chosen one pays.
-    """
+    """A budget's choice for steps of about `rows` rows, a batch size for which latencies were measured."""
 
     rows: int
-    chosen: str
-    trials: int
-    members: tuple[MemberView, ...]
-    verdict: Verdict | None = None
+    chosen: str  # name of the member that drafts; empty for a single drafter
+    trials: int  # trials of members that have ended
+    members: tuple[MemberView, ...]  # empty before there was a choice between several
+    verdict: Verdict | None = None  # on whether drafting with the chosen one pays; None before a decision
     sums: StepSums = field(default_factory=StepSums)
 
 
@@ -186,38 +165,24 @@ def merged_choices(engines: Iterable[Sequence[BatchChoice]]) -> tuple[BatchChoic
 
 @dataclass(frozen=True)
 class EngineState:
-    """Load of an engine, and running totals.
+    """Load of an engine, and running totals."""
 
-    Args:
-        active: Requests in slots, being prefilled or decoded.
-        slots: Usable slots: the configuration's, or fewer for a while after memory ran out.
-        row_steps: Decode steps, counted once for each request that took part.
-        draft_tokens: Draft tokens verified.
-        prefilled_tokens: Prompt tokens that the target model has read.
-        shared_tokens: Prompt tokens whose KV was copied from another request.
-        preemptions: Requests that lost their slot because memory ran out, to be resumed later.
-        stage_seconds: Seconds in each of `STAGES`.
-        memory_tokens: Tokens of texts that the drafter remembers.
-        choices: The budget's choices by batch size; empty for a fixed budget.
-        drafter_version: Number of the drafter's newest weights; None where they never change.
-    """
-
-    active: int
+    active: int  # requests in slots, being prefilled or decoded
     waiting: int
-    slots: int
+    slots: int  # usable slots: the configuration's, or fewer for a while after memory ran out
     steps: int
-    row_steps: int
+    row_steps: int  # steps, counted once for each request that took part
     output_tokens: int
-    draft_tokens: int
+    draft_tokens: int  # verified ones
     accepted_tokens: int
-    prefilled_tokens: int
-    shared_tokens: int
-    preemptions: int
-    stage_seconds: dict[str, float]
-    memory_tokens: int = 0
+    prefilled_tokens: int  # prompt tokens that the target model has read
+    shared_tokens: int  # prompt tokens whose KV was copied from another request
+    preemptions: int  # requests that lost their slot because memory ran out, to be resumed later
+    stage_seconds: dict[str, float]  # in each of `STAGES`
+    memory_tokens: int = 0  # tokens of texts that the drafter remembers
     memory_bytes: int = 0
-    choices: tuple[BatchChoice, ...] = ()
-    drafter_version: int | None = None
+    choices: tuple[BatchChoice, ...] = ()  # the budget's; empty for a fixed one
+    drafter_version: int | None = None  # number of the drafter's newest weights; None where they never change
 
     @property
     def busy_seconds(self) -> float:

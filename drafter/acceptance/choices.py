@@ -26,16 +26,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 
 @dataclass
 class SamplingTable:
-    """Sampling settings of all slots, as tensors.
-
-    Args:
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[S]` float64.
-        top_k: `[S]` int64.
-        biased_tokens: `[S, K]` int64 tokens with a bias; K grows to the most that a request needs.
-        biases: `[S, K]` float64, 0 in unused entries.
-        keys: `[S]` int64 keys of the seeds.
-        prompt_lengths: `[S]` int64.
-    """
+    """Sampling settings of all slots, `[S]` float64 or int64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -44,9 +35,9 @@ class SamplingTable:
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
-    biased_tokens: Tensor
-    biases: Tensor
-    keys: Tensor
+    biased_tokens: Tensor  # `[S, K]` int64; K grows to the most that a request needs
+    biases: Tensor  # `[S, K]` float64, 0 in unused entries
+    keys: Tensor  # of the seeds
     prompt_lengths: Tensor
 
     @classmethod

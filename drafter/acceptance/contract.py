@@ -175,17 +175,11 @@ def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: 
 
 @dataclass(frozen=True)
 class PathLogprobs:
-    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path are undefined.
+    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path are undefined."""
 
-    Args:
-        chosen: `[R, D + 1]` float32, of the choice at each node of the path.
-        top_tokens: `[R, D + 1, K]` the most probable tokens there, descending.
-        top: `[R, D + 1, K]` float32, of those.
-    """
-
-    chosen: Tensor
-    top_tokens: Tensor
-    top: Tensor
+    chosen: Tensor  # `[R, D + 1]` float32, of the choice at each node of the path
+    top_tokens: Tensor  # `[R, D + 1, K]` the most probable tokens there, descending
+    top: Tensor  # `[R, D + 1, K]` float32, of those
 
     def to_host(self) -> PathLogprobs:
         """Copy to the host; valid once queued work is done."""

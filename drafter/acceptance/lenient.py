@@ -15,17 +15,11 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class NodeViews:
-    """The target model's outputs at the nodes of B trees.
+    """The target model's outputs at the nodes of B trees, `[B, N]` each."""
 
-    Args:
-        choices: `[B, N]` choice after each node.
-        log_probs: `[B, N]` log-probability of each node's token at its parent; 0 for the root.
-        entropy: `[B, N]` uncertainty after each node, in nats.
-    """
-
-    choices: Tensor
-    log_probs: Tensor
-    entropy: Tensor
+    choices: Tensor  # choice after each node
+    log_probs: Tensor  # log-probability of each node's token at its parent; 0 for the root
+    entropy: Tensor  # uncertainty after each node, in nats
 
 
 def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor]) -> NodeViews:

@@ -65,40 +65,23 @@ def steps_to_see(trees: int, rows: int) -> int:
 
 @dataclass
 class Band:
-    """Estimates for steps of about `rows` rows.
-
-    Args:
-        nodes: `[M]` numbers of draft tokens, rising from 0.
-        costs: Of steps of that batch size.
-        gain: `[M]` accepted tokens per row that the drafter promises of each number.
-        slower: `[M]` time of a step with each number ÷ its latency by the table.
-        promised: EMA of the accepted tokens per row that recent trees promised; 0 before the first one.
-        came_true: EMA of the accepted tokens that they brought.
-        seen: Drafted steps since the start or the last pause.
-        lost: Seconds of the first of these, up to `steps_to_see`, beyond plain decoding's for as many tokens.
-        pause: Plain steps before drafting is tried again.
-        until_run: Drafted steps before the next run of plain ones.
-        run: Plain steps left of such a run.
-        plain: Plain steps since the last drafted one.
-        told: Plain steps that have been timed.
-        verdict: Last decision on whether drafting pays.
-    """
+    """Estimates for steps of about `rows` rows."""
 
     rows: int
-    nodes: npt.NDArray[np.int64]
+    nodes: npt.NDArray[np.int64]  # `[M]` numbers of draft tokens, rising from 0
     costs: StepCosts
-    gain: Floats
-    slower: Floats
-    promised: float = 0.0
-    came_true: float = 0.0
-    seen: int = 0
-    lost: float = 0.0
-    pause: Pause = field(default_factory=Pause)
+    gain: Floats  # `[M]` accepted tokens per row that the drafter promises of each number
+    slower: Floats  # `[M]` time of a step with each number ÷ its latency by the table
+    promised: float = 0.0  # EMA of the accepted tokens per row that trees promised; 0 before the first one
+    came_true: float = 0.0  # EMA of the accepted tokens that they brought
+    seen: int = 0  # drafted steps since the start or the last pause
+    lost: float = 0.0  # seconds of the first of these beyond plain decoding's for as many tokens
+    pause: Pause = field(default_factory=Pause)  # plain steps before drafting is tried again
     entered: bool = False
-    until_run: int = _FIRST_RUN
-    run: int = 0
-    plain: int = 0
-    told: int = 0
+    until_run: int = _FIRST_RUN  # drafted steps before the next run of plain ones
+    run: int = 0  # plain steps left of such a run
+    plain: int = 0  # plain steps since the last drafted one
+    told: int = 0  # plain steps that have been timed
     verdict: Verdict | None = None
     sums: StepSums = field(default_factory=StepSums)
 

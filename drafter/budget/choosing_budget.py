@@ -32,30 +32,19 @@ _BETTER = 1.02
 
 @dataclass
 class _Choice:
-    """The choice for steps of about the same number of rows.
-
-    Args:
-        members: Each member's estimates.
-        pauses: Steps until each member is tried; failures are counted since it was last the best.
-        leader: The member that drafts.
-        untried: Members without a trial, and without estimates from other batch sizes.
-        trial: The member on trial; None if there is none.
-        steps: Drafted steps of this trial.
-        seconds: Their time.
-        trials: Trials that have ended.
-        compared: By member that was not chosen: the name of what was, and the member's relative speed at that time.
-            Later estimates could contradict the choice, as only the leader's are updated.
-    """
+    """The choice for steps of about the same number of rows."""
 
     members: list[Band]
-    pauses: list[Pause]
-    leader: int
-    untried: set[int]
-    trial: int | None = None
-    steps: int = 0
-    seconds: float = 0.0
-    trials: int = 0
+    pauses: list[Pause]  # steps until each member is tried; failures are counted since it was last the best
+    leader: int  # the member that drafts
+    untried: set[int]  # members without a trial, and without estimates from other batch sizes
+    trial: int | None = None  # the member on trial
+    steps: int = 0  # drafted steps of this trial
+    seconds: float = 0.0  # their time
+    trials: int = 0  # trials that have ended
     entered: bool = False
+    # By member that was not chosen: the name of what was, and the member's relative speed at that time. Later estimates
+    # could contradict the choice, as only the leader's are updated.
     compared: dict[int, tuple[str, float]] = field(default_factory=dict)
     sums: StepSums = field(default_factory=StepSums)
 

@@ -18,14 +18,10 @@ Choosing = Literal["greedy", "drawn", "filtered"]
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Factors of a step's time beside its draft tokens.
-
-    Args:
-        length: Committed tokens of a row, on average; 0 stands for at most those that steps were timed with.
-    """
+    """Factors of a step's time beside its draft tokens."""
 
     rows: int
-    length: float = 0.0
+    length: float = 0.0  # committed tokens of a row, on average; 0 for at most those that steps were timed with
     choosing: Choosing = "greedy"
 
 
@@ -40,26 +36,16 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepObservation:
-    """A finished step of B rows, for a budget to learn from.
-
-    Args:
-        asked: Draft tokens that were asked for, per row; 0 for a plain step.
-        promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
-        log_probs: `[B, N]` those of the nodes that were verified; -inf in padding.
-        accepted: `[B, N]` bool: nodes that became output.
-        seconds: None where the host does not know.
-        member: `Ask.member`.
-        emitted: New tokens of all rows; None where no row ended, so that each has its accepted ones and one more.
-    """
+    """A finished step of B rows, for a budget to learn from."""
 
     load: StepLoad
-    asked: int
-    promised: Floats
-    log_probs: Floats
-    accepted: npt.NDArray[np.bool_]
-    seconds: StepSeconds | None = None
+    asked: int  # draft tokens that were asked for, per row; 0 for a plain step
+    promised: Floats  # `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding
+    log_probs: Floats  # `[B, N]` those of the nodes that were verified
+    accepted: npt.NDArray[np.bool_]  # `[B, N]` nodes that became output
+    seconds: StepSeconds | None = None  # None where the host does not know
     member: int = 0
-    emitted: int | None = None
+    emitted: int | None = None  # new tokens of all rows; None if no row ended
 
     @property
     def tokens(self) -> int:

@@ -33,27 +33,17 @@ _LONG = 0.3
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Measured seconds of a step's parts, interpolated between the measured batch sizes.
+    """Measured seconds of a step's parts, interpolated between the measured batch sizes."""
 
-    Args:
-        batches: `[K]` rows, rising.
-        nodes: `[M]` draft tokens, rising from 0.
-        verify: `[K, M]` seconds of the step without drafting.
-        draft: `[K, M]` seconds of drafting so many tokens.
-        length: Committed tokens of the rows that were timed.
-        longer: `[M]` seconds of a step for each token that a row has beyond these; None if unknown.
-        choosing: `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
-        choices: `[M]` tokens that a step chooses for each row; None where it chooses only those that it emits.
-    """
-
-    batches: Floats
-    nodes: tuple[int, ...]
-    verify: Floats
-    draft: Floats
-    length: int = 0
-    longer: Floats | None = None
+    batches: Floats  # `[K]` rows, rising
+    nodes: tuple[int, ...]  # `[M]` draft tokens, rising from 0
+    verify: Floats  # `[K, M]` seconds of the step without drafting
+    draft: Floats  # `[K, M]` seconds of drafting so many tokens
+    length: int = 0  # committed tokens of the rows that were timed
+    longer: Floats | None = None  # `[M]` seconds of a step for each token that a row has beyond these
+    # `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
     choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
-    choices: Floats | None = None
+    choices: Floats | None = None  # `[M]` tokens chosen in a step of a row; None for those alone that it emits
 
     def at(self, rows: int) -> tuple[Floats, Floats]:
         """Seconds `[M]` of verifying and of drafting for `rows` rows, with short texts and greedy choices."""
@@ -72,18 +62,12 @@ class LatencyTable:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of steps of one number of rows; fields as in `LatencyTable`.
+    """Seconds of steps of one number of rows; see `LatencyTable`."""
 
-    Args:
-        short: `[M]` seconds of a step with each number of draft tokens, with short texts and greedy choices.
-        longer: `[M]` seconds for each token that all rows have beyond `length`.
-        choice: Seconds for a token of each row that is chosen in another way.
-    """
-
-    short: Floats
+    short: Floats  # `[M]` seconds of a step with each number of draft tokens, with short texts and greedy choices
     length: int
-    longer: Floats | None
-    choice: Mapping[Choosing, float]
+    longer: Floats | None  # `[M]` seconds for each token that all rows have beyond `length`
+    choice: Mapping[Choosing, float]  # seconds for a token of each row that is chosen in another way
     choices: Floats | None
 
     def seconds(self, load: StepLoad, tokens: Floats) -> Floats:

@@ -20,21 +20,13 @@ from drafter.tree.token_tree import TokenTree, from_nodes, from_paths, root_only
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes that have places, the root first. Those from place `first` on have not been run.
+    """Nodes that have places, the root first. The last F = P - first nodes have not been run."""
 
-    Args:
-        tokens: `[B, P]`; the root's where a row has fewer nodes.
-        depths: `[B, P]` below the root.
-        ancestors: `[B, P, P]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
-        first: Place of the first of the F = P - first nodes to run.
-        real: `[B, F]` bool: which of these exist.
-    """
-
-    tokens: Tensor
-    depths: Tensor
-    ancestors: Tensor
+    tokens: Tensor  # `[B, P]`; the root's where a row has fewer nodes
+    depths: Tensor  # `[B, P]` below the root
+    ancestors: Tensor  # `[B, P, P]` bool, as `TokenTree.ancestors`
     first: int
-    real: Tensor
+    real: Tensor  # `[B, F]` bool: existing ones among the last F
 
 
 Conditionals = Callable[[Frontier], tuple[Tensor, Tensor]]
