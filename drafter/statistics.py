@@ -15,24 +15,16 @@ from typing import Any
 class DecodeCounts:
     """Counts of one request, or summed over many, from which every published convention of acceptance can be derived.
 
-    Args:
-        num_output_tokens: New tokens, bonus tokens included.
-        num_decode_steps: Target-model decode forwards the request took part in. The prefill counts only if it makes the
-            first token, as a plain step.
-        num_spec_steps: Those of them that verified at least one draft token.
-        num_draft_tokens: Draft tokens verified; tree roots are not counted.
-        num_accepted_draft_tokens: Draft tokens that became output.
-        acceptance_histogram: `acceptance_histogram[k]` decode steps emitted `k` accepted draft tokens.
-        per_step_accepted: Accepted draft tokens of each decode step, in order; empty in sums.
+    The prefill is a decode step only if it makes the first token, as a plain step.
     """
 
-    num_output_tokens: int = 0
-    num_decode_steps: int = 0
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)
-    per_step_accepted: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0  # new tokens, bonus tokens included
+    num_decode_steps: int = 0  # target-model decode forwards the request took part in
+    num_spec_steps: int = 0  # those of them that verified at least one draft token
+    num_draft_tokens: int = 0  # draft tokens verified; tree roots are not counted
+    num_accepted_draft_tokens: int = 0  # draft tokens that became output
+    acceptance_histogram: list[int] = field(default_factory=list)  # [k]: steps that emitted k accepted draft tokens
+    per_step_accepted: list[int] = field(default_factory=list)  # of each decode step, in order; empty in sums
 
     def record_step(self, *, emitted: int, accepted: int, drafted: int) -> None:
         """Count a decode step: `drafted` draft tokens verified, `accepted` of them among the `emitted` tokens."""

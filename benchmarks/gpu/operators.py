@@ -25,8 +25,7 @@ from drafter.target.attention import additive, folded, tree_attention, tree_atte
 from drafter.target.kv_cache import KVCache, LayerShape
 from drafter.target.loading import pick_device
 from drafter.target.paged_kv_cache import BLOCK, PagedKVCache
-from drafter.tree.search import best_product_trie
-from drafter.tree.token_tree import TokenTree, from_paths, merge
+from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge
 
 Inputs = dict[str, Tensor]
 _DEPTH, _NODES, _FRAMES = 6, 16, 8

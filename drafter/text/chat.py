@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from drafter.errors import RequestError, one_line
@@ -134,7 +134,8 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
 
     `texts` became special tokens in `ids`. A normaliser may make one of a text that is not the token's own.
     """
-    said = list(_strings(chat.messages))
+    said: list[str] = []
+    _with_texts(list(chat.messages), said.append)
     inside = {text for text in texts if any(text in one for one in said)}
     if not inside and not any(_ends_in_beginning(one, texts) for one in said):
         return ids
@@ -156,7 +157,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
             with refuse_panics():
                 ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
         # Check that the template alone writes the same special tokens.
-        without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages], chat.now).text
+        without = render_chat(tokenizer, _with_texts(list(chat.messages), partial(_harmless, texts)), chat.now).text
         (proper,) = tokenise(tokenizer, [without], add_special_tokens=False)["input_ids"]
     except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
@@ -185,29 +186,22 @@ def _added_tokens(tokenizer: Any) -> dict[int, bool]:
     return {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items() if token not in unknown}
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in messages, at any depth."""
+def _with_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return messages in which every text, at any depth, is replaced by `change` of it."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _strings(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _strings(one)
-
-
-def _harmless(value: Any, texts: set[str]) -> Any:
-    """Return messages that neither contain one of the texts nor join to one."""
-    if isinstance(value, str):
-        for text in sorted(texts, key=len, reverse=True):
-            value = value.replace(text, _HARMLESS)
-        return value + _HARMLESS if _ends_in_beginning(value, texts) else value
+        return change(value)
     if isinstance(value, dict):
-        return {name: _harmless(one, texts) for name, one in value.items()}
+        return {name: _with_texts(one, change) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_harmless(one, texts) for one in value]
+        return [_with_texts(one, change) for one in value]
     return value
+
+
+def _harmless(texts: set[str], said: str) -> str:
+    """Return `said` so that it neither contains one of the texts nor joins to one."""
+    for text in sorted(texts, key=len, reverse=True):
+        said = said.replace(text, _HARMLESS)
+    return said + _HARMLESS if _ends_in_beginning(said, texts) else said
 
 
 def _ends_in_beginning(said: str, texts: set[str]) -> bool:
