@@ -19,41 +19,27 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class Verified:
-    """Draft trees with the target model's outputs at their nodes.
+    """Draft trees with the target model's outputs at their nodes, by node id."""
 
-    Args:
-        tree: `[B, N]` nodes, root included.
-        ancestors: `[B, N, N]` bool, of the tree.
-        depth: Bound of the nodes' depths.
-        logits: `[B, N, V]` by node id.
-        hidden: `[B, N, K · d]` hidden states by node id that the drafter reads.
-        read: `[B, N, J · d]` those that the verifier reads; None if it reads none, or there are no draft tokens.
-    """
-
-    tree: TokenTree
-    ancestors: Tensor
-    depth: int
-    logits: Tensor
-    hidden: Tensor
-    read: Tensor | None = None
+    tree: TokenTree  # `[B, N]` nodes, root included
+    ancestors: Tensor  # `[B, N, N]` bool, of the tree
+    depth: int  # bound of the nodes' depths
+    logits: Tensor  # `[B, N, V]`
+    hidden: Tensor  # `[B, N, K · d]` hidden states that the drafter reads
+    read: Tensor | None = None  # `[B, N, J · d]` those that the verifier reads; None if there are no draft tokens
 
 
 @dataclass(frozen=True)
 class Accepted:
     """Accepted path down each tree, and the tokens that are emitted.
 
-    Args:
-        path: `[B, D + 1]` node ids from the root down, rising; entries past `count` are 0.
-        tokens: `[B, D + 1]` emitted tokens: the accepted draft tokens and, at `count`, the target model's bonus token.
-            Entries past it are undefined.
-        count: `[B]` draft tokens accepted; `count + 1` tokens are emitted.
-        lenient: `[B, D + 1]` bool: tokens that the target model would not have chosen; None if there can be none.
+    These are the accepted draft tokens and, at `count`, the target model's bonus token; entries past it are undefined.
     """
 
-    path: Tensor
-    tokens: Tensor
-    count: Tensor
-    lenient: Tensor | None = None
+    path: Tensor  # `[B, D + 1]` node ids from the root down, rising; entries past `count` are 0
+    tokens: Tensor  # `[B, D + 1]` emitted tokens
+    count: Tensor  # `[B]` draft tokens accepted; `count + 1` tokens are emitted
+    lenient: Tensor | None = None  # `[B, D + 1]` bool: tokens that the target model would not have chosen
 
 
 class Verifier(ABC):

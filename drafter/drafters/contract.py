@@ -29,63 +29,43 @@ Ids = npt.NDArray[np.int64]
 class DraftSpec:
     """Capabilities and needs of a drafter.
 
-    Args:
-        max_nodes: Draft tokens of its largest tree; the root is not counted.
-        max_depth: Largest depth below the root.
-        hidden_layers: Hidden states that it reads in `DraftContext.hidden`, concatenated in this order:
-            `LM_HEAD_INPUT`, or `k` for the output of layer `k`, counted from 0.
-        shared_layers: First layers of the target model that it runs itself, on the target model's KV cache.
-        scratch: Most positions that it writes behind the committed ones; a tree's nodes are always allowed.
-        graph_safe: `propose` may be captured in a CUDA graph; see there.
-        lossless_only: It must not be used with a verifier that is not lossless.
-        bounded: `propose` reads `DraftContext.longest`. If not, one CUDA graph serves texts of any length.
-        bytes_per_token: Memory on the target model's device for each position of a slot.
+    It reads the hidden states `hidden_layers` in `DraftContext.hidden`, concatenated in this order: `LM_HEAD_INPUT`, or
+    `k` for the output of layer `k`, counted from 0.
     """
 
-    max_nodes: int
-    max_depth: int
+    max_nodes: int  # draft tokens of its largest tree; the root is not counted
+    max_depth: int  # largest depth below the root
     hidden_layers: tuple[int, ...] = ()
-    shared_layers: int = 0
-    scratch: int = 0
-    graph_safe: bool = True
-    lossless_only: bool = False
-    bounded: bool = True
-    bytes_per_token: int = 0
+    shared_layers: int = 0  # first layers of the target model that it runs itself, on the target model's KV cache
+    scratch: int = 0  # most positions that it writes behind the committed ones, beside a tree's nodes
+    graph_safe: bool = True  # `propose` may be captured in a CUDA graph; see there
+    lossless_only: bool = False  # it must not be used with a verifier that is not lossless
+    bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
+    bytes_per_token: int = 0  # memory on the target model's device for each position of a slot
 
 
 @dataclass(frozen=True)
 class Loan:
     """Resources that the engine lends a drafter for as long as both live.
 
-    Args:
-        slots: Largest batch size.
-        length: Positions of a slot, draft tokens included.
-        cache: The target model's KV cache, for a drafter with `shared_layers`; None for others. Committed positions
-            must not be written; those behind them are free until the next verification.
-        times: The engine's stage times, in which a drafter marks the end of its own stages.
+    The KV cache is the target model's, for a drafter with `shared_layers`; None for others. Committed positions must
+    not be written; those behind them are free until the next verification.
     """
 
     base: BaseModel
-    slots: int
-    length: int
+    slots: int  # largest batch size
+    length: int  # positions of a slot, draft tokens included
     cache: KVCache | None
-    times: StageTimes
+    times: StageTimes  # the engine's, in which a drafter marks the end of its own stages
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Request of a budget to a drafter.
+    """Request of a budget to a drafter."""
 
-    Args:
-        nodes: Draft tokens of each row's tree; the root is not counted.
-        least_probability: Prefixes below it will hardly be verified; a search may prune them where every path costs
-            time, on a CPU.
-        member: Index of the drafter's `members` that drafts.
-    """
-
-    nodes: int
-    least_probability: float = 0.0
-    member: int = 0
+    nodes: int  # draft tokens of each row's tree; the root is not counted
+    least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
+    member: int = 0  # index of the drafter's `members` that drafts
 
 
 @dataclass(frozen=True)
@@ -102,22 +82,14 @@ class DraftContext:
 
     `tokens[b, lengths[b]]` is the pending token, after the committed ones, whose KV is in the target model's cache;
     `hidden[b, lengths[b] - 1]` is the newest hidden state. Entries beyond are stale and must not be read.
-
-    Args:
-        tokens: `[B, L]` int64 token ids, prompt and output.
-        hidden: `[B, L, K · d]` the K hidden states that the drafter's spec names; None if it names none.
-        lengths: `[B]` int64 committed tokens of each row, on the device.
-        host_lengths: `lengths` of the rows in use as far as the host knows, so that it need not wait for the device.
-        ahead: Tokens that each row may have beyond `host_lengths`, from a step that is still running.
-        bound: Upper bound of the lengths of rows in use, set where shapes must repeat; unused rows may then follow the
-            others.
     """
 
-    tokens: Tensor
-    hidden: Tensor | None
-    lengths: Tensor
-    host_lengths: list[int]
-    ahead: int = 0
+    tokens: Tensor  # `[B, L]` int64 token ids, prompt and output
+    hidden: Tensor | None  # `[B, L, K · d]` the K hidden states that the drafter's spec names; None if it names none
+    lengths: Tensor  # `[B]` int64 committed tokens of each row, on the device
+    host_lengths: list[int]  # `lengths` of the rows in use as far as the host knows without waiting for the device
+    ahead: int = 0  # tokens that each row may have beyond `host_lengths`, from a step that is still running
+    # Upper bound of the lengths of rows in use, set where shapes must repeat; unused rows may then follow the others.
     bound: int | None = None
 
     @property
@@ -150,18 +122,12 @@ class Renewal:
 
 @dataclass(frozen=True)
 class Loading:
-    """Context in which a drafter is loaded.
-
-    Args:
-        nodes: Draft tokens of its largest trees.
-        isolated: Never draft from another request's text.
-        loader: Loads another drafter by name, for composite drafters.
-    """
+    """Context in which a drafter is loaded."""
 
     base: BaseModel
-    nodes: int
-    isolated: bool
-    loader: Callable[[str, Loading], Drafter]
+    nodes: int  # draft tokens of its largest trees
+    isolated: bool  # never draft from another request's text
+    loader: Callable[[str, Loading], Drafter]  # loads another drafter by name, for composite drafters
 
     def load(self, name: str) -> Drafter:
         """Load another drafter for the same use, as part of a composite one.

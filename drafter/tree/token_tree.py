@@ -24,19 +24,12 @@ _PADDING = (PAD_TOKEN, 0, 1, -torch.inf)
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A batch of draft trees. Node 0 is the root: the row's pending token, of probability 1.
+    """A batch of draft trees. Node 0 is the root: the row's pending token, of probability 1."""
 
-    Args:
-        tokens: `[B, N]` int64; `PAD_TOKEN` in padding nodes, which come last.
-        parents: `[B, N]` int64 index of the parent node; 0 for the root and for padding.
-        depths: `[B, N]` int64 distance from the root.
-        log_probs: `[B, N]` float32 log prefix probability as the drafter estimates it, falling; -inf in padding.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    log_probs: Tensor
+    tokens: Tensor  # `[B, N]` int64; `PAD_TOKEN` in padding nodes, which come last
+    parents: Tensor  # `[B, N]` int64 index of the parent node; 0 for the root and for padding
+    depths: Tensor  # `[B, N]` int64 distance from the root
+    log_probs: Tensor  # `[B, N]` float32 log prefix probability by the drafter, falling; -inf in padding
 
     @property
     def size(self) -> int:
