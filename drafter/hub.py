@@ -32,9 +32,7 @@ def _probe(endpoint: str, when: int) -> bool:
 def hub_file(name: str, file: str) -> Path:
     """Return a file of a repository: downloaded if the hub answers, otherwise from the local cache.
 
-    Raises:
-        OSError: There is no such file, or it cannot be downloaded; `not_found` says why.
-        ValueError: The name is no hub id.
+    Raises `OSError` if it cannot be had (`not_found` says why), and `ValueError` if the name is no hub id.
     """
     return Path(hf_hub_download(name, file, local_files_only=not hub_answers()))
 

@@ -50,14 +50,10 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class SpeculativeLM:
     """A target model with a drafter, decoding in a thread of its own.
 
-    Example::
-
-        from drafter import SpeculativeLM
+    Example (`docs/python.md` has more)::
 
         lm = SpeculativeLM.from_pretrained()
         print(lm.chat("Tom has 3 boxes of 12 pens. How many pens?", max_new_tokens=100)[0].text)
-
-    `docs/python.md` has more.
 
     Args:
         tokenizer: The target model's.

@@ -200,21 +200,15 @@ class ResolvedSampling(SamplingParams):
 class Request:
     """One prompt to continue.
 
-    Args:
-        prompt_ids: Token ids of the prompt, at least one.
-        request_id: The caller's name for it; comes back in `Generation`.
-        timeout: Seconds from submission until it ends with `RequestTimeoutError`; None for no limit.
-        may_teach: Allow online learning from its text; otherwise the text never leaves the engine for a learner.
-
     Raises:
         RequestError: `timeout` is not a finite number above 0.
     """
 
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int]  # at least one
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    request_id: str = ""
-    timeout: float | None = None
-    may_teach: bool = True
+    request_id: str = ""  # the caller's name for it; comes back in `Generation`
+    timeout: float | None = None  # seconds from submission until it ends with `RequestTimeoutError`
+    may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -282,26 +276,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """Tokens that one decode step added to a request, for streaming.
+    """Tokens that one decode step added to a request, for streaming."""
 
-    Args:
-        token_ids: The accepted draft tokens and the bonus token.
-        text: New text; characters with missing bytes, and possible beginnings of a stop string, are held back.
-        accepted: Number of draft tokens among `token_ids`.
-    """
-
-    token_ids: list[int]
-    text: str
-    accepted: int
+    token_ids: list[int]  # the accepted draft tokens and the bonus token
+    text: str  # without characters with missing bytes, and possible beginnings of a stop string: they are held back
+    accepted: int  # number of draft tokens among `token_ids`
     logprobs: list[TokenLogprob] | None = None
 
 
 def read_generation_file(folder: Path, name: str) -> dict[str, Any]:
-    """Return the settings in the `generation_config.json` of a model's folder; empty without such a file.
-
-    Raises:
-        LoadError: The file is not a JSON object.
-    """
+    """Return the settings in the `generation_config.json` of a model's folder; empty without such a file."""
     file = folder / GENERATION_FILE
     if not file.is_file():
         return {}

@@ -80,18 +80,15 @@ class SamplingTable:
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """Stages that a batch needs, known on the host; the others are skipped.
-
-    `mixed` means that some rows are random and some are not; `ranked` is top-k, `nucleus` top-p, `floored` min-p.
-    """
+    """Stages that a batch needs, known on the host; the others are skipped."""
 
     biased: bool
     penalties: bool
     random: bool
-    mixed: bool
-    ranked: bool
-    nucleus: bool
-    floored: bool
+    mixed: bool  # some rows are random and some are not
+    ranked: bool  # top-k
+    nucleus: bool  # top-p
+    floored: bool  # min-p
 
     @property
     def likeliest(self) -> bool:

@@ -45,12 +45,7 @@ class VerifierSettings:
 
 
 def make_verifier(settings: VerifierSettings) -> Verifier:
-    """Return the verifier that settings ask for.
-
-    Raises:
-        LoadError: A setting belongs to another verifier or has an invalid value, or a classifier is missing or
-            unreadable.
-    """
+    """Return the verifier that settings ask for; raise `LoadError` for one that cannot be used."""
     from drafter.acceptance.contract import ExactVerifier
 
     verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}

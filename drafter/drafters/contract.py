@@ -130,11 +130,7 @@ class Loading:
     loader: Callable[[str, Loading], Drafter]  # loads another drafter by name, for composite drafters
 
     def load(self, name: str) -> Drafter:
-        """Load another drafter for the same use, as part of a composite one.
-
-        Raises:
-            LoadError: No drafter has that name, or it has `members`, among which only a top-level drafter can choose.
-        """
+        """Load a part of a composite drafter; raise `LoadError` for one that itself chooses among `members`."""
         drafter = self.loader(name, self)
         if drafter.members:
             raise LoadError(f"drafter {name!r} chooses among drafters and cannot be part of another: use it alone")

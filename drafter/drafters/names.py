@@ -67,11 +67,7 @@ def leaf_names(name: str) -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Check that one of `leaf_names` may exist, without loading anything.
-
-    Raises:
-        LoadError: There is no drafter of that name, and it is neither a path nor a hub id.
-    """
+    """Raise `LoadError` unless one of `leaf_names` is a drafter's name, a path or may be a hub id."""
     kind, rest = kind_and_rest(name)
     kinds, without_weights = sorted(["auto", *plugins.names("families")]), ["none", *plugins.names("drafters")]
     heads = sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file())

@@ -32,9 +32,7 @@ _SET_CLOCK = (
     "{% for code, value in clock_codes.items() %}{% set set_clock.text = set_clock.text.replace(code, value) %}"
     "{% endfor %}{{ set_clock.text }}{% endmacro %}\n"
 )
-"""Precedes a template and hides the function of that name. It is written in Jinja, because transformers passes no
-function to a template. Jinja drops the newline after a block.
-"""
+"""Precedes a template and hides the function of that name. In Jinja, as transformers passes a template no function."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,7 @@ class Chat:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime | None = None) -> Chat:
-    """Apply the tokeniser's chat template. A template that reads the clock gets `now`, by default the present time.
-
-    Raises:
-        RequestError: The template refuses the messages, or a role is more than a word.
-    """
+    """Apply the tokeniser's chat template. A template that reads the clock gets `now`, by default the present time."""
     for place, message in enumerate(messages, start=1):
         role = message.get("role")
         # Templates put roles into the names of special tokens.

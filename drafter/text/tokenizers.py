@@ -39,11 +39,7 @@ _LONGEST_CHARACTER = 8
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
-    """Load the tokeniser of a target model, given by hub id or folder.
-
-    Raises:
-        LoadError: There is none to load.
-    """
+    """Load the tokeniser of a target model, given by hub id or folder; raise `LoadError` if there is none."""
     name = os.path.expanduser(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(
@@ -73,10 +69,8 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def refuse_endless(text: str, max_length: float, longest: int) -> None:
-    """Raise `PromptTooLongError` for a text that must be more than `max_length` tokens of up to `longest` characters.
-
-    To tokenise it would take minutes and gigabytes.
-    """
+    """Raise `PromptTooLongError` for a text that is more than `max_length` tokens of up to `longest` characters."""
+    # To tokenise it would take minutes and gigabytes.
     if len(text) > max_length * longest * _COMPOSED:
         raise PromptTooLongError(
             f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
@@ -114,12 +108,9 @@ def refuse_panics() -> Iterator[None]:
 
 @contextmanager
 def bounded_template() -> Iterator[None]:
-    """Limit the CPU time and memory growth of this thread's Python code in a `with` block.
+    """Limit the CPU time and memory growth of this thread's Python code in a `with` block, or raise `RequestError`.
 
     Both are checked between two lines of code; a single operation is not interrupted.
-
-    Raises:
-        RequestError: Inside the block, when a limit is reached.
     """
     before, start, memory = sys.gettrace(), time.thread_time(), _resident()
     look = start + _LOOK_SECONDS
@@ -150,9 +141,7 @@ def _resident() -> int:
 
 
 class Detokenizer:
-    """Decodes one sequence's tokens incrementally, without half characters. A token's cost does not grow with the
-    text.
-    """
+    """Decodes a sequence's tokens incrementally, without half characters, at a cost that does not grow with it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -180,8 +169,7 @@ class Detokenizer:
 class StopSearch:
     """Finds non-empty stop strings in a text that comes in pieces, in amortised constant time per character and string.
 
-    Attributes:
-        cut: The number of shown characters before the first one found; None if there is none so far.
+    `cut` is the number of shown characters before the first one found; None if there is none so far.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
