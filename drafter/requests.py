@@ -240,33 +240,23 @@ class Timing:
 class Generation:
     """Result of a `Request`.
 
-    Args:
-        token_ids: New tokens, the end-of-sequence token included where it was chosen.
-        text: `token_ids` decoded without special tokens, cut before the stop string.
-        finish_reason: `stop` (end of sequence or stop string), `length` (limit reached), `cancelled`, or `error`, which
-            only `SpeculativeLM` gives, for a prompt that could not be generated.
-        counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
-        logprobs: Of each of `token_ids`; None unless requested.
-        verifier: Name of the verifier that accepted draft tokens.
-        lossless: True if that verifier guarantees the tokens of plain decoding.
-        lenient: Indices in `token_ids` of tokens that the target model would not have chosen; empty if lossless.
-        drafter_versions: Versions of a learning head whose draft tokens were verified, in order; else empty.
-        error: Reason for a missing text; None where there is one.
+    The finish reason is `stop` (end of sequence or stop string), `length` (limit reached), `cancelled`, or `error`,
+    which only `SpeculativeLM` gives, for a prompt that could not be generated.
     """
 
     request_id: str
-    token_ids: list[int]
-    text: str
+    token_ids: list[int]  # new tokens, the end-of-sequence token included where it was chosen
+    text: str  # `token_ids` decoded without special tokens, cut before the stop string
     finish_reason: FinishReason
     num_prompt_tokens: int
     counts: DecodeCounts
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = None  # of each of `token_ids`, if requested
     timing: Timing = Timing()
-    verifier: str = "exact"
-    lossless: bool = True
-    lenient: list[int] = field(default_factory=list)
-    drafter_versions: list[int] = field(default_factory=list)
-    error: str | None = None
+    verifier: str = "exact"  # name of the verifier that accepted draft tokens
+    lossless: bool = True  # that verifier guarantees the tokens of plain decoding
+    lenient: list[int] = field(default_factory=list)  # indices of tokens that the target model would not have chosen
+    drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
+    error: str | None = None  # reason for a missing text
 
     @property
     def mean_acceptance_length(self) -> float:
