@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.costs import timed
 from benchmarks.heads import answers
-from drafter.acceptance.keyed_draw import draw, seed_key
+from drafter.acceptance.sampling import draw, seed_key
 from drafter.devices import in_passing_thread
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine

@@ -29,23 +29,11 @@ __all__ = [
     "TokenLogprob",
 ]
 
-_MODULES = {
-    "EngineConfig": "engine.config",
-    "EngineError": "errors",
-    "Generation": "requests",
-    "LoadError": "errors",
-    "QueueFullError": "errors",
-    "Request": "requests",
-    "RequestError": "errors",
-    "RequestTimeoutError": "errors",
-    "SamplingParams": "requests",
-    "SpeculativeLM": "llm",
-    "TokenLogprob": "requests",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: torch takes seconds, and processes that only count or write do without it."""
-    if name not in _MODULES:
+    """Import on first use: torch takes seconds, and processes that only count or write do without it."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"drafter.{_MODULES[name]}"), name)
+    rest = "errors" if name.endswith("Error") else "requests"
+    module = {"EngineConfig": "engine.config", "SpeculativeLM": "llm"}.get(name, rest)
+    return getattr(import_module(f"drafter.{module}"), name)

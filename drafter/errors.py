@@ -41,10 +41,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters and those that reverse text, as Python writes them.
-
-    All text from others passes through it on the way to a terminal: file names, a dataset's README, model output.
-    """
+    """Escape control characters, and those that reverse text, in untrusted text on its way to a terminal."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 

@@ -24,7 +24,7 @@ def hub_answers() -> bool:
 def _probe(endpoint: str, when: int) -> bool:
     try:
         get_session().head(endpoint, timeout=_PATIENCE_SECONDS)  # by its own client, which knows of proxies
-    except Exception:  # the client's HTTP library changes with its version; whatever it raises, nobody has answered
+    except Exception:  # the client's HTTP library changes with its version
         return False
     return True
 
@@ -32,15 +32,13 @@ def _probe(endpoint: str, when: int) -> bool:
 def hub_file(name: str, file: str) -> Path:
     """Return a file of a repository: downloaded if the hub answers, otherwise from the local cache.
 
-    Raises:
-        OSError: There is no such file, or it cannot be downloaded. See `not_found`.
-        ValueError: The name is no hub id.
+    Raises `OSError` if it cannot be had (`not_found` says why), and `ValueError` if the name is no hub id.
     """
     return Path(hf_hub_download(name, file, local_files_only=not hub_answers()))
 
 
 def local_only(name: str) -> bool:
-    """Return whether transformers should look for a model on this machine alone: it is a folder, or no hub answers."""
+    """Return whether transformers should look on this machine alone: the name is a folder, or no hub answers."""
     return Path(name).is_dir() or not hub_answers()
 
 

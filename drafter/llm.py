@@ -5,17 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
 
 from drafter.acceptance.contract import Verifier
-from drafter.acceptance.registry import make_verifier
-from drafter.acceptance.settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings, make_verifier
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, useful_nodes
@@ -25,15 +23,23 @@ from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
 from drafter.engine.tap import LearningStart, RowTap
 from drafter.errors import LoadError, RequestError, shown
-from drafter.generation_defaults import GenerationRule, described
-from drafter.many import as_completed, in_order, make_requests, unknown_setting, with_settings
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.many import (
+    as_chat,
+    as_completed,
+    each_prompt,
+    in_order,
+    is_chat,
+    is_tokens,
+    make_requests,
+    plain,
+    unknown_setting,
+    with_settings,
+)
+from drafter.requests import Generation, GenerationRule, Request, SamplingParams, described
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
-from drafter.text.bounds import tokenise
 from drafter.text.chat import encode_chat
-from drafter.text.prompts import as_chat, each_prompt, is_chat, is_tokens, plain
-from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless
+from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, tokenise
 
 logger = logging.getLogger(__name__)
 
@@ -44,23 +50,16 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class SpeculativeLM:
     """A target model with a drafter, decoding in a thread of its own.
 
-    Example::
-
-        from drafter import SpeculativeLM
+    Example (`docs/python.md` has more)::
 
         lm = SpeculativeLM.from_pretrained()
         print(lm.chat("Tom has 3 boxes of 12 pens. How many pens?", max_new_tokens=100)[0].text)
 
-    `docs/python.md` has more.
-
     Args:
-        base: The target model.
-        drafter: Proposes draft trees.
         tokenizer: The target model's.
-        config: Sizes of the engine.
         verifier: Decides which draft tokens are accepted; by default the exact one.
         samples: Receives finished rows, for a learner.
-        drafter_name: What step times are kept by between processes; None measures them anew.
+        drafter_name: Key of the step times that are kept between processes; None measures them in each.
     """
 
     def __init__(
@@ -107,17 +106,18 @@ class SpeculativeLM:
 
         Args:
             model: Hub id or folder of the target model; None is the embedded demonstration model.
-            drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub id,
-                `ctc` (the embedded head), `model:` and a draft model's, several of them joined by `+`,
-                `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`: the fastest of the head that ships with the project
-                for this target model, `memory`, `cacheback` and `ngram`.
+            drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `cacheback:TABLE` (made by `jobs.cache`),
+                `exit:N` (the target model's first N layers), a draft head's folder or hub id, `ctc` (the embedded
+                head), `model:` and a draft model's folder or hub id, several of them joined by `+`, `long:N:DRAFTER`
+                (N tokens, continued by n-grams), `stack:LOWER>model:A` (levels of draft models), or `auto`: the fastest
+                of the head that ships with the project for this target model, alone and merged with `cacheback`, of
+                `cacheback` and of `memory`. `auto:A,B` chooses among these.
             dtype: `auto` is bf16 on a GPU and fp32 on a CPU.
             device: `auto` is the first GPU, or the CPU.
             device_map: As in transformers, for a model larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
             generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`.
             isolated: Never draft from another request's text; response times would leak it.
-            config: Sizes of the engine, also as a mapping.
             verifier: Which draft tokens become output; by default those that plain decoding would give.
             learning: Initial state of a head that learns from the rows. `samples` then yields these, and
                 `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
@@ -125,7 +125,7 @@ class SpeculativeLM:
             engine: Fields of `EngineConfig` to change, such as `max_num_seqs=4`.
 
         Raises:
-            LoadError: Something cannot be found, read or used; the message says what.
+            LoadError: Something cannot be found, read or used.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("cls", "engine")} | engine
         name = model if model is not None else EMBEDDED_BASE
@@ -171,10 +171,10 @@ class SpeculativeLM:
         return lm
 
     def __reduce__(self) -> Any:
-        """Pickle the arguments of `from_pretrained`: whoever unpickles it, such as a Ray actor, loads the model."""
+        """Pickle the arguments of `from_pretrained`: unpickling, as in a Ray actor, loads the model."""
         if self._arguments is None:
             raise TypeError("a SpeculativeLM of a loaded model cannot be pickled: make it by from_pretrained")
-        return _load, (self._arguments,)
+        return partial(SpeculativeLM.from_pretrained, **self._arguments), ()
 
     @property
     def max_length(self) -> int:
@@ -185,14 +185,12 @@ class SpeculativeLM:
         """Tokenise a text as it is, or chat messages by the chat template. Token ids stay as they are.
 
         Args:
-            prompt: The text, messages or token ids.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
 
         Raises:
-            PromptTooLongError: The text cannot be `max_length` tokens or fewer.
-            RequestError: Not a text, messages or token ids, there is no chat template, or a message has the text of a
-                special token, and the tokeniser cannot take it as text.
+            RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
+                or the tokeniser cannot take a special token's text in a message as text.
         """
         prompt = cast(Prompt, plain(prompt))
         if isinstance(prompt, str):
@@ -211,11 +209,7 @@ class SpeculativeLM:
         return encode_chat(self.tokenizer, messages, special_tokens=special_tokens, max_length=self.max_length)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
-        """Queue a request. Safe from any thread.
-
-        Args:
-            request: What to generate.
-            stream: The handle will be iterated over for tokens as they come.
+        """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.
 
         Raises:
             RequestError: The request cannot be generated.
@@ -245,20 +239,18 @@ class SpeculativeLM:
                 iterator, an array or a column.
             sampling: Settings, or a sequence of settings for each prompt. Unset ones come from the model's
                 `generation_config.json`, or else are greedy decoding of up to 256 tokens.
-            n: Samples of each prompt, which stand next to each other in the result. Their seeds follow from that of
-                `sampling` and from the places of prompt and sample.
+            n: Samples of each prompt, next to each other in the result. Their seeds follow from that of `sampling` and
+                from the indices of prompt and sample.
             special_tokens: As in `encode`.
-            on_error: Whether a prompt that cannot be generated gives a result with an `error`, or raises.
-            use_tqdm: Whether to show a progress bar; by default for many prompts in a terminal or a notebook.
+            on_error: For a prompt that cannot be generated, `return` a result with an `error`, or `raise`.
+            use_tqdm: Show a progress bar; by default for many prompts in a terminal or a notebook.
             settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
 
         Raises:
-            RequestError: A setting cannot be used; or a prompt, which the message tells by its index, if `on_error` is
-                `raise`.
+            RequestError: A setting cannot be used; or a prompt, if `on_error` is `raise`.
             EngineError: The engine has failed or is closed.
         """
-        encode = partial(self.encode, special_tokens=special_tokens)
-        made = self._as_completed(encode, prompts, sampling, n, settings)
+        made = self.as_completed(prompts, sampling, n=n, special_tokens=special_tokens, **settings)
         return in_order(made, prompts, n, raises=on_error == "raise", use_tqdm=use_tqdm)
 
     def chat(
@@ -273,8 +265,9 @@ class SpeculativeLM:
         **settings: Any,
     ) -> list[Generation]:
         """Answer one conversation or many: messages, or a text as the user's message. Otherwise as `generate`."""
-        encode = partial(self._encode_chat, special_tokens=special_tokens)
-        made = self._as_completed(encode, conversations, sampling, n, settings)
+        made = self._as_completed(
+            lambda one: self.encode(as_chat(one), special_tokens=special_tokens), conversations, sampling, n, settings
+        )
         return in_order(made, conversations, n, raises=on_error == "raise", use_tqdm=use_tqdm)
 
     def as_completed(
@@ -285,25 +278,19 @@ class SpeculativeLM:
         n: int = 1,
         special_tokens: bool = False,
         **settings: Any,
-    ) -> Iterator[Generation]:
+    ) -> Generator[Generation]:
         """Yield what `generate` returns as it comes: `request_id` is the prompt's index (`3`, or `3#1` of several)."""
         return self._as_completed(partial(self.encode, special_tokens=special_tokens), prompts, sampling, n, settings)
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, special_tokens: bool = False, **settings: Any
     ) -> Handle:
-        """Start one prompt, whose tokens come by `for` or `async for` and whose result by `.result()` or `await`.
+        """Start one prompt: `for` or `async for` yields its tokens, `.result()` or `await` returns its result.
 
-        Raises:
-            RequestError: The prompt or a setting cannot be used.
-            QueueFullError: Too many requests are waiting.
-            EngineError: The engine has failed or is closed.
+        It raises what `encode` and `submit` raise.
         """
         ids = self.encode(prompt, special_tokens=special_tokens)
         return self.submit(Request(ids, with_settings(sampling, settings)), stream=True)
-
-    def _encode_chat(self, prompt: object, *, special_tokens: bool) -> list[int]:
-        return self.encode(as_chat(prompt), special_tokens=special_tokens)
 
     def _as_completed(
         self,
@@ -333,9 +320,7 @@ class SpeculativeLM:
     def __enter__(self) -> SpeculativeLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -353,11 +338,7 @@ class SpeculativeLM:
 
 
 def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:
-    """Return the sizes of an engine, given as settings, a mapping or neither, with some changed.
-
-    Raises:
-        LoadError: A setting is unknown, or its value cannot be used.
-    """
+    """Return an engine's configuration, with some fields changed; raise `LoadError` for one that cannot be used."""
     given = {} if config is None else vars(config) if isinstance(config, EngineConfig) else config
     chosen = {**given, **changes}
     if problem := unknown_setting(chosen, EngineConfig):
@@ -366,7 +347,3 @@ def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapp
         return EngineConfig(**chosen)
     except ValueError as error:
         raise LoadError(str(error)) from error
-
-
-def _load(arguments: dict[str, Any]) -> SpeculativeLM:
-    return SpeculativeLM.from_pretrained(**arguments)

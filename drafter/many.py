@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import repeat
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeGuard
 
 from tqdm.auto import tqdm
 
 from drafter.engine.sequence import Handle
-from drafter.errors import QueueFullError, RequestError
+from drafter.errors import QueueFullError, RequestError, shown
 from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 
@@ -32,6 +32,49 @@ _OTHER_WORDS = {
 """Our names by those of other libraries."""
 
 
+def each_prompt(prompts: object) -> Iterator[object]:
+    """Yield prompts one by one, as Python objects. A text, a list of token ids or a list of messages is one prompt."""
+    found = plain(prompts)
+    if isinstance(found, str) or is_tokens(found) or is_chat(found):
+        yield found
+    elif isinstance(found, Mapping) or hasattr(found, "columns") or not isinstance(found, Iterable):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts must be a text, a list of token ids, messages, or many of these, not a {kind}")
+    else:
+        yield from map(plain, found)
+
+
+def plain(value: object) -> object:
+    """Convert an array, a column, or a row of one, to a list."""
+    for name in ("to_pylist", "to_list", "tolist"):  # Arrow; Polars and pandas; NumPy and PyTorch
+        if callable(convert := getattr(value, name, None)):
+            return convert()
+    return value
+
+
+def is_tokens(prompt: object) -> TypeGuard[list[int]]:
+    """Return whether a prompt is a non-empty list of integers."""
+    return _is_list_of(int, prompt) and not _is_list_of(bool, prompt)
+
+
+def is_chat(prompt: object) -> TypeGuard[list[Mapping[str, Any]]]:
+    """Return whether a prompt is a non-empty list of messages."""
+    return _is_list_of(Mapping, prompt)
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, kind) for one in value)
+
+
+def as_chat(prompt: object) -> list[Mapping[str, Any]]:
+    """Return messages as they are, and a text as a message of the user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not is_chat(prompt):
+        raise RequestError(f"a conversation must be a text or a list of messages, not {shown(prompt)}")
+    return list(prompt)
+
+
 def unknown_setting(given: Iterable[str], kind: type, other_words: Mapping[str, str] | None = None) -> str | None:
     """Return a message for the first name that is no field of the dataclass `kind`; None if all are."""
     known = [field.name for field in fields(kind)]
@@ -43,11 +86,7 @@ def unknown_setting(given: Iterable[str], kind: type, other_words: Mapping[str, 
 
 
 def with_settings(sampling: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
-    """Return settings with some changed.
-
-    Raises:
-        RequestError: One of them is unknown or cannot be used.
-    """
+    """Return settings with some changed; raise `RequestError` for one that is unknown or cannot be used."""
     if problem := unknown_setting(settings, SamplingParams, _OTHER_WORDS):
         raise RequestError(problem)
     if isinstance(stop := settings.get("stop"), str):
@@ -62,10 +101,10 @@ def make_requests(
     n: int,
     max_length: int,
 ) -> Iterator[Request | Generation]:
-    """Yield `n` requests for each prompt, named `0`, `1`, … (`0#0`, `0#1`, … if `n` is not 1), or what replaces them.
+    """Yield `n` requests for each prompt, named `0`, `1`, … (`0#0`, `0#1`, … if `n` is not 1), or failures.
 
-    Their seeds differ, so that equal prompts get different texts where tokens are drawn: the first request has the seed
-    of its settings, and so has the first sample of a prompt with settings of its own.
+    Their seeds differ, so that equal prompts get different texts where tokens are sampled. The first request has the
+    seed of its settings, and so has the first sample of a prompt with settings of its own.
 
     Args:
         encode: Makes token ids of a prompt.
@@ -108,9 +147,9 @@ def make_requests(
 def as_completed(
     submit: Callable[[Request], Handle], requests: Iterable[Request | Generation], most: int
 ) -> Generator[Generation]:
-    """Submit requests, at most `most` at a time, and yield what comes of each once it is there.
+    """Submit requests, at most `most` at a time, and yield each result, or the request's own error as a result.
 
-    An error that concerns one request is its result. If the caller stops early, what is under way is cancelled.
+    If the caller stops early, unfinished requests are cancelled.
 
     Raises:
         EngineError: The engine has failed.
@@ -163,15 +202,7 @@ def _submitted(submit: Callable[[Request], Handle], request: Request, *, alone: 
 def in_order(
     results: Generator[Generation], prompts: object, n: int, *, raises: bool, use_tqdm: bool | None
 ) -> list[Generation]:
-    """Return results in the order of their prompts.
-
-    Args:
-        prompts: What they are of; its length, if it has one, is the progress bar's.
-        raises: Raise the first error instead of returning it.
-
-    Raises:
-        RequestError: A prompt could not be generated.
-    """
+    """Return results in the order of their prompts; raise the first error as `RequestError` if `raises`."""
     count = len(prompts) * n if isinstance(prompts, Sized) and not isinstance(prompts, str) else None
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     shows = watched and (count is None or count > 1) if use_tqdm is None else use_tqdm

@@ -1,8 +1,6 @@
-"""Methods: packages that add drafters, draft heads, verifiers and published layouts to the core.
+"""Registry of methods, which add drafters, draft heads, verifiers and published layouts to the core.
 
-A method's package has an object `METHOD`. This project's methods are in `drafter.methods`; those of third parties are
-entry points of the group `drafter.methods`. The core imports no method, so any folder of `drafter/methods` can be
-deleted, and its names are then unknown.
+A method is a package with an object `METHOD`: in `drafter.methods`, or an entry point of the group of that name.
 """
 
 from __future__ import annotations
@@ -21,26 +19,18 @@ Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
 
 @dataclass(frozen=True)
 class Method:
-    """The names that a method adds. Each value is a reference `package.module:name`, imported on use.
+    """The names that a method adds. Each value is a reference `package.module:name`, imported on use."""
 
-    Args:
-        drafters: Drafter `NAME`: a function of a `Loading` that returns a `Drafter`.
-        families: Drafters `NAME:REST`: a function of REST and a `Loading` that returns a `Drafter`.
-        heads: Subclass of `DraftHead` by its algorithm.
-        verifiers: Subclass of `Verifier` by its name.
-        layouts: `Layout` of published heads by its name.
-    """
-
-    drafters: Mapping[str, str] = field(default_factory=dict)
-    families: Mapping[str, str] = field(default_factory=dict)
-    heads: Mapping[str, str] = field(default_factory=dict)
-    verifiers: Mapping[str, str] = field(default_factory=dict)
-    layouts: Mapping[str, str] = field(default_factory=dict)
+    drafters: Mapping[str, str] = field(default_factory=dict)  # NAME: function of a `Loading` → `Drafter`
+    families: Mapping[str, str] = field(default_factory=dict)  # NAME:REST: function of REST and a `Loading` → `Drafter`
+    heads: Mapping[str, str] = field(default_factory=dict)  # subclass of `DraftHead` by its algorithm
+    verifiers: Mapping[str, str] = field(default_factory=dict)  # subclass of `Verifier` by its name
+    layouts: Mapping[str, str] = field(default_factory=dict)  # `Layout` of published heads by its name
 
 
 @cache
 def methods() -> Mapping[str, Method]:
-    """Return all methods by name. This project's own need no entry points, so a bare checkout has them too."""
+    """Return all methods by name. Those in `drafter.methods` need no entry points, so a bare checkout has them too."""
     own = pkgutil.resolve_name(GROUP)
     found: dict[str, Method] = {
         one.name: pkgutil.resolve_name(f"{GROUP}.{one.name}:METHOD") for one in pkgutil.iter_modules(own.__path__)

@@ -1,26 +1,30 @@
-"""Input and output of the engine."""
+"""Input and output of the engine, and the sampling defaults that come with a model."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from drafter.errors import RequestError, shown
+from drafter.errors import LoadError, RequestError, first_line, shown
 from drafter.statistics import DecodeCounts, mean_acceptance_length
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+GenerationRule = Literal["auto", "ignore"]
+"""`auto` uses sampling settings that come with a model, `ignore` does not."""
+GENERATION_FILE = "generation_config.json"
 
-MOST_LOGPROBS = 20
-"""Largest number of alternatives per token whose log-probabilities a request may ask for."""
 MOST_STOPS = 16
-"""Stop strings per request."""
+"""Stop strings per request. Bounded, like their length, because every new token is searched for them."""
 LONGEST_STOP = 1000
 """Characters of a stop string."""
-MOST_STOP_TOKENS = 256
-"""Stop tokens per request."""
+_MOST_STOP_TOKENS = 256
+_MOST_LOGPROBS = 20
 _NUMBERS = (
     ("temperature", 0.0, math.inf, False),
     ("top_p", 0.0, 1.0, True),
@@ -30,87 +34,36 @@ _NUMBERS = (
     ("frequency_penalty", -2.0, 2.0, False),
 )
 """Float settings: name, lowest and highest value, and whether the lowest is excluded."""
-
+_INTEGERS = (("max_new_tokens", 1, math.inf), ("top_k", 0, math.inf), ("logprobs", 0, _MOST_LOGPROBS))
+"""Integer settings that may be None: name, lowest and highest value."""
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
-
-
 SEEDS = 2**63
 """Upper bound of derived seeds, so that they fit an int64 column."""
+
+_MODEL_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings of a model's `generation_config.json` that are defaults of requests."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("dola_layers", "exponential_decay_length_penalty", "forced_bos_token_id"), ()),
+    **dict.fromkeys(("forced_eos_token_id", "max_time", "top_h", "watermarking_config"), ()),
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "constraints", "force_words_ids"), ([],)),
+    **dict.fromkeys(("stop_strings", "suppress_tokens"), ([],)),
+    **dict.fromkeys(("diversity_penalty", "min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("guidance_scale", "num_beams", "num_return_sequences", "typical_p"), (1,)),
+    "epsilon_cutoff": (0, 1),
+    "eta_cutoff": (0, 1),
+    "penalty_alpha": (0,),
+    "sequence_bias": ([], {}),
+    "token_healing": (False,),
+}
+"""Unsupported settings that change the tokens of a decoder-only model, with the values that have no effect; null has
+none either. Other values are errors: to ignore them would silently give other tokens."""
 
 
 def hashed_seed(seed: int, name: str) -> int:
     """Derive a seed below `SEEDS` from another one and a name."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % SEEDS
-
-
-def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
-    """Convert `value` to a float: an integer may be too large for a tensor.
-
-    Raises:
-        RequestError: It is no finite number in `[low, high]` (`(low, high]` if `low_open`).
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise RequestError(f"{name} must be a finite number, not {shown(value)}")
-    if value < low or value > high or (low_open and value == low):
-        span = f"{'more than' if low_open else 'at least'} {low:g}{f' and at most {high:g}' if high < math.inf else ''}"
-        raise RequestError(f"{name} must be {span}, not {shown(value)}")
-    return float(value)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:
-    """Raise `RequestError` unless `value` is an integer in `[low, high]`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        span = f"of at least {low}{f' and at most {high}' if high < math.inf else ''}"
-        raise RequestError(f"{name} must be an integer {span}, not {shown(value)}")
-
-
-def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
-    try:
-        found = {_token(token): bias for token, bias in pairs}  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"logit_bias must map token ids to numbers, not be {shown(value)}") from error
-    checked = {token: _number(f"logit_bias of token {token}", bias, -100.0, 100.0) for token, bias in found.items()}
-    return tuple(sorted(checked.items()))
-
-
-def _token(value: object) -> int:
-    # Keys of a JSON object are text.
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not a token id")
-    return value
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    # Bounded, because every new token is searched for them.
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
-        raise RequestError(f"stop must be a list of non-empty strings, not {shown(value)}")
-    if len(value) > MOST_STOPS:
-        raise RequestError(f"stop may have up to {MOST_STOPS} strings, not {len(value)}")
-    if (longest := max(map(len, value), default=0)) > LONGEST_STOP:
-        raise RequestError(f"stop may have strings of up to {LONGEST_STOP} characters, not {longest}")
-    return tuple(value)
-
-
-def _stop_tokens(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or any(
-        isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value
-    ):
-        raise RequestError(f"stop_token_ids must be a list of token ids, not {shown(value)}")
-    if len(value) > MOST_STOP_TOKENS:
-        raise RequestError(f"stop_token_ids may have up to {MOST_STOP_TOKENS} tokens, not {len(value)}")
-    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -160,19 +113,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 1)
-        if self.top_k is not None:
-            _integer("top_k", self.top_k, 0)
+        for name, least, most in _INTEGERS:
+            if (value := getattr(self, name)) is not None:
+                _check_integer(name, value, least, most)
+        _check_integer("seed", self.seed, 0)
         for name, low, high, low_open in _NUMBERS:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _number(name, value, low, high, low_open=low_open))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        _integer("seed", self.seed, 0)
-        object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        stops = _checked_list("stop", self.stop, "non-empty strings", lambda one: isinstance(one, str) and one != "")
+        if len(stops) > MOST_STOPS:
+            raise RequestError(f"stop may have up to {MOST_STOPS} strings, not {len(stops)}")
+        if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
+            raise RequestError(f"stop may have strings of up to {LONGEST_STOP} characters, not {longest}")
+        object.__setattr__(self, "stop", stops)
+        tokens = _checked_list("stop_token_ids", self.stop_token_ids, "token ids", _is_token)
+        if len(tokens) > _MOST_STOP_TOKENS:
+            raise RequestError(f"stop_token_ids may have up to {_MOST_STOP_TOKENS} tokens, not {len(tokens)}")
+        object.__setattr__(self, "stop_token_ids", tokens)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
 
@@ -182,6 +140,48 @@ class SamplingParams:
             return self
         given = {name: value for name, value in vars(self).items() if value is not None}
         return replace(defaults or ResolvedSampling(), **{"logprobs": None, **given})
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    """Convert `value` to a float in `[low, high]`, or `(low, high]` if `low_open`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise RequestError(f"{name} must be a finite number, not {shown(value)}")
+    if value < low or value > high or (low_open and value == low):
+        span = f"{'more than' if low_open else 'at least'} {low:g}{f' and at most {high:g}' if high < math.inf else ''}"
+        raise RequestError(f"{name} must be {span}, not {shown(value)}")
+    return float(value)
+
+
+def _check_integer(name: str, value: object, low: int, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        span = f"of at least {low}{f' and at most {high}' if high < math.inf else ''}"
+        raise RequestError(f"{name} must be an integer {span}, not {shown(value)}")
+
+
+def _checked_list(name: str, value: object, kind: str, fits: Callable[[Any], bool]) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple) or not all(map(fits, value)):
+        raise RequestError(f"{name} must be a list of {kind}, not {shown(value)}")
+    return tuple(value)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    refusal = RequestError(f"logit_bias must map token ids to numbers, not be {shown(value)}")
+    try:
+        pairs = [(token, bias) for token, bias in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError) as error:
+        raise refusal from error
+    found: dict[int, float] = {}
+    for given, bias in pairs:
+        # Keys of a JSON object are text.
+        token = int(given) if isinstance(given, str) and given.isascii() and given.isdigit() else given
+        if not _is_token(token):
+            raise refusal
+        found[token] = bias
+    return tuple((token, _number(f"logit_bias of token {token}", found[token], -100, 100)) for token in sorted(found))
 
 
 @dataclass(frozen=True)
@@ -200,22 +200,15 @@ class ResolvedSampling(SamplingParams):
 class Request:
     """One prompt to continue.
 
-    Args:
-        prompt_ids: Token ids of the prompt, at least one.
-        sampling: Sampling settings and stop conditions.
-        request_id: The caller's name for it; comes back in `Generation`.
-        timeout: Seconds from submission until it ends with `RequestTimeoutError`; None for no limit.
-        may_teach: Allow online learning from its text; otherwise the text never leaves the engine for a learner.
-
     Raises:
         RequestError: `timeout` is not a finite number above 0.
     """
 
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int]  # at least one
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    request_id: str = ""
-    timeout: float | None = None
-    may_teach: bool = True
+    request_id: str = ""  # the caller's name for it; comes back in `Generation`
+    timeout: float | None = None  # seconds from submission until it ends with `RequestTimeoutError`
+    may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -226,8 +219,7 @@ class Request:
 class TokenLogprob:
     """Natural log-probability of a generated token under the target model, before penalties, bias and temperature.
 
-    Args:
-        top: (token, log-probability) of the most probable tokens at its position, in falling order.
+    `top` are (token, log-probability) of the most probable tokens at its position, in falling order.
     """
 
     token_id: int
@@ -237,13 +229,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from a request's submission.
-
-    Args:
-        queued: Until it entered a slot; None if it never did.
-        first_token: Until its first token; None if there was none.
-        total: Until its end.
-    """
+    """Seconds from a request's submission until it entered a slot, its first token, and its end."""
 
     queued: float | None = None
     first_token: float | None = None
@@ -254,52 +240,96 @@ class Timing:
 class Generation:
     """Result of a `Request`.
 
-    Args:
-        token_ids: New tokens, the end-of-sequence token included where it was chosen.
-        text: `token_ids` decoded without special tokens, cut before the stop string.
-        finish_reason: `stop` (end of sequence or stop string), `length` (limit reached), `cancelled`, or `error`, which
-            only `SpeculativeLM` gives, for a prompt that could not be generated.
-        counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
-        logprobs: Of each of `token_ids`; None unless requested.
-        verifier: Name of the verifier that accepted draft tokens.
-        lossless: Whether that verifier guarantees the tokens of plain decoding.
-        lenient: Indices in `token_ids` of tokens that the target model would not have chosen; empty if lossless.
-        drafter_versions: Versions of a learning head whose draft tokens were verified, in order; else empty.
-        error: Why there is no text; None where there is.
+    The finish reason is `stop` (end of sequence or stop string), `length` (limit reached), `cancelled`, or `error`,
+    which only `SpeculativeLM` gives, for a prompt that could not be generated.
     """
 
     request_id: str
-    token_ids: list[int]
-    text: str
+    token_ids: list[int]  # new tokens, the end-of-sequence token included where it was chosen
+    text: str  # `token_ids` decoded without special tokens, cut before the stop string
     finish_reason: FinishReason
     num_prompt_tokens: int
     counts: DecodeCounts
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = None  # of each of `token_ids`, if requested
     timing: Timing = Timing()
-    verifier: str = "exact"
-    lossless: bool = True
-    lenient: list[int] = field(default_factory=list)
-    drafter_versions: list[int] = field(default_factory=list)
-    error: str | None = None
+    verifier: str = "exact"  # name of the verifier that accepted draft tokens
+    lossless: bool = True  # that verifier guarantees the tokens of plain decoding
+    lenient: list[int] = field(default_factory=list)  # indices of tokens that the target model would not have chosen
+    drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
+    error: str | None = None  # reason for a missing text
 
     @property
     def mean_acceptance_length(self) -> float:
-        """New tokens a decode step, 0 if there was no step; as in the column of a job's output."""
+        """New tokens per decode step; 0 without steps."""
         return mean_acceptance_length(self.counts)
 
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """Tokens that one decode step added to a request, for streaming.
+    """Tokens that one decode step added to a request, for streaming."""
+
+    token_ids: list[int]  # the accepted draft tokens and the bonus token
+    text: str  # without characters with missing bytes, and possible beginnings of a stop string: they are held back
+    accepted: int  # number of draft tokens among `token_ids`
+    logprobs: list[TokenLogprob] | None = None
+
+
+def read_generation_file(folder: Path, name: str) -> dict[str, Any]:
+    """Return the settings in the `generation_config.json` of a model's folder; empty without such a file."""
+    file = folder / GENERATION_FILE
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"model {name}: its {GENERATION_FILE} cannot be read: {first_line(error)}") from error
+    if not isinstance(settings, dict):
+        raise LoadError(f"model {name}: its {GENERATION_FILE} is not a JSON object")
+    return settings
+
+
+def sampling_defaults(settings: Mapping[str, Any], name: str, *, drawn: bool = False) -> ResolvedSampling:
+    """Return the sampling defaults of requests, by the settings of the model, as in transformers and vLLM.
 
     Args:
-        token_ids: The accepted draft tokens and the bonus token.
-        text: New text; characters with missing bytes, and possible beginnings of a stop string, are held back.
-        accepted: How many of `token_ids` were drafted.
-        logprobs: Of each of `token_ids`; None unless requested.
-    """
+        drawn: Sample by default, as OpenAI does, at a temperature of 1 or the model's. Otherwise decoding is greedy,
+            unless the settings have `do_sample`, as in transformers' `generate`.
 
-    token_ids: list[int]
-    text: str
-    accepted: int
-    logprobs: list[TokenLogprob] | None = None
+    Raises:
+        LoadError: A setting is not supported, or has a value that the engine does not take.
+    """
+    override = f"set generation_config to ignore to decode without the model's {GENERATION_FILE}"
+    for setting, neutral in _NEUTRAL.items():
+        value = settings.get(setting)
+        if value is not None and value not in neutral:
+            raise LoadError(
+                f"model {name}: its {GENERATION_FILE} asks for {setting} {shown(value)}, which this engine cannot do: "
+                f"remove it there, or {override}"
+            )
+    given = _model_settings(settings)
+    if not (drawn or settings.get("do_sample") is True):
+        given["temperature"] = 0.0
+    elif given.get("temperature") is None:
+        given["temperature"] = 1.0
+    try:
+        return ResolvedSampling(**given)
+    except RequestError as error:
+        raise LoadError(f"model {name}: its {GENERATION_FILE}: {error}: correct it, or {override}") from error
+
+
+def described(settings: Mapping[str, Any], name: str) -> str | None:
+    """Return a line about a model's sampling defaults; None where it has none."""
+    given = _model_settings(settings)
+    if settings.get("do_sample") is True:
+        given = {"do_sample": True, **given}
+    if not given:
+        return None
+    listed = ", ".join(f"{setting} {value}" for setting, value in given.items())
+    return (
+        f"model {name}: defaults of its {GENERATION_FILE}: {listed} (what a request sets itself goes before; "
+        "generation_config ignore leaves them out)"
+    )
+
+
+def _model_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {setting: settings[setting] for setting in _MODEL_SETTINGS if settings.get(setting) is not None}

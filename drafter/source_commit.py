@@ -8,11 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT, CHANGED = "DRAFTER_COMMIT", "DRAFTER_COMMIT_CHANGED"
-"""Variables by which a copy of a checkout is told its commit, and, if not empty, that files differ from it."""
+"""Environment variables of a copy: its commit, and, if not empty, that its files differ from the commit."""
 
 
 def source_commit() -> str | None:
-    """Return the commit of this code; None where nobody knows it."""
+    """Return the commit of this code; None if unknown."""
     return _git("rev-parse", "HEAD") or os.environ.get(COMMIT) or None
 
 
@@ -23,16 +23,15 @@ def has_changes() -> bool:
 
 
 def for_a_copy() -> dict[str, str]:
-    """Return the environment variables that tell a copy of this code its commit; none where it is not known."""
+    """Return the environment variables that tell a copy of this code its commit; none if it is unknown."""
     commit = source_commit()
     return {} if commit is None else {COMMIT: commit, CHANGED: "1" if has_changes() else ""}
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        found = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-        ).stdout
+        return subprocess.check_output(
+            ["git", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL, text=True, timeout=60
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None  # this is no checkout, or there is no git
-    return found.strip()

@@ -1,8 +1,4 @@
-"""Raw counts of speculative decoding, and all ratios made of them.
-
-Raw counts are stored per request because published acceptance figures differ in how they count the bonus token and the
-prefill; every convention can be derived from them. Names follow vLLM's per-request statistics.
-"""
+"""Raw counts of speculative decoding, and all ratios made of them. Names follow vLLM's per-request statistics."""
 
 from __future__ import annotations
 
@@ -17,26 +13,18 @@ from typing import Any
 
 @dataclass
 class DecodeCounts:
-    """Counts of one request, or summed over many.
+    """Counts of one request, or summed over many, from which every published convention of acceptance can be derived.
 
-    Args:
-        num_output_tokens: New tokens, bonus tokens included.
-        num_decode_steps: Target-model decode forwards the request took part in. The prefill counts only if it makes the
-            first token, as a plain step.
-        num_spec_steps: Those of them that verified at least one draft token.
-        num_draft_tokens: Draft tokens verified; tree roots are not counted.
-        num_accepted_draft_tokens: Draft tokens that became output.
-        acceptance_histogram: `acceptance_histogram[k]` decode steps emitted `k` accepted draft tokens.
-        per_step_accepted: Accepted draft tokens of each decode step, in order; empty in sums.
+    The prefill is a decode step only if it makes the first token, as a plain step.
     """
 
-    num_output_tokens: int = 0
-    num_decode_steps: int = 0
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)
-    per_step_accepted: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0  # new tokens, bonus tokens included
+    num_decode_steps: int = 0  # target-model decode forwards the request took part in
+    num_spec_steps: int = 0  # those of them that verified at least one draft token
+    num_draft_tokens: int = 0  # draft tokens verified; tree roots are not counted
+    num_accepted_draft_tokens: int = 0  # draft tokens that became output
+    acceptance_histogram: list[int] = field(default_factory=list)  # [k]: steps that emitted k accepted draft tokens
+    per_step_accepted: list[int] = field(default_factory=list)  # of each decode step, in order; empty in sums
 
     def record_step(self, *, emitted: int, accepted: int, drafted: int) -> None:
         """Count a decode step: `drafted` draft tokens verified, `accepted` of them among the `emitted` tokens."""
@@ -54,35 +42,25 @@ class DecodeCounts:
 class MemberView:
     """Estimates of one member of a drafter at a batch size.
 
-    Args:
-        rate: Tokens per second and row at its best number of draft tokens, plain decoding included.
-        nodes: That number; 0 where plain decoding is faster.
-        drafted_rate: Tokens per second and row when it drafts, even if plain decoding is faster.
-        beside: The chosen member, or plain decoding, of its last comparison; None before one.
-        relative: Its tokens per second ÷ those of `beside`, as estimated then. Never above the margin by which a member
-            must win to be chosen.
+    Rates are tokens per second and row.
     """
 
     name: str
-    rate: float
-    nodes: int
-    drafted_rate: float
-    beside: str | None = None
-    relative: float = 0.0
+    rate: float  # at its best number of draft tokens, plain decoding included
+    nodes: int  # that number; 0 where plain decoding is faster
+    drafted_rate: float  # when it drafts, even if plain decoding is faster
+    beside: str | None = None  # the chosen member, or `PLAIN`, of its last comparison
+    relative: float = 0.0  # its rate ÷ that of `beside`, as estimated then
 
 
 PLAIN = "plain decoding"
-"""Plain decoding as `MemberView.beside`."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Last decision on whether drafting pays.
 
-    Args:
-        nodes: Draft tokens per row of the best tree.
-        cost: Time that each of these adds to a step, in plain steps.
-        gain: Tokens that each of these is expected to bring.
+    Each of the `nodes` draft tokens of a row's best tree adds `cost` plain steps of time, and `gain` expected tokens.
     """
 
     nodes: int
@@ -101,27 +79,18 @@ class StepSums:
 
     The estimate of a step is the latency of a plain step × tokens per row. That latency is measured at start and
     corrected by every plain step since. A plain step is its own estimate.
-
-    Args:
-        timed: Steps whose time is known; that of the others is estimated, too, as it is on a GPU.
-        plain: Steps without draft tokens.
-        row_steps: Steps, counted once for each row that took part.
-        spec_row_steps: Row steps that verified at least one draft token.
-        squared: Sum of squares of the seconds of each step.
-        plain_squared: The same of plain decoding.
-        product: Sum of products of the two.
     """
 
     steps: int = 0
-    timed: int = 0
-    plain: int = 0
-    row_steps: int = 0
-    spec_row_steps: int = 0
+    timed: int = 0  # steps whose time is known; that of the others is estimated, too, as it is on a GPU
+    plain: int = 0  # steps without draft tokens
+    row_steps: int = 0  # steps, counted once for each row that took part
+    spec_row_steps: int = 0  # row steps that verified at least one draft token
     seconds: float = 0.0
     plain_seconds: float = 0.0
-    squared: float = 0.0
-    plain_squared: float = 0.0
-    product: float = 0.0
+    squared: float = 0.0  # sum of each step's `seconds`²
+    plain_squared: float = 0.0  # of `plain_seconds`²
+    product: float = 0.0  # of `seconds` × `plain_seconds`
 
     def add(
         self, rows: int, speculated: int, seconds: float, plain_seconds: float, *, timed: bool, plain: bool
@@ -144,7 +113,7 @@ class StepSums:
     @property
     def speedup(self) -> float:
         """γ, estimated: tokens per second ÷ those of plain decoding, without prefills; 0.0 without steps."""
-        return self.plain_seconds / self.seconds if self.seconds else 0.0
+        return _ratio(self.plain_seconds, self.seconds)
 
     @property
     def margin(self) -> float | None:
@@ -160,26 +129,18 @@ class StepSums:
 
     @property
     def speculated_share(self) -> float:
-        return self.spec_row_steps / self.row_steps if self.row_steps else 0.0
+        return _ratio(self.spec_row_steps, self.row_steps)
 
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """A budget's choice at a batch size.
-
-    Args:
-        rows: Batch size for which latencies were measured; steps of about so many rows count here.
-        chosen: Name of the member that drafts; empty for a single drafter.
-        trials: Trials that have ended.
-        members: Estimates of all members; empty before there was a choice between several.
-        verdict: Whether drafting with the chosen one pays; None before that was decided.
-    """
+    """A budget's choice for steps of about `rows` rows, a batch size for which latencies were measured."""
 
     rows: int
-    chosen: str
-    trials: int
-    members: tuple[MemberView, ...]
-    verdict: Verdict | None = None
+    chosen: str  # name of the member that drafts; empty for a single drafter
+    trials: int  # trials of members that have ended
+    members: tuple[MemberView, ...]  # empty before there was a choice between several
+    verdict: Verdict | None = None  # on whether drafting with the chosen one pays; None before a decision
     sums: StepSums = field(default_factory=StepSums)
 
 
@@ -189,52 +150,31 @@ def merged_choices(engines: Iterable[Sequence[BatchChoice]]) -> tuple[BatchChoic
     for choice in (one for choices in engines for one in choices):
         by_rows.setdefault(choice.rows, []).append(choice)
     return tuple(
-        replace(
-            max(some, key=lambda one: one.sums.steps),
-            sums=reduce(StepSums.plus, (one.sums for one in some)),
-        )
+        replace(max(some, key=lambda one: one.sums.steps), sums=reduce(StepSums.plus, (one.sums for one in some)))
         for _, some in sorted(by_rows.items())
     )
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """Load of an engine, and running totals.
+    """Load of an engine, and running totals."""
 
-    Args:
-        active: Requests in slots, being prefilled or decoded.
-        waiting: Requests in the queue.
-        slots: Usable slots: the configuration's, or fewer for a while after memory ran out.
-        row_steps: Decode steps, counted once for each request that took part.
-        output_tokens: New tokens handed out.
-        draft_tokens: Draft tokens verified.
-        accepted_tokens: Draft tokens that became output.
-        prefilled_tokens: Prompt tokens that the target model has read.
-        shared_tokens: Prompt tokens whose KV was copied from another request.
-        preemptions: Requests that lost their slot because memory ran out, to be resumed later.
-        stage_seconds: Seconds in each of `STAGES`.
-        memory_tokens: Tokens of texts that the drafter remembers.
-        memory_bytes: Size of that memory.
-        choices: The budget's choices by batch size; empty for a fixed budget.
-        drafter_version: Number of the newest weights that the drafter has taken; None where they never change.
-    """
-
-    active: int
+    active: int  # requests in slots, being prefilled or decoded
     waiting: int
-    slots: int
+    slots: int  # usable slots: the configuration's, or fewer for a while after memory ran out
     steps: int
-    row_steps: int
+    row_steps: int  # steps, counted once for each request that took part
     output_tokens: int
-    draft_tokens: int
+    draft_tokens: int  # verified ones
     accepted_tokens: int
-    prefilled_tokens: int
-    shared_tokens: int
-    preemptions: int
-    stage_seconds: dict[str, float]
-    memory_tokens: int = 0
+    prefilled_tokens: int  # prompt tokens that the target model has read
+    shared_tokens: int  # prompt tokens whose KV was copied from another request
+    preemptions: int  # requests that lost their slot because memory ran out, to be resumed later
+    stage_seconds: dict[str, float]  # in each of `STAGES`
+    memory_tokens: int = 0  # tokens of texts that the drafter remembers
     memory_bytes: int = 0
-    choices: tuple[BatchChoice, ...] = ()
-    drafter_version: int | None = None
+    choices: tuple[BatchChoice, ...] = ()  # the budget's; empty for a fixed one
+    drafter_version: int | None = None  # number of the drafter's newest weights; None where they never change
 
     @property
     def busy_seconds(self) -> float:
@@ -259,12 +199,12 @@ def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
 
 def mean_acceptance_length(counts: DecodeCounts) -> float:
     """β: new tokens per target-model decode forward; bonus token in, prefill out; 0.0 without steps."""
-    return counts.num_output_tokens / counts.num_decode_steps if counts.num_decode_steps else 0.0
+    return _ratio(counts.num_output_tokens, counts.num_decode_steps)
 
 
 def draft_acceptance_rate(counts: DecodeCounts) -> float:
-    """Accepted ÷ verified draft tokens (0.0 if none was drafted)."""
-    return counts.num_accepted_draft_tokens / counts.num_draft_tokens if counts.num_draft_tokens else 0.0
+    """Accepted ÷ verified draft tokens; 0.0 if none was drafted."""
+    return _ratio(counts.num_accepted_draft_tokens, counts.num_draft_tokens)
 
 
 def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
@@ -275,15 +215,16 @@ def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
 
 
 def speculated_share(counts: DecodeCounts) -> float:
-    """Share of decode steps that verified at least one draft token (0.0 if there were no steps)."""
-    return counts.num_spec_steps / counts.num_decode_steps if counts.num_decode_steps else 0.0
+    """Share of decode steps that verified at least one draft token; 0.0 without steps."""
+    return _ratio(counts.num_spec_steps, counts.num_decode_steps)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def per_second(number: float, seconds: float) -> float:
-    """Divide new tokens (or rows) by seconds of generation, without loading and warm-up; 0.0 in no time.
-
-    Every rate of generation that the project shows is computed here.
-    """
+    """Divide new tokens (or rows) by seconds of generation, without loading and warm-up; 0.0 in no time."""
     return number / seconds if seconds > 0 else 0.0
 
 
@@ -313,13 +254,9 @@ def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean difference of paired measurements.
+    """Means of paired measurements, and the `mean` of second minus first.
 
-    Args:
-        first: Mean of the first.
-        second: Mean of the second.
-        mean: Mean of second minus first.
-        margin: Half the width of its 95 % confidence interval, by the normal approximation; None for fewer than two.
+    `margin` is half the width of its 95 % confidence interval, by the normal approximation; None for fewer than two.
     """
 
     first: float
@@ -350,7 +287,7 @@ class PairedSums:
 
     @property
     def difference(self) -> PairedDifference:
-        """The difference; needs at least one pair."""
+        """Needs at least one pair."""
         number, total = self.pairs, self.second - self.first
         margin = None
         if number > 1:

@@ -24,8 +24,8 @@ FORBIDDEN = {
 """What no file of a package imports. A package is named by its folder, what it imports by the top-level package."""
 
 WALLS = {
-    "drafter.native": {"drafter.host_memory"},
-    "drafter.target": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.hub", "drafter.native"},
+    "drafter.native": {"drafter.devices"},
+    "drafter.target": {"drafter.devices", "drafter.errors", "drafter.hub", "drafter.native"},
     "drafter.tree": {"drafter.devices"},
     "drafter.heads": {
         "drafter.ctc.head",

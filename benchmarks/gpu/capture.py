@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.identity import drafters
 from benchmarks.gpu.operators import as_on_a_gpu
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.devices import synchronise
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafter.acceptance.filters import INTERVALS, PASSES
+from drafter.acceptance.sampling import INTERVALS, PASSES
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,15 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from drafter import devices
-from drafter.acceptance.exact import descend, walk
-from drafter.acceptance.filters import keep_probable, keep_ranked
-from drafter.acceptance.keyed_draw import draw
+from drafter.acceptance.contract import descend, walk
+from drafter.acceptance.sampling import draw, keep_probable, keep_ranked
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.methods.ngram.drafter import lookup
 from drafter.target.attention import additive, folded, tree_attention, tree_attention_mask
 from drafter.target.kv_cache import KVCache, LayerShape
 from drafter.target.loading import pick_device
 from drafter.target.paged_kv_cache import BLOCK, PagedKVCache
-from drafter.tree.search import best_product_trie
-from drafter.tree.token_tree import TokenTree, from_paths, merge
+from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge
 
 Inputs = dict[str, Tensor]
 _DEPTH, _NODES, _FRAMES = 6, 16, 8

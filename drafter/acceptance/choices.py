@@ -14,28 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.acceptance.filters import History, keep_probable, keep_ranked, penalise
-from drafter.acceptance.keyed_draw import draw, seed_key
+from drafter.acceptance.sampling import History, draw, keep_probable, keep_ranked, penalise, seed_key
 from drafter.devices import send
-from drafter.requests import SamplingParams
+from drafter.requests import ResolvedSampling, SamplingParams
 from drafter.tree.token_tree import TokenTree
 
 _MOST_TOKENS = 1 << 31
 """Upper bound of any vocabulary; a larger top-k is clamped to it."""
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass
 class SamplingTable:
-    """Sampling settings of all slots, as tensors.
-
-    Args:
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[S]` float64.
-        top_k: `[S]` int64.
-        biased_tokens: `[S, K]` int64 tokens with a bias; K grows to the most that a request needs.
-        biases: `[S, K]` float64, 0 in unused entries.
-        keys: `[S]` int64 keys of the seeds.
-        prompt_lengths: `[S]` int64.
-    """
+    """Sampling settings of all slots, `[S]` float64 or int64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -44,45 +35,30 @@ class SamplingTable:
     repetition_penalty: Tensor
     presence_penalty: Tensor
     frequency_penalty: Tensor
-    biased_tokens: Tensor
-    biases: Tensor
-    keys: Tensor
+    biased_tokens: Tensor  # `[S, K]` int64; K grows to the most that a request needs
+    biases: Tensor  # `[S, K]` float64, 0 in unused entries
+    keys: Tensor  # of the seeds
     prompt_lengths: Tensor
 
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> SamplingTable:
         """Return a table of greedy rows."""
-
-        def full(value: float) -> Tensor:
-            return torch.full((slots,), value, dtype=torch.float64, device=device)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
-        return cls(
-            temperature=full(0),
-            top_k=zeros(slots),
-            top_p=full(1),
-            min_p=full(0),
-            repetition_penalty=full(1),
-            presence_penalty=full(0),
-            frequency_penalty=full(0),
-            biased_tokens=zeros(slots, 0),
-            biases=zeros(slots, 0).double(),
-            keys=zeros(slots),
-            prompt_lengths=zeros(slots),
-        )
+        none = ResolvedSampling()
+        numbers = {
+            name: torch.full((slots,), getattr(none, name), dtype=torch.float64, device=device) for name in _NUMBERS
+        }
+        integers = {
+            name: torch.zeros(slots, dtype=torch.long, device=device) for name in ("top_k", "keys", "prompt_lengths")
+        }
+        unbiased = torch.zeros(slots, 0, dtype=torch.long, device=device)
+        return cls(**numbers, **integers, biased_tokens=unbiased, biases=unbiased.double())
 
     def set(self, slot: int, given: SamplingParams, prompt_length: int) -> None:
         """Set a slot to a request with a prompt of `prompt_length` tokens."""
         params = given.over()
-        self.temperature[slot] = params.temperature
+        for name in _NUMBERS:
+            getattr(self, name)[slot] = getattr(params, name)
         self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.presence_penalty[slot] = params.presence_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
         self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
         self.keys[slot] = seed_key(params.seed)
@@ -104,18 +80,15 @@ class SamplingTable:
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """Stages that a batch needs, known on the host; the others are skipped.
-
-    `mixed` means that some rows are random and some are not; `ranked` is top-k, `nucleus` top-p, `floored` min-p.
-    """
+    """Stages that a batch needs, known on the host; the others are skipped."""
 
     biased: bool
     penalties: bool
     random: bool
-    mixed: bool
-    ranked: bool
-    nucleus: bool
-    floored: bool
+    mixed: bool  # some rows are random and some are not
+    ranked: bool  # top-k
+    nucleus: bool  # top-p
+    floored: bool  # min-p
 
     @property
     def likeliest(self) -> bool:

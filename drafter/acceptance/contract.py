@@ -1,58 +1,45 @@
-"""Interface of verifiers, which decide from the target model's logits which draft tokens become output."""
+"""Verifiers, which decide from the target model's logits which draft tokens become output: interface and exact one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from drafter.acceptance.choices import RowSampling
-from drafter.requests import SamplingParams
+from drafter import devices
+from drafter.acceptance.choices import NodeChoices, RowSampling
+from drafter.requests import SamplingParams, TokenLogprob
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Draft trees with the target model's outputs at their nodes.
+    """Draft trees with the target model's outputs at their nodes, by node id."""
 
-    Args:
-        tree: `[B, N]` nodes, root included.
-        ancestors: `[B, N, N]` bool, of the tree.
-        depth: Bound of the nodes' depths.
-        logits: `[B, N, V]` by node id.
-        hidden: `[B, N, K · d]` hidden states by node id that the drafter reads.
-        read: `[B, N, J · d]` hidden states by node id that the verifier reads; None if it reads none, or there are no
-            draft tokens.
-    """
-
-    tree: TokenTree
-    ancestors: Tensor
-    depth: int
-    logits: Tensor
-    hidden: Tensor
-    read: Tensor | None = None
+    tree: TokenTree  # `[B, N]` nodes, root included
+    ancestors: Tensor  # `[B, N, N]` bool, of the tree
+    depth: int  # bound of the nodes' depths
+    logits: Tensor  # `[B, N, V]`
+    hidden: Tensor  # `[B, N, K · d]` hidden states that the drafter reads
+    read: Tensor | None = None  # `[B, N, J · d]` those that the verifier reads; None if there are no draft tokens
 
 
 @dataclass(frozen=True)
 class Accepted:
     """Accepted path down each tree, and the tokens that are emitted.
 
-    Args:
-        path: `[B, D + 1]` node ids from the root down, rising; entries past `count` are 0.
-        tokens: `[B, D + 1]` emitted tokens: the accepted draft tokens and, at `count`, the target model's bonus token.
-            Entries past it are undefined.
-        count: `[B]` draft tokens accepted; `count + 1` tokens are emitted.
-        lenient: `[B, D + 1]` bool: tokens that the target model would not have chosen; None if there can be none.
+    These are the accepted draft tokens and, at `count`, the target model's bonus token; entries past it are undefined.
     """
 
-    path: Tensor
-    tokens: Tensor
-    count: Tensor
-    lenient: Tensor | None = None
+    path: Tensor  # `[B, D + 1]` node ids from the root down, rising; entries past `count` are 0
+    tokens: Tensor  # `[B, D + 1]` emitted tokens
+    count: Tensor  # `[B]` draft tokens accepted; `count + 1` tokens are emitted
+    lenient: Tensor | None = None  # `[B, D + 1]` bool: tokens that the target model would not have chosen
 
 
 class Verifier(ABC):
@@ -69,11 +56,7 @@ class Verifier(ABC):
     """The J hidden states of draft tokens that it reads; see `DraftSpec.hidden_layers`."""
 
     def open(self, base: BaseModel) -> None:  # noqa: B027 - most verifiers fit every base
-        """Prepare for a target model. Called once, before everything else.
-
-        Raises:
-            LoadError: The verifier was made for another target model.
-        """
+        """Prepare for a target model; raise `LoadError` if made for another. Called once, before everything else."""
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -90,3 +73,121 @@ class Verifier(ABC):
         On a GPU this is recorded as a graph: it must depend only on the tensors and their shapes, and must not
         synchronise.
         """
+
+
+class ExactVerifier(Verifier):
+    """Accepts a draft token if and only if the target model chooses it there, which is lossless."""
+
+    name = "exact"
+    lossless = True
+
+    def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
+        tree, ancestors = verified.tree, verified.ancestors
+        if sampling.mode.likeliest:
+            return walk(tree, likeliest(verified.logits), ancestors, verified.depth)
+        return descend(tree, NodeChoices(verified.logits, tree, ancestors, sampling).at, verified.depth)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the argmax of logits `[B, N, V]`, `[B, N]` int64; the lowest token on a tie."""
+    if _reads_on_host(logits):
+        # NumPy runs on this thread, in a fraction of the time that it takes to wake PyTorch's other threads.
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def are_sound(logits: Tensor) -> Tensor:
+    """Return whether a row's logits `[B, N, V]` have neither NaN nor +inf, `[B]`."""
+    if _reads_on_host(logits):
+        # The maximum is NaN if any value is.
+        return torch.from_numpy(logits.numpy().max((1, 2))).isfinite()
+    return logits.amax((1, 2)).isfinite()
+
+
+def _reads_on_host(logits: Tensor) -> bool:
+    return not devices.is_asynchronous(logits.device) and logits.dtype in (torch.float32, torch.float64)
+
+
+def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Accepted:
+    """Descend from the root while a child carries the token that the target model chose.
+
+    Root 7 with children 3 and 5, and 4 below 5; the target model chooses 5 at the root, 4 at node 5, 9 at node 4::
+
+        tokens  [7, 3, 5, 4]   parents [0, 0, 0, 2]   choices [5, 1, 4, 9]
+        path    [0, 2, 3]      tokens  [5, 4, 9]      count 2
+
+    Args:
+        choices: `[B, N]` the target model's choice after each node, by node id.
+    """
+    if tree.size == 1:
+        return Accepted(tree.parents, choices, torch.zeros_like(choices[:, 0]))
+    carries = tree.tokens == choices.gather(1, tree.parents)
+    carries[:, 0].fill_(True)
+    accepted = (carries[:, None, :] | ~ancestors).all(dim=2)
+    depths = torch.where(accepted, tree.depths, 0)
+    nodes = torch.arange(tree.size, device=choices.device).expand_as(depths)
+    path = depths.new_zeros(depths.shape[0], depth + 1).scatter_reduce(
+        1, depths, torch.where(accepted, nodes, 0), reduce="amax"
+    )
+    return Accepted(path, choices.gather(1, path), depths.amax(dim=1))
+
+
+def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: int) -> Accepted:
+    """Return what `walk` returns, but choose only at the nodes on the path, for expensive choices.
+
+    `choose` returns the target model's choices `[R]` for (rows `[R]`, nodes `[R]`).
+    """
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
+    ids = torch.arange(tree.size, device=rows.device)
+    node, count = torch.zeros_like(rows), torch.zeros_like(rows)
+    path, tokens = (rows.new_zeros(len(rows), depth + 1) for _ in range(2))
+    for level in range(depth + 1):
+        token = choose(rows, node)
+        tokens[rows, level] = token
+        if level == depth:
+            break
+        child = (tree.parents[rows] == node[:, None]) & (tree.tokens[rows] == token[:, None])
+        child &= (ids > 0) & (count[rows] == level)[:, None]
+        found, node = child.any(1), torch.where(child, ids, 0).amax(1)
+        # A GPU would have to synchronise to drop ended rows; there they go on, and nothing reads the results.
+        if not devices.is_asynchronous(rows.device):
+            rows, node, found = rows[found], node[found], found[found]
+            if not len(rows):
+                break
+        path[rows, level + 1] = node
+        count[rows] += found
+    return Accepted(path, tokens, count)
+
+
+@dataclass(frozen=True)
+class PathLogprobs:
+    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path are undefined."""
+
+    chosen: Tensor  # `[R, D + 1]` float32, of the choice at each node of the path
+    top_tokens: Tensor  # `[R, D + 1, K]` the most probable tokens there, descending
+    top: Tensor  # `[R, D + 1, K]` float32, of those
+
+    def to_host(self) -> PathLogprobs:
+        """Copy to the host; valid once queued work is done."""
+        return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
+
+    def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
+        """Return log-probabilities of each row's `tokens`, and of its `counts` ≤ K best; tensors on the host."""
+        rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
+        return [
+            [
+                TokenLogprob(token, logprob, tuple(zip(best[:count], values[:count], strict=True)))
+                for token, logprob, best, values in zip(row, chosen, top_tokens, top, strict=False)
+            ]
+            for row, count, chosen, top_tokens, top in rows
+        ]
+
+
+def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
+    """Return the log-softmax in fp32 of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
+    row = devices.send(torch.tensor(rows), logits.device)
+    on_path = logits[row[:, None], accepted.path[row]].float()
+    normaliser = on_path.logsumexp(-1, keepdim=True)
+    top, top_tokens = on_path.topk(min(count, on_path.shape[-1]))
+    chosen = on_path.gather(2, accepted.tokens[row][..., None]) - normaliser
+    return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)

@@ -1,6 +1,4 @@
-"""Lenient verification: the target model's choice and uncertainty at every node, and a walk that may accept other
-tokens.
-"""
+"""Lenient verification: the target model's uncertainty at every node, and a walk that may accept other tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +15,11 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class NodeViews:
-    """The target model's outputs at the nodes of B trees.
+    """The target model's outputs at the nodes of B trees, `[B, N]` each."""
 
-    Args:
-        choices: `[B, N]` choice after each node.
-        log_probs: `[B, N]` log-probability of each node's token at its parent; 0 for the root.
-        entropy: `[B, N]` uncertainty after each node, in nats.
-    """
-
-    choices: Tensor
-    log_probs: Tensor
-    entropy: Tensor
+    choices: Tensor  # choice after each node
+    log_probs: Tensor  # log-probability of each node's token at its parent; 0 for the root
+    entropy: Tensor  # uncertainty after each node, in nats
 
 
 def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor]) -> NodeViews:
@@ -61,8 +53,7 @@ def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: T
     """Descend from the root, at each node to the exact child if there is one, otherwise to where the walk goes deepest.
 
     Root 7 with children 3 and 5, and 4 below 3; the target model chooses 6 at the root and 4 at node 1. Both children
-    of
-    the root are lenient, and the walk goes deepest by the first::
+    of the root are lenient, and the walk goes deepest by the first::
 
         tokens  [7, 3, 5, 4]   parents [0, 0, 0, 1]   choices [6, 4, 1, 9]
         path    [0, 1, 3]      tokens  [3, 4, 9]      count 2   lenient [True, False, False]

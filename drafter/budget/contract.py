@@ -1,4 +1,4 @@
-"""The contract of budgets: how many draft nodes a step has."""
+"""Interface of budgets, which decide how many draft tokens a step has, and the fixed budget."""
 
 from __future__ import annotations
 
@@ -12,35 +12,22 @@ from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 Choosing = Literal["greedy", "drawn", "filtered"]
 """Choice of tokens: greedy; sampled, or after penalties or biases; or with top-k or top-p, too."""
 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """Factors of a step's time beside its draft nodes.
-
-    Args:
-        rows: B.
-        length: Committed tokens of a row, on average; 0 stands for no more than those that steps were timed with.
-        choosing: How its tokens are chosen.
-    """
+    """Factors of a step's time beside its draft tokens."""
 
     rows: int
-    length: float = 0.0
+    length: float = 0.0  # committed tokens of a row, on average; 0 for at most those that steps were timed with
     choosing: Choosing = "greedy"
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step's parts.
-
-    Args:
-        reading: Prefill of the drafter: once for each text.
-        drafting: The draft.
-        rest: All else.
-    """
+    """Seconds of the drafter's prefill (once per text), of drafting, and of the rest of a step."""
 
     reading: float
     drafting: float
@@ -49,27 +36,16 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepObservation:
-    """A finished step of B rows, for a budget to learn from.
-
-    Args:
-        load: Factors of its time, its B rows among them.
-        asked: Draft nodes that were asked for, a row; 0 for a plain step.
-        promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
-        log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
-        accepted: `[B, N]` bool: whether each of them became output.
-        seconds: None where the host does not know.
-        member: `Ask.member`.
-        emitted: New tokens of all rows; None where no row ended, so that they are a row's accepted ones and one more.
-    """
+    """A finished step of B rows, for a budget to learn from."""
 
     load: StepLoad
-    asked: int
-    promised: Floats
-    log_probs: Floats
-    accepted: npt.NDArray[np.bool_]
-    seconds: StepSeconds | None = None
+    asked: int  # draft tokens that were asked for, per row; 0 for a plain step
+    promised: Floats  # `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding
+    log_probs: Floats  # `[B, N]` those of the nodes that were verified
+    accepted: npt.NDArray[np.bool_]  # `[B, N]` nodes that became output
+    seconds: StepSeconds | None = None  # None where the host does not know
     member: int = 0
-    emitted: int | None = None
+    emitted: int | None = None  # new tokens of all rows; None if no row ended
 
     @property
     def tokens(self) -> int:
@@ -78,21 +54,20 @@ class StepObservation:
 
     @property
     def rows(self) -> int:
-        """B."""
         return self.load.rows
 
     @property
-    def verified(self) -> Counts:
-        """`[B]` draft nodes that were verified."""
-        found: Counts = (self.log_probs > -np.inf).sum(1)
+    def verified(self) -> npt.NDArray[np.int64]:
+        """`[B]` draft tokens that were verified."""
+        found: npt.NDArray[np.int64] = (self.log_probs > -np.inf).sum(1)
         return found
 
 
 class Budget(Protocol):
-    """Decides what speculation may cost. All that it learns it learns in `observe` and `renewed`."""
+    """Decides what speculation may cost. It learns only in `observe` and `renewed`."""
 
     def plan(self, load: StepLoad) -> Ask:
-        """Return the draft nodes to ask for in a step; none for plain decoding."""
+        """Return the draft tokens to ask for in a step; none for plain decoding."""
 
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
@@ -101,32 +76,23 @@ class Budget(Protocol):
         """Return the choices by batch size with their reasons; empty where nothing is chosen. Thread-safe."""
 
     def renewed(self, member: int) -> None:
-        """Hear that a member drafts with other weights from now on: what it brings is to be found out again."""
-
-
-# A fixed number of draft nodes.
+        """Expect another acceptance from a member, whose weights were replaced."""
 
 
 class FixedBudget:
-    """Always drafts and verifies the same number of nodes.
-
-    Args:
-        nodes: Draft nodes of each row.
-    """
+    """Always drafts and verifies the same number of draft tokens per row."""
 
     def __init__(self, nodes: int) -> None:
         # Were all nodes alike, each would be worth this share of a step: what is less probable hardly comes true.
         self._ask = Ask(nodes, 1 / (nodes + 1))
 
     def plan(self, load: StepLoad) -> Ask:
-        """The fixed number, whatever the load."""
         return self._ask
 
     def observe(self, step: StepObservation) -> None:
         """Learn nothing."""
 
     def choices(self) -> tuple[BatchChoice, ...]:
-        """Nothing is chosen."""
         return ()
 
     def renewed(self, member: int) -> None:

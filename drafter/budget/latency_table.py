@@ -1,55 +1,52 @@
-"""Latencies of steps by rows and draft nodes, measured on this machine at start."""
+"""Latencies of steps by rows and draft tokens: measured on this machine at start, and kept in the cache folder."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from drafter.budget.contract import Choosing, Floats, StepLoad
+from drafter.native.build import cache_folder
+
+logger = logging.getLogger(__name__)
 
 NODE_COUNTS = (0, 3, 4, 7, 9, 11, 15, 23, 31, 47, 63)
-"""Draft nodes a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
+"""Draft tokens a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
 number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16. A matrix unit has 16
 rows, which the three parts of 5 nodes fill, and those of 10 twice."""
 _PLAIN_RUN = 10
-"""Plain steps that are timed one after another: the first ones find little of the base in a processor's caches."""
+"""Plain steps that are timed in a run: the first ones find little of the target model in a processor's caches."""
 _LONG = 0.3
-"""Seconds of a step that is timed again only if there is time: what only its first run must do is little of it."""
+"""Seconds from which a step is timed again only if there is time: its warm-up is a small part of it."""
 
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Measured seconds of a step's parts, interpolated between the measured batch sizes.
+    """Measured seconds of a step's parts, interpolated between the measured batch sizes."""
 
-    Args:
-        batches: `[K]` rows, rising.
-        nodes: `[M]` draft nodes, rising from 0.
-        verify: `[K, M]` seconds of the step without drafting.
-        draft: `[K, M]` seconds of drafting trees of so many nodes; 0 for none.
-        length: Committed tokens of the rows that were timed.
-        longer: `[M]` seconds that a step takes more for each token that a row has beyond these; None if unknown.
-        choosing: `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
-        choices: `[M]` tokens that a step chooses of each row; None where it chooses those alone that come out.
-    """
-
-    batches: Floats
-    nodes: tuple[int, ...]
-    verify: Floats
-    draft: Floats
-    length: int = 0
-    longer: Floats | None = None
+    batches: Floats  # `[K]` rows, rising
+    nodes: tuple[int, ...]  # `[M]` draft tokens, rising from 0
+    verify: Floats  # `[K, M]` seconds of the step without drafting
+    draft: Floats  # `[K, M]` seconds of drafting so many tokens
+    length: int = 0  # committed tokens of the rows that were timed
+    longer: Floats | None = None  # `[M]` seconds of a step for each token that a row has beyond these
+    # `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
     choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
-    choices: Floats | None = None
+    choices: Floats | None = None  # `[M]` tokens chosen in a step of a row; None for those alone that it emits
 
     def at(self, rows: int) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows.
-
-        They are those of short texts, and of tokens that are the likeliest ones.
-        """
+        """Seconds `[M]` of verifying and of drafting for `rows` rows, with short texts and greedy choices."""
         verify, draft = (
             np.array([np.interp(rows, self.batches, column) for column in table.T])
             for table in (self.verify, self.draft)
@@ -65,24 +62,16 @@ class LatencyTable:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of steps of one number of rows.
+    """Seconds of steps of one number of rows; see `LatencyTable`."""
 
-    Args:
-        short: `[M]` seconds of a step with each number of nodes, over short texts, whose tokens are the likeliest.
-        length: Committed tokens of a short text.
-        longer: `[M]` seconds more for each token that all rows have beyond these.
-        choice: Seconds more for a token of each row that is chosen in another way.
-        choices: As in `LatencyTable`.
-    """
-
-    short: Floats
+    short: Floats  # `[M]` seconds of a step with each number of draft tokens, with short texts and greedy choices
     length: int
-    longer: Floats | None
-    choice: Mapping[Choosing, float]
+    longer: Floats | None  # `[M]` seconds for each token that all rows have beyond `length`
+    choice: Mapping[Choosing, float]  # seconds for a token of each row that is chosen in another way
     choices: Floats | None
 
     def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
-        """Seconds `[M]` of a step, of which `tokens` `[M]` come out a row; the load's rows are taken to be these."""
+        """Seconds `[M]` of a step that emits `tokens` `[M]` per row."""
         found = self.short
         if self.longer is not None and load.length > self.length:
             found = found + (load.length - self.length) * self.longer
@@ -91,7 +80,7 @@ class StepCosts:
         return found
 
     def plain_seconds(self, load: StepLoad) -> float:
-        """Seconds of a step without draft nodes: the first of `seconds`."""
+        """Seconds of a step without draft tokens: the first of `seconds`, with less work."""
         found = float(self.short[0])
         if self.longer is not None and load.length > self.length:
             found += (load.length - self.length) * float(self.longer[0])
@@ -115,12 +104,11 @@ def measure_latency(
     can have tokens are not timed but taken to cost as much a node as the largest that is.
 
     Args:
-        probe: Does a step of so many rows and draft nodes; its seconds of drafting, and of the rest.
+        probe: Does a step of so many rows and draft tokens; its seconds of drafting, and of the rest.
         batches: Rows, rising.
-        counts: Draft nodes, rising from 0.
+        counts: Draft tokens, rising from 0.
         depth: Draft tokens that a row may get at most.
-        rounds: At most so many.
-        seconds: No further round begins after so long, and no long step is timed again.
+        seconds: After this time no further round begins, and no long step is timed again.
     """
     times = np.full((2, len(batches), len(counts)), np.inf)
     begun = time.monotonic()
@@ -131,7 +119,7 @@ def measure_latency(
                     times[:, i, k] = first
                 is_long = _LONG < times[:, i, k].sum() < np.inf
                 if not is_long or time.monotonic() - begun < seconds:
-                    # Steps that draft come one of a kind: drafting leaves little of the base in a processor's caches.
+                    # Drafting steps are timed singly: it leaves little of the model in a processor's caches.
                     for _ in range(1 if nodes or is_long else _PLAIN_RUN):
                         times[:, i, k] = np.minimum(times[:, i, k], probe(rows, nodes))
                 if times[:, i, k].sum() > (1 + min(nodes, depth)) * times[:, i, 0].sum():
@@ -139,7 +127,7 @@ def measure_latency(
         if time.monotonic() - begun > seconds:
             break
     for row in times.reshape(-1, len(counts)):
-        end = int(np.isfinite(row).sum())  # the larger trees' follow
+        end = int(np.isfinite(row).sum())  # extrapolate to the larger trees
         row[end:] = row[end - 1] * (1 + np.array(counts[end:])) / (1 + counts[end - 1])
     # Less work takes no longer; where it seemed to, something else was running.
     for axis in (1, 2):
@@ -152,5 +140,50 @@ def batch_sizes(slots: int) -> Sequence[int]:
     sizes = [1]
     while sizes[-1] < slots:
         sizes.append(min(4 * sizes[-1], slots))
-    assert all(a < b for a, b in pairwise(sizes))
     return sizes
+
+
+def load_costs(subject: Mapping[str, Any]) -> list[LatencyTable] | None:
+    """Return the tables kept for a subject, which is all that step times follow from; None if there are none."""
+    try:
+        record = json.loads(_file(subject).read_text(encoding="utf-8"))
+        return [_table(one) for one in record["tables"]] if record["subject"] == _as_text(subject) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged file counts as none
+        logger.debug("kept step times cannot be read: %s", error)
+        return None
+
+
+def save_costs(subject: Mapping[str, Any], tables: Sequence[LatencyTable]) -> None:
+    """Keep tables for a subject; where the cache folder cannot be written to, the next start measures again."""
+    file = _file(subject)
+    record = {"subject": _as_text(subject), "tables": [dataclasses.asdict(one) for one in tables]}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / file.name
+            made.write_text(_as_text(record), encoding="utf-8")
+            os.replace(made, file)  # engines that start together may all write
+    except OSError as error:
+        logger.debug("step times cannot be kept: %s", error)
+
+
+def _file(subject: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(_as_text(subject).encode()).hexdigest()[:16]
+    return cache_folder() / "costs" / f"{digest}.json"
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(
+        value, sort_keys=True, default=lambda one: one.tolist() if isinstance(one, np.ndarray) else str(one)
+    )
+
+
+def _table(record: dict[str, Any]) -> LatencyTable:
+    arrays = {
+        name: None if record[name] is None else np.array(record[name], dtype=np.float64)
+        for name in ("batches", "verify", "draft", "longer", "choices")
+    }
+    choosing = {way: np.array(seconds, dtype=np.float64) for way, seconds in record["choosing"].items()}
+    return LatencyTable(**{**record, **arrays, "nodes": tuple(record["nodes"]), "choosing": choosing})

@@ -25,8 +25,7 @@ from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
 from drafter.native.build import BuildError
 from drafter.native.library import UnsuitableError
 from drafter.target.model import BaseModel
-from drafter.tree.search import best_product_trie
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import TokenTree, best_product_trie
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Interface of drafters.
+"""Interface of drafters, plain decoding, and drafters made of several.
 
 A drafter proposes draft trees before it sees the target model's answer and never decides what is accepted, so no
 drafter can change a token of a lossless verifier's output.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from drafter.errors import LoadError
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.token_tree import TokenTree, merge, root_only
 
 Ids = npt.NDArray[np.int64]
 
@@ -27,64 +29,43 @@ Ids = npt.NDArray[np.int64]
 class DraftSpec:
     """Capabilities and needs of a drafter.
 
-    Args:
-        max_nodes: Draft tokens of its largest tree; the root is not counted.
-        max_depth: Largest depth below the root.
-        hidden_layers: Hidden states that it reads in `DraftContext.hidden`, concatenated in this order:
-            `LM_HEAD_INPUT`, or `k` for the output of layer `k`, counted from 0.
-        shared_layers: First layers of the target model that it runs itself, on the target model's KV cache.
-        scratch: Positions that it writes behind the committed ones at most; a tree's nodes are always allowed.
-        graph_safe: `propose` may be captured in a CUDA graph; see there.
-        lossless_only: It must not be used with a verifier that is not lossless.
-        bounded: `propose` reads `DraftContext.longest`. If not, one CUDA graph serves texts of any length.
-        bytes_per_token: Memory on the target model's device that it keeps for each position of a slot.
+    It reads the hidden states `hidden_layers` in `DraftContext.hidden`, concatenated in this order: `LM_HEAD_INPUT`, or
+    `k` for the output of layer `k`, counted from 0.
     """
 
-    max_nodes: int
-    max_depth: int
+    max_nodes: int  # draft tokens of its largest tree; the root is not counted
+    max_depth: int  # largest depth below the root
     hidden_layers: tuple[int, ...] = ()
-    shared_layers: int = 0
-    scratch: int = 0
-    graph_safe: bool = True
-    lossless_only: bool = False
-    bounded: bool = True
-    bytes_per_token: int = 0
+    shared_layers: int = 0  # first layers of the target model that it runs itself, on the target model's KV cache
+    scratch: int = 0  # most positions that it writes behind the committed ones, beside a tree's nodes
+    graph_safe: bool = True  # `propose` may be captured in a CUDA graph; see there
+    lossless_only: bool = False  # it must not be used with a verifier that is not lossless
+    bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
+    bytes_per_token: int = 0  # memory on the target model's device for each position of a slot
 
 
 @dataclass(frozen=True)
 class Loan:
     """Resources that the engine lends a drafter for as long as both live.
 
-    Args:
-        base: The target model.
-        slots: Largest batch size.
-        length: Positions of a slot, draft tokens included.
-        cache: The target model's KV cache, for a drafter with `shared_layers`; None for others. Committed positions
-            must not be written; those behind them are free until the next verification.
-        times: The engine's stage times, in which a drafter marks the end of its own stages.
+    The KV cache is the target model's, for a drafter with `shared_layers`; None for others. Committed positions must
+    not be written; those behind them are free until the next verification.
     """
 
     base: BaseModel
-    slots: int
-    length: int
+    slots: int  # largest batch size
+    length: int  # positions of a slot, draft tokens included
     cache: KVCache | None
-    times: StageTimes
+    times: StageTimes  # the engine's, in which a drafter marks the end of its own stages
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Request of a budget to a drafter.
+    """Request of a budget to a drafter."""
 
-    Args:
-        nodes: Draft tokens of each row's tree; the root is not counted.
-        least_probability: Prefixes below it will hardly be verified; a search may prune them where every path costs
-            time, on a CPU.
-        member: Index of the drafter's `members` that drafts.
-    """
-
-    nodes: int
-    least_probability: float = 0.0
-    member: int = 0
+    nodes: int  # draft tokens of each row's tree; the root is not counted
+    least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
+    member: int = 0  # index of the drafter's `members` that drafts
 
 
 @dataclass(frozen=True)
@@ -99,25 +80,16 @@ class Committed:
 class DraftContext:
     """Tokens and hidden states of the sequences so far. Row `b` is slot `b`.
 
-    A row has `lengths` committed tokens, whose KV is in the target model's cache, and one pending token after them:
-    `tokens[b, lengths[b]]` is the pending token and `hidden[b, lengths[b] - 1]` the newest hidden state. Entries beyond
-    are stale and must not be read.
-
-    Args:
-        tokens: `[B, L]` int64 token ids, prompt and output.
-        hidden: `[B, L, K · d]` the K hidden states that the drafter's spec names; None if it names none.
-        lengths: `[B]` int64 committed tokens of each row, on the device.
-        host_lengths: `lengths` of the rows in use as far as the host knows, so that it need not wait for the device.
-        ahead: Tokens that each row may have beyond `host_lengths`, from a step that is still under way.
-        bound: Upper bound of the lengths of rows in use, set where shapes must repeat; unused rows may then follow the
-            others.
+    `tokens[b, lengths[b]]` is the pending token, after the committed ones, whose KV is in the target model's cache;
+    `hidden[b, lengths[b] - 1]` is the newest hidden state. Entries beyond are stale and must not be read.
     """
 
-    tokens: Tensor
-    hidden: Tensor | None
-    lengths: Tensor
-    host_lengths: list[int]
-    ahead: int = 0
+    tokens: Tensor  # `[B, L]` int64 token ids, prompt and output
+    hidden: Tensor | None  # `[B, L, K · d]` the K hidden states that the drafter's spec names; None if it names none
+    lengths: Tensor  # `[B]` int64 committed tokens of each row, on the device
+    host_lengths: list[int]  # `lengths` of the rows in use as far as the host knows without waiting for the device
+    ahead: int = 0  # tokens that each row may have beyond `host_lengths`, from a step that is still running
+    # Upper bound of the lengths of rows in use, set where shapes must repeat; unused rows may then follow the others.
     bound: int | None = None
 
     @property
@@ -133,12 +105,7 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Memory of texts that a drafter keeps.
-
-    Args:
-        nbytes: Its size.
-        room: Tokens of texts from elsewhere that `Drafter.remember` can use at most; 0 if it drafts from none.
-    """
+    """Memory of texts that a drafter keeps; `room` are the most tokens of texts that `Drafter.remember` can use."""
 
     tokens: int = 0
     nbytes: int = 0
@@ -147,12 +114,7 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class Renewal:
-    """A hot swap of a drafter's weights.
-
-    Args:
-        version: Number of the new weights.
-        members: Indices of the drafter's `members` that draft with them; 0 for a single drafter.
-    """
+    """A hot swap of a drafter's weights to a `version`, with which its `members` of these indices draft."""
 
     version: int
     members: tuple[int, ...] = (0,)
@@ -160,26 +122,15 @@ class Renewal:
 
 @dataclass(frozen=True)
 class Loading:
-    """Context in which a drafter is loaded.
-
-    Args:
-        base: The target model.
-        nodes: Draft tokens of its largest trees.
-        isolated: Never draft from another request's text.
-        loader: Loads another drafter by name, for composite drafters.
-    """
+    """Context in which a drafter is loaded."""
 
     base: BaseModel
-    nodes: int
-    isolated: bool
-    loader: Callable[[str, Loading], Drafter]
+    nodes: int  # draft tokens of its largest trees
+    isolated: bool  # never draft from another request's text
+    loader: Callable[[str, Loading], Drafter]  # loads another drafter by name, for composite drafters
 
     def load(self, name: str) -> Drafter:
-        """Load another drafter for the same use, as part of a composite one.
-
-        Raises:
-            LoadError: No drafter has that name, or it has `members`, among which only a top-level drafter can choose.
-        """
+        """Load a part of a composite drafter; raise `LoadError` for one that itself chooses among `members`."""
         drafter = self.loader(name, self)
         if drafter.members:
             raise LoadError(f"drafter {name!r} chooses among drafters and cannot be part of another: use it alone")
@@ -228,22 +179,20 @@ class Drafter(ABC):
         """Make `members[member]` draft from now on. Called before `prepare`."""
 
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
-        """Do a step's work outside `propose`, such as reading a new prompt. Called before each `propose`.
+        """Do a step's work that is not captured in a CUDA graph, such as reading a new prompt, before each `propose`.
 
-        Never captured in a CUDA graph, so it may depend on host state; it should not wait for the device.
+        It may depend on host state, and should not wait for the device.
         """
 
     @abstractmethod
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.nodes]` for the context's rows, rooted at their pending tokens.
 
-        A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding.
+        A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding. `ask.nodes` is
+        from 1 to `spec.max_nodes`.
 
         On a GPU this is captured and replayed if the spec is `graph_safe`: the operations must depend only on the
         tensors, the number of rows, `context.longest` and `ask.nodes`, and must not wait for the device.
-
-        Args:
-            ask: `ask.nodes` is from 1 to `spec.max_nodes`.
         """
 
     def observe(self, committed: Committed) -> None:  # noqa: B027
@@ -271,18 +220,120 @@ class Drafter(ABC):
         """
 
     def renew(self) -> Renewal | None:
-        """Swap to the newest offered weights, if any. Called between two steps.
-
-        Must not wait for the device, nor take longer than a small part of a step.
-        """
+        """Swap to the newest offered weights, if any, between two steps: quickly, without waiting for the device."""
         return None
 
 
 class PlainDecoding(Drafter):
-    """`none`: proposes only roots. To verify a lone root is plain decoding, in the same loop as everything else."""
+    """`none`: proposes only roots, which makes plain decoding, in the same loop as everything else."""
 
     spec = DraftSpec(max_nodes=0, max_depth=0)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1]`."""
         return root_only(context.pending)
+
+
+def _told_to_all(event: str) -> Callable[..., None]:
+    def tell(self: MergedDrafter, *arguments: Any) -> None:
+        for drafter in self.drafters:
+            getattr(drafter, event)(*arguments)
+
+    return tell
+
+
+class MergedDrafter(Drafter):
+    """`a+b`: merges the trees of all drafters by the largest probability, and keeps the best nodes."""
+
+    open = _told_to_all("open")
+    enter = _told_to_all("enter")
+    copy = _told_to_all("copy")
+    move = _told_to_all("move")
+    clear = _told_to_all("clear")
+    observe = _told_to_all("observe")
+    remember = _told_to_all("remember")
+    offer = _told_to_all("offer")
+
+    def __init__(self, *drafters: Drafter) -> None:
+        self.drafters = drafters
+        self._members: list[tuple[Drafter, ...]] = [drafters]
+        self._chosen = 0
+        specs = [drafter.spec for drafter in drafters]
+        self.spec = DraftSpec(
+            max_nodes=max(spec.max_nodes for spec in specs),
+            max_depth=max(spec.max_depth for spec in specs),
+            hidden_layers=tuple(dict.fromkeys(layer for spec in specs for layer in spec.hidden_layers)),
+            shared_layers=max(spec.shared_layers for spec in specs),
+            scratch=max(spec.scratch for spec in specs),
+            graph_safe=all(spec.graph_safe for spec in specs),
+            lossless_only=any(spec.lossless_only for spec in specs),
+            bounded=any(spec.bounded for spec in specs),
+            bytes_per_token=sum(spec.bytes_per_token for spec in specs),
+        )
+
+    @property
+    def version(self) -> int | None:
+        """Version of the first of the drafting ones whose weights change."""
+        return next((one.version for one in self._members[self._chosen] if one.version is not None), None)
+
+    @property
+    def memory(self) -> DraftMemory:
+        """Sum of the drafters' memories, with the largest room."""
+        memories = [drafter.memory for drafter in self.drafters]
+        return DraftMemory(
+            sum(one.tokens for one in memories),
+            sum(one.nbytes for one in memories),
+            max(one.room for one in memories),
+        )
+
+    def prepare(self, context: DraftContext) -> None:
+        for drafter in self._members[self._chosen]:
+            drafter.prepare(self._seen_by(drafter, context))
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        trees = [
+            drafter.propose(
+                self._seen_by(drafter, context), replace(ask, nodes=min(ask.nodes, drafter.spec.max_nodes), member=0)
+            )
+            for drafter in self._members[self._chosen]
+        ]
+        whole = len(trees) == 1 and trees[0].size > ask.nodes
+        return trees[0] if whole else merge(trees, self.spec.max_depth, ask.nodes + 1)
+
+    def renew(self) -> Renewal | None:
+        renewals = [(drafter, drafter.renew()) for drafter in self.drafters]
+        changed = [drafter for drafter, renewal in renewals if renewal is not None]
+        if not changed:
+            return None
+        members = (place for place, parts in enumerate(self._members) if any(one in parts for one in changed))
+        return Renewal(next(renewal.version for _, renewal in renewals if renewal is not None), tuple(members))
+
+    def _seen_by(self, drafter: Drafter, context: DraftContext) -> DraftContext:
+        """Select the hidden states that a drafter's spec names."""
+        ours, theirs = self.spec.hidden_layers, drafter.spec.hidden_layers
+        if ours == theirs or context.hidden is None:
+            return context
+        parts = context.hidden.chunk(len(ours), -1)
+        hidden = torch.cat([parts[ours.index(layer)] for layer in theirs], -1) if theirs else None
+        return replace(context, hidden=hidden)
+
+
+class ChoosingDrafter(MergedDrafter):
+    """`auto`: lets one member propose at a time. All see every event, so that each can draft at any step.
+
+    Args:
+        drafters: The members by name.
+        together: Groups of drafters whose merged trees are a further member, named `a+b`.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter], together: Sequence[tuple[str, ...]] = ()) -> None:
+        super().__init__(*drafters.values())
+        self.members = (*drafters, *map("+".join, together))
+        self._members = [(one,) for one in self.drafters]
+        self._members += [tuple(drafters[name] for name in names) for names in together]
+
+    @property
+    def withheld(self) -> tuple[int, ...]:
+        return tuple(place for place, member in enumerate(self._members) if not all(one.drafts for one in member))
+
+    def select(self, member: int) -> None:
+        self._chosen = member

@@ -32,29 +32,29 @@ def kind_and_rest(name: str) -> tuple[str, str]:
 
 
 def stack_levels(rest: str) -> list[str]:
-    """Return the levels of a stack, from the lowest on, out of what follows `stack:`."""
+    """Split what follows `stack:` into levels, from the lowest on."""
     return rest.split(">")
 
 
+def candidates(rest: str) -> list[str]:
+    """Split what follows `auto:` into the drafters among which one is chosen."""
+    return rest.split(",")
+
+
 def length_and_drafter(rest: str) -> tuple[int, str] | None:
-    """Return the length and the drafter out of what follows `long:`, `N:DRAFTER`; None if it is something else."""
+    """Split what follows `long:`, `N:DRAFTER`; None if it is something else."""
     number, _, name = rest.partition(":")
     return (int(number), name) if number.isdecimal() and int(number) > 0 and name else None
 
 
-def candidates(rest: str) -> list[str]:
-    """Return the drafters among which one is chosen, out of what follows `auto:`."""
-    return rest.split(",")
-
-
 def model_and_device(rest: str) -> tuple[str, str | None]:
-    """Return the path or hub id and the device out of what follows `model:`, `NAME@DEVICE`; None without a device."""
+    """Split what follows `model:`, `NAME@DEVICE`, into a path or hub id and a device; None without a device."""
     name, at, device = rest.rpartition("@")
     return (rest, None) if not at or Path(rest).exists() else (name, device)
 
 
 def leaf_names(name: str) -> list[str]:
-    """Return the drafters that a name is made of, each once: members, levels, candidates, who begins chains."""
+    """Return the drafters that a name is made of, each once: members, levels, candidates, beginnings of chains."""
     members = merged_names(name)
     if len(members) == 1:
         kind, rest = kind_and_rest(name)
@@ -67,11 +67,7 @@ def leaf_names(name: str) -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Check that a drafter, one of `leaf_names`, is one that can be looked for; nothing is loaded.
-
-    Raises:
-        LoadError: There is none of that name, and it is neither a path nor a hub id.
-    """
+    """Raise `LoadError` unless one of `leaf_names` is a drafter's name, a path or may be a hub id."""
     kind, rest = kind_and_rest(name)
     kinds, without_weights = sorted(["auto", *plugins.names("families")]), ["none", *plugins.names("drafters")]
     heads = sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file())

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from drafter.drafters.contract import Drafter, Loading, PlainDecoding
-from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
+from drafter.drafters.contract import ChoosingDrafter, Drafter, Loading, MergedDrafter, PlainDecoding
 from drafter.drafters.names import candidates, check_name, kind_and_rest, merged_names
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
@@ -29,67 +28,14 @@ FAMILIES: dict[str, Callable[[str, Loading], Drafter]] = {
 """Drafters `KIND:REST`, by kind."""
 SHIPPED = [name for name in HEADS if (EMBEDDED_HEADS / name).is_dir()]
 """The embedded model's draft heads."""
-
-
-def _chosen_among(rest: str, loading: Loading) -> Drafter:
-    names = candidates(rest)
-    if not all(names) or len(set(names)) < len(names):
-        raise LoadError(f"drafter 'auto:{rest}': name different drafters, with commas between them")
-    if loading.base.device.type != "cpu":  # a step is recorded with its drafter
-        return loading.load(names[0])
-    return ChoosingDrafter({name: loading.load(name) for name in names})
-
-
-def useful_nodes(device: torch.device) -> int:
-    """Most draft tokens that can pay: each costs time on a CPU, and little on a GPU. See `NODE_COUNTS`."""
-    return 15 if device.type == "cpu" else 63
-
-
-def shipped_head(base: BaseModel) -> Path | None:
-    """Return the folder of the CTC head that ships with the project for `base`; None if there is none."""
-    folders = [EMBEDDED_HEADS / "ctc", *sorted(config.parent for config in OTHER_HEADS.glob("*/config.json"))]
-    return next((folder for folder in folders if is_head_of(folder, base)), None)
-
-
-def automatic(loading: Loading) -> Drafter:
-    """Return the drafter `auto`: a budget chooses among all drafters for the target model.
-
-    On a GPU a step is captured with its drafter, so there is one alone: the head that ships, or else `ngram`.
-    """
-    head = shipped_head(loading.base)
-    if loading.base.device.type != "cpu":
-        return loading.load(str(head or "ngram"))
-    return beside_texts(None if head is None else loading.load(str(head)), loading)
-
-
-def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
-    """Combine drafters from other texts with a head, if there is one, as alternatives and merged.
-
-    `ngram` is not among them: `cacheback` costs less, and drafts better on most kinds of prompt (docs/drafters.md).
-
-    Args:
-        head: The head.
-        loading: The use.
-        first: The head is tried first, and drafts where no budget chooses.
-    """
-    others: dict[str, Drafter] = {name: loading.load(name) for name in ("cacheback", "memory") if name in TRAINING_FREE}
-    if head is None:
-        return ChoosingDrafter(others) if others else PlainDecoding()
-    named: dict[str, Drafter] = {"head": head, **others} if first else {**others, "head": head}
-    return ChoosingDrafter(named, together=[HEAD_AND_TEXTS] if named.keys() >= set(HEAD_AND_TEXTS) else [])
+HEAD_AND_TEXTS = ("head", "cacheback")
+"""Members of `auto` that also draft together."""
 
 
 def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
-    """Load a drafter for `base`.
+    """Load a drafter for `base`; `SpeculativeLM.from_pretrained` lists the names.
 
     Args:
-        name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N` (the target
-            model's first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and
-            a draft model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens
-            continued by n-grams), `stack:LOWER>model:A` (levels of draft models), `auto` (the fastest of the shipped
-            CTC head, alone and merged with `cacheback`, of `cacheback` and of `memory`), or `auto:A,B` to choose among
-            these.
-        base: The target model.
         nodes: Draft tokens of its largest trees.
         isolated: Never draft from another request's text.
 
@@ -103,7 +49,7 @@ def _load(name: str, loading: Loading) -> Drafter:
     if loading.nodes < 1:
         name = "none"
     if name == "auto":
-        return automatic(loading)
+        return _automatic(loading)
     if name in TRAINING_FREE:
         return TRAINING_FREE[name](loading)
     kind, rest = kind_and_rest(name)
@@ -118,5 +64,45 @@ def _load(name: str, loading: Loading) -> Drafter:
     return load_head(name, loading.base, HEADS).drafter(loading.base, loading.nodes)
 
 
-HEAD_AND_TEXTS = ("head", "cacheback")
-"""Members of `auto` that also draft together."""
+def _automatic(loading: Loading) -> Drafter:
+    """Return the shipped head and what drafts from texts, of which a budget chooses.
+
+    On a GPU a step is captured with its drafter, so there is one alone: the head that ships, or else `ngram`.
+    """
+    head = shipped_head(loading.base)
+    if loading.base.device.type != "cpu":
+        return loading.load(str(head or "ngram"))
+    return beside_texts(None if head is None else loading.load(str(head)), loading)
+
+
+def _chosen_among(rest: str, loading: Loading) -> Drafter:
+    names = candidates(rest)
+    if not all(names) or len(set(names)) < len(names):
+        raise LoadError(f"drafter 'auto:{rest}': name different drafters, with commas between them")
+    if loading.base.device.type != "cpu":  # a step is recorded with its drafter
+        return loading.load(names[0])
+    return ChoosingDrafter({name: loading.load(name) for name in names})
+
+
+def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
+    """Combine drafters from other texts with a head, if there is one, as alternatives and merged.
+
+    `ngram` is not among them: `cacheback` costs less, and drafts better on most kinds of prompt (docs/drafters.md).
+    With `first` the head is tried first, and drafts where no budget chooses.
+    """
+    others: dict[str, Drafter] = {name: loading.load(name) for name in ("cacheback", "memory") if name in TRAINING_FREE}
+    if head is None:
+        return ChoosingDrafter(others) if others else PlainDecoding()
+    named: dict[str, Drafter] = {"head": head, **others} if first else {**others, "head": head}
+    return ChoosingDrafter(named, together=[HEAD_AND_TEXTS] if named.keys() >= set(HEAD_AND_TEXTS) else [])
+
+
+def shipped_head(base: BaseModel) -> Path | None:
+    """Return the folder of the CTC head that ships with the project for `base`; None if there is none."""
+    folders = [EMBEDDED_HEADS / "ctc", *sorted(config.parent for config in OTHER_HEADS.glob("*/config.json"))]
+    return next((folder for folder in folders if is_head_of(folder, base)), None)
+
+
+def useful_nodes(device: torch.device) -> int:
+    """Return the most draft tokens that can pay: they cost time on a CPU, and little on a GPU; see `NODE_COUNTS`."""
+    return 15 if device.type == "cpu" else 63

@@ -13,11 +13,7 @@ Text = npt.NDArray[np.int32]
 
 
 class TextQueue:
-    """FIFO queue that drops the oldest texts when full and never blocks. Safe from any thread.
-
-    Args:
-        capacity: Tokens of all texts together.
-    """
+    """FIFO queue of up to `capacity` tokens that drops the oldest texts and never blocks. Safe from any thread."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -30,7 +26,6 @@ class TextQueue:
         return self._tokens
 
     def put(self, texts: Sequence[Sequence[int] | Text]) -> None:
-        """Put texts at the end."""
         arrays = [np.asarray(text, np.int32) for text in texts]
         with self._lock:
             self._texts.extend(arrays)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from drafter import devices
-from drafter.acceptance.contract import Verifier
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.choosing_budget import ChoosingBudget
 from drafter.budget.contract import Budget, FixedBudget, StepLoad, StepObservation
@@ -33,8 +32,7 @@ from drafter.engine.step import DeviceStep, Flights, RowOutcomes, Step, StepOutc
 from drafter.engine.tap import EndedRow, RowTap
 from drafter.engine.warm_up import compile_base, engine_sizes, plan_or_refuse, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
-from drafter.generation_defaults import sampling_defaults
-from drafter.requests import Request
+from drafter.requests import Request, sampling_defaults
 from drafter.statistics import EngineState, StageTimes
 from drafter.target.model import BaseModel
 

@@ -19,8 +19,7 @@ from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
-from drafter.text.streaming import Detokenizer, StopSearch, cut_at_stop
-from drafter.text.tokenizers import refuse_long, special_texts
+from drafter.text.tokenizers import Detokenizer, StopSearch, cut_at_stop, refuse_long, special_texts
 
 
 class Handle:

@@ -10,9 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter.acceptance.contract import Accepted, Verified, Verifier
-from drafter.acceptance.exact import are_sound
-from drafter.acceptance.logprobs import PathLogprobs, path_logprobs
+from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, path_logprobs
 from drafter.budget.contract import StepLoad, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState

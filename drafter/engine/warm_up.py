@@ -15,8 +15,7 @@ import torch
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.contract import Choosing, Floats
-from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
-from drafter.budget.stored_costs import load_costs, save_costs
+from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
 from drafter.devices import timed
 from drafter.drafters.contract import Ask, DraftSpec
 from drafter.engine.admission import GPU_CHUNK

@@ -11,8 +11,7 @@ import torch
 
 from drafter.devices import synchronise
 from drafter.engine.engine import Engine
-from drafter.generation_defaults import sampling_defaults
-from drafter.requests import Generation, Request
+from drafter.requests import Generation, Request, sampling_defaults
 from drafter.statistics import DecodeCounts
 from drafter.target.prepacked import as_loaded
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from drafter.acceptance.registry import make_verifier
-from drafter.acceptance.settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings, make_verifier
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine

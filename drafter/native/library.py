@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.host_memory import Pieces
+from drafter.devices import Pieces
 from drafter.native.build import library_path
 
 Pointer = ctypes.c_void_p

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from drafter import devices, host_memory
+from drafter import devices
 from drafter.target.packing import Packing
 
 Places = npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ class _LayerView(CacheLayerMixin):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return host_memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    return devices.lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _gather(states: Tensor, places: Tensor) -> Tensor:

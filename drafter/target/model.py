@@ -184,7 +184,7 @@ class BaseModel:
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """Generation settings that came with the model; see `drafter.generation_defaults`."""
+        """Generation settings that came with the model; see `drafter.requests`."""
         return self.model.generation_config.to_dict()  # type: ignore[no-any-return]
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from drafter.errors import RequestError, one_line
-from drafter.text.bounds import bounded_template, refuse_panics, tokenise
-from drafter.text.tokenizers import longest_token, refuse_endless
+from drafter.text.tokenizers import bounded_template, longest_token, refuse_endless, refuse_panics, tokenise
 
 _ROLE = re.compile(r"[\w.-]+")
 _HARMLESS = "x"
@@ -33,9 +32,7 @@ _SET_CLOCK = (
     "{% for code, value in clock_codes.items() %}{% set set_clock.text = set_clock.text.replace(code, value) %}"
     "{% endfor %}{{ set_clock.text }}{% endmacro %}\n"
 )
-"""Precedes a template and hides the function of that name. It is written in Jinja, because transformers passes no
-function to a template. Jinja drops the newline after a block.
-"""
+"""Precedes a template and hides the function of that name. In Jinja, as transformers passes a template no function."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,7 @@ class Chat:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime | None = None) -> Chat:
-    """Apply the tokeniser's chat template. A template that reads the clock gets `now`, by default the present time.
-
-    Raises:
-        RequestError: The template refuses the messages, or a role is more than a word.
-    """
+    """Apply the tokeniser's chat template. A template that reads the clock gets `now`, by default the present time."""
     for place, message in enumerate(messages, start=1):
         role = message.get("role")
         # Templates put roles into the names of special tokens.
@@ -95,12 +88,7 @@ def encode_chat(
     special_tokens: bool = False,
     max_length: float = math.inf,
 ) -> list[int]:
-    """Return the tokens of one chat; see `encode_chats`.
-
-    Raises:
-        PromptTooLongError: Its text must be more than `max_length` tokens.
-        RequestError: The chat cannot be encoded.
-    """
+    """Return the tokens of one chat, or raise `RequestError`; see `encode_chats`."""
     chat = render_chat(tokenizer, messages)
     refuse_endless(chat.text, max_length, longest_token(tokenizer))
     (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)
@@ -140,7 +128,8 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
 
     `texts` became special tokens in `ids`. A normaliser may make one of a text that is not the token's own.
     """
-    said = list(_strings(chat.messages))
+    said: list[str] = []
+    _with_texts(list(chat.messages), said.append)
     inside = {text for text in texts if any(text in one for one in said)}
     if not inside and not any(_ends_in_beginning(one, texts) for one in said):
         return ids
@@ -162,7 +151,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
             with refuse_panics():
                 ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
         # Check that the template alone writes the same special tokens.
-        without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages], chat.now).text
+        without = render_chat(tokenizer, _with_texts(list(chat.messages), partial(_harmless, texts)), chat.now).text
         (proper,) = tokenise(tokenizer, [without], add_special_tokens=False)["input_ids"]
     except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
@@ -191,29 +180,22 @@ def _added_tokens(tokenizer: Any) -> dict[int, bool]:
     return {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items() if token not in unknown}
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in messages, at any depth."""
+def _with_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return messages in which every text, at any depth, is replaced by `change` of it."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _strings(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _strings(one)
-
-
-def _harmless(value: Any, texts: set[str]) -> Any:
-    """Return messages that neither contain one of the texts nor join to one."""
-    if isinstance(value, str):
-        for text in sorted(texts, key=len, reverse=True):
-            value = value.replace(text, _HARMLESS)
-        return value + _HARMLESS if _ends_in_beginning(value, texts) else value
+        return change(value)
     if isinstance(value, dict):
-        return {name: _harmless(one, texts) for name, one in value.items()}
+        return {name: _with_texts(one, change) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_harmless(one, texts) for one in value]
+        return [_with_texts(one, change) for one in value]
     return value
+
+
+def _harmless(texts: set[str], said: str) -> str:
+    """Return `said` so that it neither contains one of the texts nor joins to one."""
+    for text in sorted(texts, key=len, reverse=True):
+        said = said.replace(text, _HARMLESS)
+    return said + _HARMLESS if _ends_in_beginning(said, texts) else said
 
 
 def _ends_in_beginning(said: str, texts: set[str]) -> bool:

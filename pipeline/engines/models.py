@@ -14,7 +14,7 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError, one_line
-from drafter.generation_defaults import GENERATION_FILE, read_generation_file
+from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.errors import InputError
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")

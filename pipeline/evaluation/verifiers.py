@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from drafter.acceptance.registry import make_verifier
-from drafter.acceptance.settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings, make_verifier
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError, RequestError, one_line

@@ -11,8 +11,7 @@ import yaml
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
-from drafter.generation_defaults import GenerationRule
-from drafter.requests import SamplingParams
+from drafter.requests import GenerationRule, SamplingParams
 from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.learning.config import LearningConfig

@@ -10,7 +10,7 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import LoadError
-from drafter.generation_defaults import described, sampling_defaults
+from drafter.requests import described, sampling_defaults
 from pipeline.engines.models import (
     classifier_fingerprints,
     generation_settings,
@@ -151,7 +151,7 @@ def check_verifier(config: GenerateConfig) -> None:
     Raises:
         InputError: It does not.
     """
-    from drafter.acceptance.registry import make_verifier
+    from drafter.acceptance.settings import make_verifier
     from drafter.errors import LoadError, RequestError
 
     try:

@@ -11,9 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from drafter.errors import PromptTooLongError, RequestError
-from drafter.text.bounds import tokenise
 from drafter.text.chat import Chat, encode_chats
-from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long
+from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
 from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
 from pipeline.io.column_types import whole

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from drafter.methods.pad.training import is_pivot
 from drafter.requests import SamplingParams, hashed_seed
-from drafter.text.streaming import cut_at_stop
+from drafter.text.tokenizers import cut_at_stop
 from pipeline.errors import InputError
 from pipeline.report.against.audit import RepeatedRow
 from pipeline.report.against.scorers import Scorer, scores_of

@@ -17,8 +17,7 @@ import pyarrow.dataset
 
 from drafter.errors import LoadError, one_line
 from drafter.statistics import DecodeCounts
-from drafter.text.streaming import Detokenizer
-from drafter.text.tokenizers import load_tokenizer
+from drafter.text.tokenizers import Detokenizer, load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import Location

@@ -25,9 +25,8 @@ from drafter.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from drafter.generation_defaults import sampling_defaults
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, TokenDelta
+from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
 from drafter.statistics import EngineState, mean_acceptance_length
 from drafter.text.tokenizers import refuse_long
 from pipeline.openai.answers import (

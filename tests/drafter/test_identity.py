@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AddedToken
 
-from drafter.drafters.contract import Drafter, PlainDecoding
-from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
+from drafter.drafters.contract import ChoosingDrafter, Drafter, MergedDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter

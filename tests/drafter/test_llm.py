@@ -349,7 +349,7 @@ def test_results_come_as_they_are_done_and_are_cancelled_with_the_iterator(lm: S
     assert next(results).request_id == "0"
     with pytest.raises(RequestError, match="unknown setting"):
         lm.as_completed(QUESTION, colour="red")
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 

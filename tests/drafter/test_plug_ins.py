@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance.choices import RowSampling
-from drafter.acceptance.contract import Accepted, Verified, Verifier
-from drafter.acceptance.exact import ExactVerifier
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, PlainDecoding
-from drafter.drafters.merged import MergedDrafter
+from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
+from drafter.drafters.contract import (
+    Ask,
+    Committed,
+    DraftContext,
+    Drafter,
+    DraftSpec,
+    Ids,
+    Loan,
+    MergedDrafter,
+    PlainDecoding,
+)
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from benchmarks.gpu.operation_counts import OperationCounts
-from drafter.acceptance.contract import Verifier
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.drafters.contract import Drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepShape

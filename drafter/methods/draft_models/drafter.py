@@ -10,8 +10,7 @@ from torch import Tensor
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.methods.draft_models.text_reader import RunNodes, TextReader
 from drafter.target.model import BaseModel
-from drafter.tree.search import Frontier, best_first_trie, most_places
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_places
 
 _DEPTH = 8
 """Deepest level of a tree; each costs a forward of the draft model."""

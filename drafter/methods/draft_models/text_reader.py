@@ -17,8 +17,7 @@ from drafter.drafters.contract import DraftContext
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
 from drafter.target.packing import Packing
-from drafter.tree.search import Frontier
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import Frontier, TokenTree
 
 _TEXTS = (
     "The quick brown fox jumps over the lazy dog.",

@@ -22,8 +22,7 @@ from drafter.methods.eagle3.config import Eagle3HeadConfig, fused_layers
 from drafter.methods.eagle3.layers import DraftLayer, Fusion, KnownTexts, Projected, Rollout, sees_entries
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
-from drafter.tree.search import Conditionals, Frontier, best_first_trie
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import Conditionals, Frontier, TokenTree, best_first_trie
 
 
 class Eagle3Reader(ContextReader):

@@ -16,8 +16,7 @@ from drafter.errors import LoadError
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
 from drafter.target.packing import Packing
-from drafter.tree.search import Frontier, best_first_trie, most_places
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_places
 
 DEPTH = 8
 """Deepest level; each costs a forward of the first layers."""

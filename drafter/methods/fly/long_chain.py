@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, MergedDrafter
 from drafter.drafters.names import length_and_drafter
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import FADING, lookup

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loading, Loan, Renewal
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loading, Loan, MergedDrafter, Renewal
 from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.errors import LoadError

@@ -12,8 +12,7 @@ from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
 from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
 from drafter.target.model import BaseModel
-from drafter.tree.search import best_product_trie
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import TokenTree, best_product_trie
 
 
 @dataclass(frozen=True)

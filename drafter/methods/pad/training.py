@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.acceptance.choices import RowSampling
-from drafter.acceptance.contract import Accepted, Verified
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import Accepted, ExactVerifier, Verified
 from drafter.acceptance.lenient import shannon_entropy
 from drafter.methods.pad.classifier import PivotClassifier, PivotFeatures
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from drafter.acceptance.choices import RowSampling, SamplingMode
-from drafter.acceptance.contract import Accepted, Verified, Verifier
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.errors import LoadError
 from drafter.methods.pad.classifier import PivotFeatures, load_classifier

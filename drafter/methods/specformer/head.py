@@ -24,8 +24,7 @@ from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
-from drafter.tree.search import likeliest_chain
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import TokenTree, likeliest_chain
 
 
 class Attention(nn.Module):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from drafter.acceptance.choices import NodeChoices, RowSampling, SamplingMode, SamplingTable
-from drafter.acceptance.filters import History, penalise
-from drafter.acceptance.keyed_draw import draw, seed_key
+from drafter.acceptance.sampling import History, draw, penalise, seed_key
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only

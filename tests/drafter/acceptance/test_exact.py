@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter import devices
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
-from drafter.acceptance.contract import Verified
-from drafter.acceptance.exact import ExactVerifier, descend, walk
+from drafter.acceptance.contract import ExactVerifier, Verified, descend, walk
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 

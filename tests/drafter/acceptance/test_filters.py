@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from drafter import devices
-from drafter.acceptance import filters
-from drafter.acceptance.filters import keep_probable, keep_ranked, penalise
+from drafter.acceptance import sampling
+from drafter.acceptance.sampling import keep_probable, keep_ranked, penalise
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -100,12 +100,12 @@ def test_both_routes_keep_the_same_however_few_scores_are_sorted_first(
     if top_p is not None:
         top_p[1], top_p[2] = 1, 1 - 2**-53
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filters, "_FEW", few)
+        patch.setattr(sampling, "_FEW", few)
         looked = keep_ranked(scores, top_k, top_p)
         patch.setattr(devices, "is_asynchronous", lambda device: True)
         searched = keep_ranked(scores, top_k, top_p)
     assert torch.equal(looked, searched)
-    masses = filters._masses(scores)
+    masses = sampling._masses(scores)
     for row in range(5):
         assert looked[row].isfinite().tolist() == kept_by_definition(
             scores[row].tolist(),

@@ -13,7 +13,7 @@ from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
 from drafter import devices
-from drafter.acceptance.keyed_draw import draw, gumbel, hash_, noise_bits, seed_key
+from drafter.acceptance.sampling import draw, gumbel, hash_, noise_bits, seed_key
 
 GOLDEN = 0x9E3779B97F4A7C15
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafter.acceptance.exact import walk
+from drafter.acceptance.contract import walk
 from drafter.acceptance.lenient import lenient_walk
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 from tests.drafter.acceptance.test_exact import random_trees, tree_of

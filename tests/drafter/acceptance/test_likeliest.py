@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from drafter.acceptance.exact import are_sound, likeliest
+from drafter.acceptance.contract import are_sound, likeliest
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

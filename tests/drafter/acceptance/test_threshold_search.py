@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.operation_counts import OperationCounts
-from drafter.acceptance.filters import INTERVALS, PASSES, least_reaching
+from drafter.acceptance.sampling import INTERVALS, PASSES, least_reaching
 
 LARGEST = 2**63 - 1
 

@@ -203,8 +203,8 @@ def test_the_load_of_a_step_decides_whether_drafting_pays() -> None:
     dear = replace(dear, choices=np.array([1.0, 5.0, 9.0]))
     budget = AdaptiveBudget(dear)
     World(1, right=0.7, said=0.7, table=dear).run(budget, 300)
-    rates = {load: budget.best(load) for load in (StepLoad(1), StepLoad(1, 5000.0), StepLoad(1, 0.0, "filtered"))}
-    assert [nodes for _, nodes in rates.values()] == [8, 0, 0]
+    loads = (StepLoad(1), StepLoad(1, 5000.0), StepLoad(1, 0.0, "filtered"))
+    assert [budget.band(1).best(load)[1] for load in loads] == [8, 0, 0]
     assert budget.plan(StepLoad(1)).nodes == 8
     assert budget.plan(StepLoad(1, 100.0)).nodes == 4
 
@@ -218,7 +218,7 @@ def test_costs_that_are_learnt_at_one_load_hold_at_others() -> None:
         load = StepLoad(1, length)
         taken = 2 * float(said.costs(1).seconds(load, np.ones(3))[0])
         budget.observe(StepObservation(load, 0, nothing, nothing, nothing == 0, StepSeconds(0.0, 0.0, taken)))
-    assert budget.seconds(StepLoad(1, 20.0), 0) == pytest.approx(2 * (1.0 + 20 * 0.1), rel=0.01)
+    assert budget.band(1).step_seconds(StepLoad(1, 20.0), 0) == pytest.approx(2 * (1.0 + 20 * 0.1), rel=0.01)
 
 
 @given(st.integers(1, 5))

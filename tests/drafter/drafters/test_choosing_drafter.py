@@ -8,8 +8,7 @@ import pytest
 
 from drafter.budget.choosing_budget import ChoosingBudget
 from drafter.budget.contract import FixedBudget, StepLoad
-from drafter.drafters.contract import Ask, PlainDecoding
-from drafter.drafters.merged import ChoosingDrafter
+from drafter.drafters.contract import Ask, ChoosingDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, MergedDrafter, PlainDecoding
 from drafter.engine import runners as graph_step
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, padded_length, padded_rows

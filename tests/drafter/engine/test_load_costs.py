@@ -10,8 +10,7 @@ import torch
 
 from drafter import devices
 from drafter.acceptance.choices import RowSampling
-from drafter.acceptance.contract import Accepted, Verified, Verifier
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.budget.latency_table import LatencyTable
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepGraphs

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from drafter import devices
-from drafter.drafters.contract import Drafter, PlainDecoding
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Drafter, MergedDrafter, PlainDecoding
 from drafter.engine import warm_up as memory_check
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepShape

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.memory import EngineSizes, plan_memory, slot_length, what_would_fit

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.engine.scheduler import WaitingQueue
 from drafter.engine.sequence import Handle, Sequence
 from drafter.errors import EngineError, QueueFullError

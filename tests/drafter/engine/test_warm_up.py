@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep

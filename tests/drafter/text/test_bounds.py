@@ -10,9 +10,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.errors import RequestError
-from drafter.text import bounds
-from drafter.text.bounds import bounded_template, refuse_panics, tokenise
+from drafter.text import tokenizers
 from drafter.text.chat import encode_chat, encode_chats, render_chat
+from drafter.text.tokenizers import bounded_template, refuse_panics, tokenise
 
 PANICS = "a" * 40 + "c"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -55,8 +55,8 @@ def test_who_stops_the_program_is_not_held_up() -> None:
 def test_a_template_that_does_not_end_or_grows_is_stopped(
     template: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "_SECONDS", 0.2 if template == LOOPS else 60.0)
-    monkeypatch.setattr(bounds, "_BYTES", 64 << 20)
+    monkeypatch.setattr(tokenizers, "_SECONDS", 0.2 if template == LOOPS else 60.0)
+    monkeypatch.setattr(tokenizers, "_BYTES", 64 << 20)
     tokenizer, before = panicking(), sys.gettrace()
     tokenizer.chat_template = template
     with pytest.raises(RequestError, match=f"the chat template does not take these messages: it {why}"):

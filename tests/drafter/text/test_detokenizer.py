@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.text.streaming import Detokenizer
+from drafter.text.tokenizers import Detokenizer
 
 
 class Watched:

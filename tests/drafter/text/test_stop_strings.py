@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.text.streaming import StopSearch, cut_at_stop
+from drafter.text.tokenizers import StopSearch, cut_at_stop
 
 FEW = st.text("ab", max_size=6)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)

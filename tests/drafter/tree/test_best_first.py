@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter import devices
-from drafter.tree.search import Frontier, best_first_trie, most_places
+from drafter.tree.token_tree import Frontier, best_first_trie, most_places
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 
 

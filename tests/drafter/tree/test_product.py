@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafter.tree.search import best_product_trie, likeliest_chain
+from drafter.tree.token_tree import best_product_trie, likeliest_chain
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 
 

@@ -8,8 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, MergedDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafter import SpeculativeLM
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import MergedDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError

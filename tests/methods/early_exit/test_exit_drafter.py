@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Loan, MergedDrafter, PlainDecoding
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
 from drafter.methods.early_exit.drafter import ExitDrafter

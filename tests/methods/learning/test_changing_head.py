@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan, PlainDecoding, Renewal
-from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
+from drafter.drafters.contract import (
+    Ask,
+    ChoosingDrafter,
+    Committed,
+    DraftContext,
+    Drafter,
+    Ids,
+    Loan,
+    MergedDrafter,
+    PlainDecoding,
+    Renewal,
+)
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError

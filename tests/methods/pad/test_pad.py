@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import Verified
-from drafter.acceptance.registry import make_verifier
-from drafter.acceptance.settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings, make_verifier
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.methods.pad.classifier import (

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.errors import LoadError
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
-from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only

@@ -10,8 +10,14 @@ from transformers import GenerationConfig
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.generation_defaults import described, read_generation_file, sampling_defaults
-from drafter.requests import Request, ResolvedSampling, SamplingParams
+from drafter.requests import (
+    Request,
+    ResolvedSampling,
+    SamplingParams,
+    described,
+    read_generation_file,
+    sampling_defaults,
+)
 from drafter.target.loading import load_base
 from tests.support.models import SpellingTokenizer, generate_reference, random_model, random_prompts, run_engine
 
