@@ -23,9 +23,8 @@ from drafter.acceptance.keyed_draw import draw
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.methods.ngram.drafter import lookup
 from drafter.target.attention import additive, folded, tree_attention, tree_attention_mask
-from drafter.target.kv_cache import KVCache, LayerShape
+from drafter.target.kv_cache import BLOCK, KVCache, LayerShape, PagedKVCache
 from drafter.target.loading import pick_device
-from drafter.target.paged_kv_cache import BLOCK, PagedKVCache
 from drafter.tree.search import best_product_trie
 from drafter.tree.token_tree import TokenTree, from_paths, merge
 

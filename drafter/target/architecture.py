@@ -22,28 +22,23 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @contextmanager
 def transformers_loading() -> Iterator[None]:
-    """Hold the process's one lock for making models with transformers.
+    """Hold the process's one lock for making models with transformers. Threads that load other models may, too.
 
-    While `from_pretrained` runs, it replaces `PreTrainedModel.tie_weights` and `torch.linspace` process-wide, and then
-    restores what it found. If two loads overlap, the second finds the first one's replacement and leaves it there: all
-    later models with tied embeddings keep an `lm_head` without data. Callers who load models in other threads can hold
-    this lock, too.
+    `from_pretrained` replaces `PreTrainedModel.tie_weights` and `torch.linspace` process-wide, and then restores what
+    it found. If two loads overlap, the second leaves the first one's replacement there, and all later models with tied
+    embeddings keep an `lm_head` without data.
     """
     with _MAKING:
         try:
             yield
         finally:
-            # A load outside of this lock may have overlapped. Restoring is safe even while it is under way: its
-            # embeddings are tied earlier, and once more when their weights are there.
+            # After a load outside of this lock that overlapped. Safe even while it is under way: its embeddings are
+            # tied earlier, and once more when their weights are there.
             PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
     """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
-
-    Args:
-        name: The model's, for the message.
-        config: The model's whole configuration.
 
     Raises:
         LoadError: An encoder-decoder, a model with recurrent or linear-attention layers, or no causal LM at all.
@@ -75,29 +70,19 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest sequence, in tokens, that a batch decodes as each row by itself would; None if unknown.
-
-    Args:
-        config: The decoder's.
-    """
+    """Return the longest sequence, in tokens, that a batch decodes as each row by itself would; None if unknown."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         # Past this length the model scales the positions of a whole batch by its longest text: rows would depend on
         # each other.
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
-    longest = _positions(config)
+    fields = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length"))
+    longest = next((int(found) for found in fields if found), None)
     if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
         # From there on Llama 4 scales attention by a token's cache index, as if all rows were equally long.
         return int(min(longest or scale, scale)) - 1
     return longest
-
-
-def _positions(config: Any) -> int | None:
-    for field in ("max_position_embeddings", "n_positions", "seq_length"):
-        if getattr(config, field, None):
-            return int(getattr(config, field))
-    return None
 
 
 def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
@@ -122,10 +107,8 @@ def whole_layers(config: Any) -> frozenset[int]:
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-# Fingerprints, the same in every precision.
-
 _SCHEME = "v2-"
-"""Prefix of fingerprints. Those of the first scheme are 16 hex digits and nothing else."""
+"""Prefix of fingerprints. Those of the first scheme are 16 hex digits alone."""
 _SAMPLED = 1 << 14
 """Largest number of values hashed per tensor."""
 _TINY = 2.0**-16
@@ -135,15 +118,10 @@ _SAMPLED_FIRST = 4096
 
 
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
-    """Return `v2-` and 16 hex digits of a hash of a model's shape and tensors.
+    """Return `v2-` and 16 hex digits of a hash of a model's `sizes`, parameters and buffers.
 
-    All parameters and buffers of a checkpoint take part, in module order: small tensors in whole, large ones sampled
-    evenly. Values are rounded to bf16, so that fp32 and bf16 loads agree, and fp16 ones of a model saved in half
-    precision.
-
-    Args:
-        model: The model.
-        sizes: Values that tell its shape.
+    Small tensors are hashed in whole, large ones sampled evenly. Values are rounded to bf16, so that fp32 and bf16
+    loads agree, and fp16 ones of a model saved in half precision.
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
     for tensor in model.state_dict().values():
@@ -154,19 +132,13 @@ def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
 
 
 def is_of_first_scheme(given: str) -> bool:
-    """Return whether a fingerprint is of `first_fingerprint`."""
     return not given.startswith(_SCHEME)
 
 
 def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:
-    """Return the fingerprint of the first scheme, which draft heads and texts made by earlier releases name.
+    """Return the fingerprint of the first scheme, which draft heads and texts of earlier releases name.
 
-    It covers a sample of the embedding, all norms and all biases, so changes of other weights go unnoticed.
-
-    Args:
-        model: The model.
-        embedding: `[V, d]`.
-        sizes: Values that tell the model's shape.
+    It covers a sample of the embedding `[V, d]`, all norms and all biases.
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
     flat = embedding.flatten()
@@ -179,7 +151,6 @@ def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any])
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return up to `_SAMPLED` evenly spaced values, the first and the last among them."""
     flat = tensor.detach().flatten()
     if len(flat) <= _SAMPLED:
         return flat

@@ -1,9 +1,8 @@
-"""Forwards of Llama-like models on a CPU by our own C++ code: the same numbers up to rounding, much faster."""
+"""Forwards of Llama-like models on a CPU by the C++ library: the same numbers up to rounding, much faster."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from drafter.native.library import DecoderStruct, ForwardStruct, LayerStruct, PackedWeights, Pointer, library
+from drafter.native.build import DecoderStruct, ForwardStruct, LayerStruct, PackedWeights, Pointer, library
 from drafter.target.architecture import attention_kinds
 from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
 from drafter.target.kv_cache import KVCache
@@ -83,7 +82,7 @@ class LlamaLike:
 
 
 def read_llama_like(model: Any, decoder: Any, config: Any) -> LlamaLike:
-    """Read a causal LM whose decoder, the model without LM head, is `decoder` with configuration `config`.
+    """Read the weights of a causal LM; `decoder` is the model without LM head, `config` the decoder's.
 
     Raises:
         NotLlamaLikeError: It has another structure, or is not in fp32 on a CPU.
@@ -147,11 +146,6 @@ def _weight(module: Any, name: str) -> Tensor | None:
 
 
 def _joined(*layers: Any) -> Linear:
-    """Stack linear layers with the same input.
-
-    Raises:
-        NotLlamaLikeError: One of them is not a linear layer, or some have a bias and others do not.
-    """
     for layer in layers:
         if not isinstance(layer, nn.Linear):
             raise NotLlamaLikeError(f"{type(layer).__name__} stands where a linear layer is expected")
@@ -162,27 +156,6 @@ def _joined(*layers: Any) -> Linear:
     if any(bias is None for bias in biases):
         raise NotLlamaLikeError("some of its query, key and value layers have a bias, and others have none")
     return Linear(weight, torch.cat([bias.detach() for bias in biases]))
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The nodes of B rows.
-
-    Args:
-        slot: Slot of the first row; the others follow it.
-        tokens: `[B, N]`.
-        lengths: `[B]` positions before the nodes.
-        depths: `[B, N]`.
-        ancestors: `[B, N, N]`, or None if each row is a chain.
-        which: `[M]` nodes to compute, as indices in `[B * N]`.
-    """
-
-    slot: int
-    tokens: Tensor
-    lengths: Tensor
-    depths: Tensor
-    ancestors: Tensor | None
-    which: Tensor
 
 
 Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
@@ -231,86 +204,58 @@ class NativeDecoder:
         self._rotations: tuple[Tensor, Tensor] | None = None
         self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
 
-    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        rows, size = nodes.tokens.shape
-        which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
-        logits = _floats(rows, size, self._vocabulary)
-        hidden = _floats(rows, size, len(nodes.hidden_layers) * self._hidden)
-        if len(which) < rows * size:
-            logits.zero_()
-            hidden.zero_()
-        texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
-        self._run(cache, texts, nodes.hidden_layers, hidden, logits)
-        return logits, hidden
-
-    def prefill(
-        self,
-        cache: KVCache,
-        slot: int,
-        prompts: Sequence[Tensor],
-        starts: Sequence[int],
-        hidden_layers: tuple[int, ...],
-    ) -> Tensor:
-        counts = torch.tensor([len(prompt) for prompt in prompts])
-        size = int(counts.max())
-        which = (torch.arange(size) < counts[:, None]).flatten().nonzero()[:, 0]
-        tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-        depths = torch.arange(size).expand(len(prompts), -1)
-        hidden = _floats(len(prompts) * size, len(hidden_layers) * self._hidden)
-        texts = _Texts(slot, tokens, torch.tensor(starts), depths, None, which)
-        self._run(cache, texts, hidden_layers, hidden, None)
-        return hidden if len(prompts) == 1 else hidden[which]
-
-    def prefill_last(
-        self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        size = len(prompt)
-        which, logits = torch.arange(size), _floats(size, self._vocabulary)
-        hidden = _floats(size, len(hidden_layers) * self._hidden)
-        texts = _Texts(slot, prompt[None], torch.tensor([start]), which[None], None, which)
-        self._run(cache, texts, hidden_layers, hidden, logits, size - 1)
-        return logits[-1:], hidden
-
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
-        rows, size = nodes.tokens.shape
-        fresh = size - first
-        new = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
-        which = new // fresh * size + first + new % fresh
-        hidden = _floats(rows, size, self._hidden)
-        texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
-        self._run(cache, texts, (LM_HEAD_INPUT,), hidden, None, layers=layers)
-        return hidden[:, first:]
-
-    def _run(
-        self,
-        cache: KVCache,
-        texts: _Texts,
-        hidden_layers: tuple[int, ...],
-        hidden: Tensor,
-        logits: Tensor | None,
-        logits_from: int = 0,
-        layers: int | None = None,
-    ) -> None:
-        """Run texts; fill `hidden` `[B, N, K · d]`, and `logits` `[B, N, V]` of the nodes from `which[logits_from]` on.
+    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """See `Executor.forward`.
 
         Raises:
             IndexError: A node lies outside the cache, or a token outside the vocabulary.
         """
+        rows, size = nodes.tokens.shape
+        fresh, is_prompt = size - nodes.first, nodes.ancestors is None
+        which = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
+        if nodes.first:
+            which = which // fresh * size + nodes.first + which % fresh
+        # After the first layers, the final norm's output stands where the LM head's input does otherwise.
+        taps = nodes.hidden_layers if nodes.layers is None else (LM_HEAD_INPUT,)
+        hidden, logits = _floats(rows, size, len(taps) * self._hidden), None
+        if nodes.logits and nodes.layers is None:
+            logits = _floats(rows, size, self._vocabulary)
+            if len(which) < rows * size:
+                logits.zero_()
+                hidden.zero_()
+        self._run(cache, nodes, which, taps, hidden, logits)
+        if not is_prompt:
+            return logits, hidden[:, nodes.first :]
+        return (
+            None if logits is None else logits[0, -1:],
+            hidden[0] if nodes.packing is None else hidden.flatten(0, 1)[which],
+        )
+
+    def _run(
+        self,
+        cache: KVCache,
+        nodes: TreeNodes,
+        which: Tensor,
+        taps: tuple[int, ...],
+        hidden: Tensor,
+        logits: Tensor | None,
+    ) -> None:
+        """Run the nodes `which` `[M]`; fill `hidden` `[B, N, K · d]` and `logits` `[B, N, V]`, of a prompt the last."""
         self._prepare_positions(cache.length)
-        rows, size = texts.tokens.shape
-        tokens, lengths = texts.tokens.contiguous(), texts.lengths.contiguous()
-        depths, which = texts.depths.contiguous(), texts.which.contiguous()
-        ancestors = None if texts.ancestors is None else texts.ancestors.contiguous()
-        taps = (ctypes.c_int64 * len(hidden_layers))(*hidden_layers)
+        rows, size = nodes.tokens.shape
+        # Kept until the call returns.
+        tokens, lengths = nodes.tokens.contiguous(), nodes.lengths.contiguous()
+        depths, which = nodes.depths.contiguous(), which.contiguous()
+        ancestors = None if nodes.ancestors is None else nodes.ancestors.contiguous()
+        tapped = (ctypes.c_int64 * len(taps))(*taps)
         keys, values = self._addresses(cache)
-        blocks = cache.blocks
         forward = ForwardStruct(
             keys=keys,
             values=values,
-            blocks=blocks.data_ptr(),
+            blocks=cache.blocks.data_ptr(),
             block=cache.block,
-            slot_blocks=blocks.shape[1],
-            first_slot=texts.slot,
+            slot_blocks=cache.blocks.shape[1],
+            first_slot=nodes.slot,
             rows=rows,
             nodes=size,
             tokens=tokens.data_ptr(),
@@ -319,19 +264,18 @@ class NativeDecoder:
             ancestors=None if ancestors is None else ancestors.data_ptr(),
             which=which.data_ptr(),
             count=len(which),
-            taps=ctypes.addressof(taps),
-            tap_count=len(hidden_layers),
+            taps=ctypes.addressof(tapped),
+            tap_count=len(taps),
             hidden=hidden.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
-            logits_from=logits_from,
-            layers=len(self._layers) if layers is None else layers,
+            logits_from=size - 1 if ancestors is None else 0,
+            layers=len(self._layers) if nodes.layers is None else nodes.layers,
             threads=torch.get_num_threads(),
         )
         if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):
             raise IndexError("a node lies outside the KV cache, or a token outside the vocabulary")
 
     def _addresses(self, cache: KVCache) -> Addresses:
-        """Return the addresses of each layer's keys, and of its values."""
         if cache not in self._caches:
             layers = cache.layers()
             self._caches[cache] = (

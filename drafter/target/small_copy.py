@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,12 +62,7 @@ _SIZES = (
 
 
 def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
-    """Return possible lengths in a decoder's configuration, nested ones too, that short texts do not reach.
-
-    Args:
-        config: The decoder's.
-        longest: Tokens of the longest text; numbers from there on are left out.
-    """
+    """Return possible lengths below `longest` in a decoder's configuration that short texts do not reach."""
     return {
         name: number
         for name, number in _numbers(config.to_dict())
@@ -82,11 +76,7 @@ def names_window(name: str) -> bool:
 
 
 def small_copy(model: Any, longest: int | None) -> Any:
-    """Build the copy of a model, on the CPU and in float32; `longest` as in `lengths_beyond`.
-
-    Raises:
-        Exception: Any error of the model's class, if it does not take the small configuration.
-    """
+    """Build the copy of a model, on the CPU and in float32. May raise any error of the model's class."""
     attention = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     return random_model(type(model), small_config(model.config, longest), attention)
 
@@ -147,8 +137,7 @@ def _kept_layers(config: Any, layers: int) -> list[int]:
     return kept + kept if getattr(config, "num_kv_shared_layers", None) else kept
 
 
-@dataclass(frozen=True)
-class _Proportions:
+class _Proportions(NamedTuple):
     """Query heads of the decoder, layers of its copy, and tokens of the longest text."""
 
     heads: int | None
