@@ -47,7 +47,7 @@ class Handle:
         self._on_cancel = on_cancel
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
-        self.future.add_done_callback(lambda _: self._hand_out(None))
+        self.future.add_done_callback(lambda _: self.push(None))
 
     @property
     def streams(self) -> bool:
@@ -116,16 +116,13 @@ class Handle:
             if some[-1] is None:
                 return
 
-    def push(self, delta: TokenDelta) -> None:
-        """Hand out a step's tokens."""
-        self._hand_out(delta)
-
     def _streamed(self) -> queue.SimpleQueue[TokenDelta | None]:
         if self._deltas is None:
             raise TypeError("submit the request with stream=True to iterate over its tokens")
         return self._deltas
 
-    def _hand_out(self, delta: TokenDelta | None) -> None:
+    def push(self, delta: TokenDelta | None) -> None:
+        """Hand out a step's tokens; None after the last ones."""
         if self._deltas is None:
             return
         self._deltas.put(delta)

@@ -23,16 +23,18 @@ from drafter.target.architecture import (
     fingerprint,
     first_fingerprint,
     is_of_first_scheme,
+    lengths_beyond,
     max_positions,
+    names_window,
     refuse_unsupported,
+    small_copy,
 )
 from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
 from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, ModelCode, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read_llama_like
+from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
 from drafter.target.prepacked import prepack
 from drafter.target.proof import attention_agrees, executors_agree, prove_tree_decoding, run_plainly, trees_agree
-from drafter.target.small_copy import lengths_beyond, names_window, small_copy
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ class BaseModel:
     def _native(self) -> Executor | None:
         """Return the native executor if it can run this model and agrees with the model's own code."""
         try:
-            native = NativeDecoder(read_llama_like(self.model, self.decoder, self.config))
+            native = NativeDecoder(self.model, self.decoder, self.config)
         except NotLlamaLikeError as reason:
             _log.debug("%s runs by its own code: %s", self.name, reason)
             return None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,184 +24,71 @@ class NotLlamaLikeError(Exception):
     """The model has another structure; the message says what differs."""
 
 
-class Linear(NamedTuple):
-    """Stacked weights `[outputs, inputs]` and bias `[outputs]` of linear layers with the same input."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class DecoderLayer:
-    """Weights of one layer; `query_norm` and `key_norm` `[D]` only in models that norm their heads."""
-
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True)
-class LlamaLike:
-    """Weights of a decoder, fp32 on a CPU, and its sizes.
-
-    Args:
-        embedding: `[V, d]`.
-        final_norm: `[d]`.
-        head: `[V, d]` LM head.
-        rotary: Maps an input and positions `[1, P]` to cosines and sines `[1, P, D]`.
-        heads: H query heads.
-        kv_heads: H' KV heads.
-        head_size: D.
-        epsilon: Of the norms.
-        scale: Factor of the attention scores.
-    """
-
-    layers: list[DecoderLayer]
-    embedding: Tensor
-    final_norm: Tensor
-    head: Linear
-    rotary: nn.Module
-    heads: int
-    kv_heads: int
-    head_size: int
-    epsilon: float
-    scale: float
-
-    def rotations(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[positions, D / 2]`, as the model computes them."""
-        places = torch.arange(positions)[None]
-        cosines, sines = self.rotary(torch.zeros(1, 1, 1, dtype=torch.float32), places)
-        half = self.head_size // 2
-        return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
-
-
-def read_llama_like(model: Any, decoder: Any, config: Any) -> LlamaLike:
-    """Read the weights of a causal LM; `decoder` is the model without LM head, `config` the decoder's.
-
-    Raises:
-        NotLlamaLikeError: It has another structure, or is not in fp32 on a CPU.
-    """
-    _refuse_others(model, config)
-    try:
-        layers = [_layer(layer) for layer in decoder.layers]
-        attention = decoder.layers[0].self_attn
-        read = LlamaLike(
-            layers=layers,
-            embedding=decoder.embed_tokens.weight.detach(),
-            final_norm=decoder.norm.weight.detach(),
-            head=_joined(model.get_output_embeddings()),
-            rotary=decoder.rotary_emb,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_size=attention.head_dim,
-            epsilon=config.rms_norm_eps,
-            scale=attention.scaling,
-        )
-    except AttributeError as error:
-        raise NotLlamaLikeError(str(error)) from error
-    return read
-
-
-def _refuse_others(model: Any, config: Any) -> None:
-    if config.model_type not in FAMILIES:
-        raise NotLlamaLikeError(f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}")
-    if config.hidden_act != "silu":
-        raise NotLlamaLikeError(f"its activation is {config.hidden_act}, not silu")
-    if any(kind != (None, None) for kind in attention_kinds(config).values()):
-        raise NotLlamaLikeError("some of its layers do not see the whole text")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _STATIC_ROPE:
-        raise NotLlamaLikeError(f"its rotary positions ({kind}) depend on the text's length")
-    for name, tensor in model.named_parameters():
-        if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-            raise NotLlamaLikeError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on a CPU")
-        if type(tensor) is not nn.Parameter:
-            raise NotLlamaLikeError(f"{name} is quantised")
-
-
-def _layer(layer: Any) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return DecoderLayer(
-        attention_norm=layer.input_layernorm.weight.detach(),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        query_norm=_weight(attention, "q_norm"),
-        key_norm=_weight(attention, "k_norm"),
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        output=_joined(attention.o_proj),
-        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
-        down=_joined(mlp.down_proj),
-    )
-
-
-def _weight(module: Any, name: str) -> Tensor | None:
-    norm = getattr(module, name, None)
-    return None if norm is None else norm.weight.detach()
-
-
-def _joined(*layers: Any) -> Linear:
-    for layer in layers:
-        if not isinstance(layer, nn.Linear):
-            raise NotLlamaLikeError(f"{type(layer).__name__} stands where a linear layer is expected")
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases = [layer.bias for layer in layers]
-    if all(bias is None for bias in biases):
-        return Linear(weight, None)
-    if any(bias is None for bias in biases):
-        raise NotLlamaLikeError("some of its query, key and value layers have a bias, and others have none")
-    return Linear(weight, torch.cat([bias.detach() for bias in biases]))
-
-
 Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 
 
 class NativeDecoder:
-    """`Executor` for a Llama-like decoder.
+    """`Executor` for a Llama-like decoder in fp32.
+
+    Args:
+        model: The causal LM.
+        decoder: The model without its LM head.
+        config: The decoder's.
 
     Raises:
         BuildError: The library cannot be compiled here.
-        NotLlamaLikeError: The library does not support its head size.
+        NotLlamaLikeError: The model has another structure, is not in fp32 on a CPU, or has heads of another size.
     """
 
-    def __init__(self, decoder: LlamaLike) -> None:
-        if not library().drafter_takes_heads_of(decoder.head_size):
-            raise NotLlamaLikeError(f"its heads have {decoder.head_size} numbers")
-        self._decoder = decoder
-        self._weights = weights = PackedWeights()
-        layers = (LayerStruct * len(decoder.layers))()
-        for struct, layer in zip(layers, decoder.layers, strict=True):
-            struct.attention_norm = weights.address(layer.attention_norm)
-            struct.mlp_norm = weights.address(layer.mlp_norm)
-            struct.query_norm = weights.address(layer.query_norm)
-            struct.key_norm = weights.address(layer.key_norm)
-            struct.qkv = weights.matrix(*layer.qkv)
-            struct.output = weights.matrix(*layer.output)
-            struct.gate_up = weights.gated(*layer.gate_up)
-            struct.down = weights.after_gate(*layer.down)
-        self._layers = layers
-        self._vocabulary, self._hidden = decoder.embedding.shape
-        self._struct = DecoderStruct(
-            layers=layers,
-            embedding=weights.address(decoder.embedding),
-            final_norm=weights.address(decoder.final_norm),
-            head=weights.matrix(*decoder.head),
-            positions=0,
-            hidden=self._hidden,
-            heads=decoder.heads,
-            kv_heads=decoder.kv_heads,
-            head_size=decoder.head_size,
-            intermediate=layers[0].down.inputs,
-            vocabulary=self._vocabulary,
-            epsilon=decoder.epsilon,
-            scale=decoder.scale,
-        )
+    def __init__(self, model: Any, decoder: Any, config: Any) -> None:
+        _refuse_others(model, config)
+        library()
+        self._weights = PackedWeights()
+        try:
+            self._rotary: nn.Module = decoder.rotary_emb
+            self._head_size: int = decoder.layers[0].self_attn.head_dim
+            if not library().drafter_takes_heads_of(self._head_size):
+                raise NotLlamaLikeError(f"its heads have {self._head_size} numbers")
+            self._layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
+            self._struct = self._decoder(model, decoder, config)
+        except AttributeError as error:
+            raise NotLlamaLikeError(str(error)) from error
+        self._vocabulary, self._hidden = decoder.embed_tokens.weight.shape
         self._rotations: tuple[Tensor, Tensor] | None = None
         self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
+
+    def _layer(self, layer: Any) -> LayerStruct:
+        attention, mlp, weights = layer.self_attn, layer.mlp, self._weights
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]  # some families norm their heads
+        query_norm, key_norm = (None if norm is None else weights.address(norm.weight) for norm in norms)
+        return LayerStruct(
+            attention_norm=weights.address(layer.input_layernorm.weight),
+            mlp_norm=weights.address(layer.post_attention_layernorm.weight),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            qkv=weights.matrix(*_joined(attention.q_proj, attention.k_proj, attention.v_proj)),
+            output=weights.matrix(*_joined(attention.o_proj)),
+            gate_up=weights.gated(*_joined(mlp.gate_proj, mlp.up_proj)),
+            down=weights.after_gate(*_joined(mlp.down_proj)),
+        )
+
+    def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
+        weights, embedding = self._weights, decoder.embed_tokens.weight
+        return DecoderStruct(
+            layers=self._layers,
+            embedding=weights.address(embedding),
+            final_norm=weights.address(decoder.norm.weight),
+            head=weights.matrix(*_joined(model.get_output_embeddings())),
+            positions=0,
+            hidden=embedding.shape[1],
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=self._head_size,
+            intermediate=self._layers[0].down.inputs,
+            vocabulary=embedding.shape[0],
+            epsilon=config.rms_norm_eps,
+            scale=decoder.layers[0].self_attn.scaling,
+        )
 
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
         """See `Executor.forward`.
@@ -285,10 +171,45 @@ class NativeDecoder:
         return self._caches[cache]
 
     def _prepare_positions(self, count: int) -> None:
+        """Compute cosines and sines `[count, D / 2]`, as the model does."""
         if count > self._struct.positions:
-            self._rotations = self._decoder.rotations(count)
-            self._struct.cosines, self._struct.sines = (part.data_ptr() for part in self._rotations)
+            tables = self._rotary(torch.zeros(1, 1, 1, dtype=torch.float32), torch.arange(count)[None])
+            cosines, sines = (table[0, :, : self._head_size // 2].float().contiguous() for table in tables)
+            self._rotations = cosines, sines
+            self._struct.cosines, self._struct.sines = cosines.data_ptr(), sines.data_ptr()
             self._struct.positions = count
+
+
+def _refuse_others(model: Any, config: Any) -> None:
+    if config.model_type not in FAMILIES:
+        raise NotLlamaLikeError(f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}")
+    if config.hidden_act != "silu":
+        raise NotLlamaLikeError(f"its activation is {config.hidden_act}, not silu")
+    if any(kind != (None, None) for kind in attention_kinds(config).values()):
+        raise NotLlamaLikeError("some of its layers do not see the whole text")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _STATIC_ROPE:
+        raise NotLlamaLikeError(f"its rotary positions ({kind}) depend on the text's length")
+    for name, tensor in model.named_parameters():
+        if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+            raise NotLlamaLikeError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on a CPU")
+        if type(tensor) is not nn.Parameter:
+            raise NotLlamaLikeError(f"{name} is quantised")
+
+
+def _joined(*layers: Any) -> tuple[Tensor, Tensor | None]:
+    """Stack weights `[outputs, inputs]` and biases `[outputs]` of linear layers with the same input."""
+    for layer in layers:
+        if not isinstance(layer, nn.Linear):
+            raise NotLlamaLikeError(f"{type(layer).__name__} stands where a linear layer is expected")
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias for layer in layers]
+    if all(bias is None for bias in biases):
+        return weight, None
+    if any(bias is None for bias in biases):
+        raise NotLlamaLikeError("some of its query, key and value layers have a bias, and others have none")
+    return weight, torch.cat([bias.detach() for bias in biases])
 
 
 def _floats(*shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafter.native import library
+from drafter.native import build
 from drafter.native.build import BuildError, gated_order
 from drafter.target import native_decoder
 from drafter.target.architecture import decoder_of
@@ -20,7 +20,7 @@ from drafter.target.attention import Packing
 from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read_llama_like
+from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
 from drafter.tree.token_tree import TokenTree
 from tests.support.models import random_prompts
 
@@ -70,7 +70,7 @@ def verified(executor: Executor, cache: KVCache, nodes: TreeNodes) -> tuple[Tens
 
 
 def native_of(base: BaseModel) -> NativeDecoder:
-    return NativeDecoder(read_llama_like(base.model, base.decoder, base.config))
+    return NativeDecoder(base.model, base.decoder, base.config)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -233,7 +233,7 @@ def test_what_cannot_run_natively_says_why(shape: str, others: dict[str, Any], r
     model = model_of(shape, **others)
     config = model.config.get_text_config(decoder=True)
     with pytest.raises(NotLlamaLikeError, match=reason):
-        NativeDecoder(read_llama_like(model, decoder_of(model), config))
+        NativeDecoder(model, decoder_of(model), config)
     assert BaseModel(model)._executor is not None
 
 
@@ -265,7 +265,7 @@ def test_without_a_compiler_the_models_own_code_runs_and_a_warning_says_so(
 
 
 def test_other_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(library, "gated_order", lambda size: gated_order(size).flip(0))
+    monkeypatch.setattr(build, "gated_order", lambda size: gated_order(size).flip(0))
     base = BaseModel(model_of("llama"))
     assert base._executor is base._model_code
     assert "gives other numbers" in caplog.text
