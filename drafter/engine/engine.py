@@ -97,19 +97,19 @@ class Engine:
             plan = plan_or_refuse(base.device, engine_sizes(base, drafter.spec, config, self.max_length, graphs))
         self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
-        self._device = DeviceStep(base, verifier, self.batch, packs=self._packs and not queued)
+        self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not queued)
         self._graphs: StepGraphs | None = None
         if queued:
             recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
-            self._graphs = StepGraphs(recorder, lambda shape: self.decode_shape(self._device, shape))
+            self._graphs = StepGraphs(recorder, lambda shape: Engine.decode_shape(device, shape))
         # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
         self.flights = Flights(base.device, lag=int(queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self.last_step = time.monotonic()
         if config.compile:
-            compile_base(self._device)
+            compile_base(device)
         if plan is not None and self._graphs is not None:
-            try_dearest_step(self._device, self._graphs, plan)
+            try_dearest_step(device, self._graphs, plan)
         self.budget = budget or self._make_budget(None if config.compile else drafter_name)
 
     # ---- from any thread

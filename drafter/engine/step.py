@@ -55,7 +55,7 @@ class StepTensors:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """One step of B rows: what was asked, drafted and accepted, and how long it took.
 
@@ -78,7 +78,7 @@ class Step:
         tensors: The result, on the device or on its way to the host.
         tokens: New tokens of each row: accepted draft tokens and the bonus token; none if it is not sound. This and
             all that follow are set by `read`.
-        sound: Whether each row's logits are finite.
+        sound: True for rows whose logits are finite.
         accepted: Draft tokens among `tokens`.
         drafted: Draft nodes that were verified in each row.
         log_probs: `[B, N]` float64 log prefix probabilities of the verified nodes, -inf in padding.
