@@ -76,6 +76,7 @@ class Step:
         stays: `Sequence.stay` of each row at the start.
         promised: `[B, ask.nodes]` log prefix probabilities of the drafted nodes, where not all of them are verified.
         tensors: The result, on the device or on its way to the host.
+        landed: Happens when `tensors` are on the host; None where they are.
         tokens: New tokens of each row: accepted draft tokens and the bonus token; none if it is not sound. This and
             all that follow are set by `read`.
         sound: True for rows whose logits are finite.
@@ -109,7 +110,7 @@ class Step:
     on_path: npt.NDArray[np.bool_] = field(init=False)
     lenient: list[list[int]] = field(init=False)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    _landed: torch.cuda.Event | None = None
+    landed: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         self.stays = [sequence.stay for sequence in self.sequences]
@@ -127,18 +128,6 @@ class Step:
         """Begin the next part of the step; return the seconds of the last one."""
         before, self.since = self.since, time.perf_counter()
         return self.since - before
-
-    def launch(self, device: torch.device) -> None:
-        """Send the result to the host, without waiting."""
-        if device.type == "cuda":
-            self.tensors = self.tensors.to_host(len(self.sequences))
-            self._landed = torch.cuda.Event(blocking=True)
-            self._landed.record(torch.cuda.current_stream(device))
-
-    def land(self) -> None:
-        """Wait until the result is on the host."""
-        if self._landed is not None:
-            self._landed.synchronize()
 
     def read(self) -> None:
         """Unpack the result, which must be on the host."""
@@ -205,14 +194,19 @@ class Flights:
         return sum(step.depth + 1 for step in self._steps)
 
     def add(self, step: Step) -> None:
-        step.launch(self._device)
+        """Send the step's result to the host, without waiting."""
+        if self._device.type == "cuda":
+            step.tensors = step.tensors.to_host(len(step.sequences))
+            step.landed = torch.cuda.Event(blocking=True)
+            step.landed.record(torch.cuda.current_stream(self._device))
         self._steps.append(step)
 
     def land(self, keep: int) -> Iterator[Step]:
         """Wait for all steps but the newest `keep` ones, and yield them."""
         while len(self._steps) > keep:
             step = self._steps.pop(0)
-            step.land()
+            if step.landed is not None:
+                step.landed.synchronize()
             yield step
 
     def clear(self) -> None:

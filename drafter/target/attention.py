@@ -140,11 +140,9 @@ class CommittedLayers:
 
 
 def merge_attention(values: Tensor, lses: Tensor) -> Parts:
-    """Merge attention over P disjoint sets of positions into attention over their union.
+    """Merge attention over P disjoint sets of positions, `[P, ..., D]` and `[P, ...]`, into that over their union.
 
-    Args:
-        values: `[P, ..., D]`.
-        lses: `[P, ...]` float32; -inf for an empty set, whose values must be finite.
+    The log-sum-exp of an empty set is -inf; its values must be finite.
     """
     # Clamped because -inf minus -inf, if all sets are empty, would be NaN.
     largest = lses.amax(0).clamp_min(torch.finfo(lses.dtype).min)
@@ -161,13 +159,7 @@ def merge_tree(before: Parts, tree: Parts) -> Tensor:
 
 
 def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
-    """Return the number of parts into which to split the positions of a slot.
-
-    Args:
-        heads: KV heads.
-        queries: Queries of a row that share a KV head.
-        slot: Positions of a slot.
-    """
+    """Return the number of parts into which to split the positions of a slot; `queries` share one of the KV `heads`."""
     return max(1, min(-(-slot // max(_PART, _WORTH * queries)), _BUSY // (rows * heads)))
 
 
@@ -272,15 +264,12 @@ def tree_attention(
     committed: CommittedLayers | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend like transformers' `sdpa`, with support for packed queries and for `folded` masks.
+    """Attend like transformers' `sdpa`, with support for packed queries, `folded` masks and reading in two parts.
 
     Args:
         query: `[B, H, N, D]`; `[1, H, M, D]` with a packing.
         key: `[B, H', S, D]`; in a layer that reads in two parts the nodes' alone, like the queries.
-        value: As `key`.
         attention_mask: `[B, 1, N, S]` or `[B, 1, G · N, S]`, where S is N in a layer that reads in two parts.
-        committed: For layers that read in two parts.
-        settings: As for `sdpa`.
 
     Returns:
         `[B, N, H, D]`, or `[1, M, H, D]` with a packing, and no weights.
@@ -301,7 +290,6 @@ def tree_attention(
 
 
 def _unpacked(states: Tensor, packing: Packing) -> Tensor:
-    """Unpack `[1, H, M, D]` to `[B, H, N, D]`."""
     return packing.unpack(states.transpose(1, 2)).transpose(1, 2)
 
 
@@ -380,8 +368,8 @@ def tree_attention_mask(
         lengths: `[B]` committed positions.
         depths: `[B, N]`.
         ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`.
-        window: Sliding window: a node sees positions less than this far behind it.
-        chunk: Chunk size: a node sees only positions of its own chunk.
+        window: A node sees positions less than this far behind it.
+        chunk: A node sees only positions of its own chunk of this size.
     """
     asked, nodes = ancestors.shape[1:]
     index = torch.arange(kv_length, device=lengths.device)

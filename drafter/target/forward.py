@@ -110,13 +110,7 @@ class Executor(Protocol):
 
 
 class DecoderLayers:
-    """Access to a decoder's layer outputs, and to its first layers alone.
-
-    Args:
-        decoder: The model without its LM head.
-        count: Its number of layers.
-        name: The model's, for messages.
-    """
+    """Access to the outputs of a decoder's `count` layers, and to its first layers alone. `name` is for messages."""
 
     def __init__(self, decoder: nn.Module, count: int, name: str) -> None:
         self._owner, self._attribute, self._name = decoder, "", name
@@ -182,13 +176,7 @@ class DecoderLayers:
 
 
 class ModelCode:
-    """`Executor` that calls a transformers model, unforked, optionally compiled.
-
-    Args:
-        model: The causal LM, on its device(s).
-        decoder: The model without its LM head.
-        config: The decoder's.
-        device: Device of token ids and results.
+    """`Executor` that calls a transformers model, optionally compiled, with token ids and results on `device`.
 
     Attributes:
         query_groups: Query heads per KV head in the masks that the layers get; see `tree_attention`.
@@ -219,7 +207,7 @@ class ModelCode:
         self._verify = compiled(self._run)
 
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
-        """See `Executor.forward`. A `packing` needs `packs`, but in a forward through the first layers alone."""
+        """See `Executor.forward`. Needs `packs` for a `packing`, which the first layers alone can do without."""
         if nodes.layers is not None:
             return None, self._exit_early(cache, nodes, nodes.layers)
         self._layers.watch(nodes.hidden_layers)

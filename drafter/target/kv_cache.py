@@ -230,7 +230,6 @@ class KVCache:
         self._copy(source, target)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
         for buffer in self.buffers:
             rows = buffer.unflatten(0, (-1, self.slots, self.length))
             rows[:, target, :length] = rows[:, source, :length]
@@ -240,7 +239,6 @@ class KVCache:
         self.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Zero all positions of a slot."""
         for buffer in self.buffers:
             buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
 

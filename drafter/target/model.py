@@ -90,11 +90,7 @@ class BaseModel:
         self.fingerprint = fingerprint(self.model, self._sizes)
 
     def _prove_long_texts(self) -> None:
-        """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length.
-
-        Raises:
-            LoadError: The copy gives other logits, or cannot be made of a model whose configuration names a window.
-        """
+        """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length."""
         if not (lengths := lengths_beyond(self.config, self.max_positions)):
             return
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -114,7 +110,6 @@ class BaseModel:
             raise LoadError(f"{error}; so it is with texts longer than {listed}, tried on a small copy") from error
 
     def _native(self) -> Executor | None:
-        """Return the native executor if it can run this model and agrees with the model's own code."""
         try:
             native = NativeDecoder(self.model, self.decoder, self.config)
         except NotLlamaLikeError as reason:
@@ -231,7 +226,7 @@ class BaseModel:
         return bool(self.model.config._attn_implementation == TREE_ATTENTION)
 
     def _read_in_parts(self) -> None:
-        """Read committed positions to each row's own length, if a kernel here does and gives the same numbers."""
+        """Read committed positions to each row's own length, if a kernel here gives the same numbers."""
         attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
         if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
             return
@@ -282,7 +277,6 @@ class BaseModel:
         return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
-        """Raise `LoadError` if a device lacks room for `positions`; `sizes` are bytes per position."""
         for device, size in sizes.items():
             free, wanted = devices.free_bytes(device), size * positions
             if free is not None and wanted > free:
@@ -342,23 +336,16 @@ class BaseModel:
 
     @torch.no_grad()
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
-        """Run only the first layers and the final norm over texts `[B, L]`, padded on the right, without a cache.
-
-        Returns:
-            The LM head's input `[B, L, d]`.
-        """
+        """Run only the first layers and the final norm over texts `[B, L]`, padded on the right; return `[B, L, d]`."""
         return self._model_code.read_early(tokens, layers)
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
-        """Run only the first layers and the final norm over tree nodes.
+        """Run only the first layers and the final norm over tree nodes; return `[B, N - first, d]`.
 
         Their KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree can
         be run in parts: nodes before `first` have their KV there already.
 
         Args:
             nodes: All nodes; a `packing` is of those from `first` on.
-
-        Returns:
-            The LM head's input `[B, N - first, d]`.
         """
         return self.forward(cache, replace(nodes, layers=layers, first=first))[1]
