@@ -20,8 +20,7 @@ from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Handle
-from drafter.engine.tap import LearningStart, RowTap
+from drafter.engine.sequence import Handle, LearningStart, RowTap
 from drafter.errors import LoadError, RequestError, shown
 from drafter.many import (
     as_chat,

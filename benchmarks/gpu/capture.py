@@ -15,13 +15,13 @@ from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.identity import drafters
 from benchmarks.gpu.operators import as_on_a_gpu
 from drafter.acceptance.contract import ExactVerifier
-from drafter.devices import synchronise
+from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter
 from drafter.engine.batch import BatchState
-from drafter.engine.cuda_graph import StepGraphs, step_graphs
-from drafter.engine.runners import step_shape, whole_step
-from drafter.engine.step import DeviceStep, StepOutcome
+from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, step_shape
+from drafter.engine.engine import Engine
+from drafter.engine.step import DeviceStep, StepTensors
 from drafter.engine.warm_up import generate_texts
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
@@ -52,18 +52,18 @@ def prepare(plan: Plan) -> Measure:
     length = 64 if plan.tiny else _LENGTH
 
     def measure(cell: Key) -> Values:
-        graphs = step_graphs(base.device, base.devices, graph_safe=True)
+        recorder = CudaRecorder(base.device) if is_asynchronous(base.device) and len(base.devices) == 1 else None
         with as_on_a_gpu():
-            return captured(base, load_drafter(cell["drafter"], base, _NODES), MODES[cell["mode"]], length, graphs)
+            return captured(base, load_drafter(cell["drafter"], base, _NODES), MODES[cell["mode"]], length, recorder)
 
     return measure
 
 
 @torch.inference_mode()
 def captured(
-    base: BaseModel, drafter: Drafter, sampling: SamplingParams, length: int, graphs: StepGraphs | None
+    base: BaseModel, drafter: Drafter, sampling: SamplingParams, length: int, recorder: CudaRecorder | None
 ) -> Values:
-    """Do the same step as it is and, where there are graphs, as a graph; compare what they report, and time both."""
+    """Do the same step as it is and, on a GPU, as a graph; compare what they report, and time both."""
     safe = drafter.spec.graph_safe
     state = BatchState(base, drafter, _ROWS, length, StageTimes())
     step = DeviceStep(base, ExactVerifier(), state, packs=False)
@@ -74,9 +74,10 @@ def captured(
     state.expect([sampling] * _ROWS)
     nodes = min(_NODES, drafter.spec.max_nodes)
     shape = step_shape(step, _ROWS, nodes, committed)
-    whole = partial(whole_step, step, shape)
+    whole = partial(Engine.decode_shape, step, shape)
+    graphs = StepGraphs(recorder, partial(Engine.decode_shape, step)) if recorder else None
 
-    def again(do: Callable[[], StepOutcome]) -> tuple[Tensor, float]:
+    def again(do: Callable[[], StepTensors]) -> tuple[Tensor, float]:
         """What a step reports that begins where the first one did, and its seconds."""
         state.lengths.fill_(committed)
         if nodes:
@@ -91,7 +92,7 @@ def captured(
     expected, eager_seconds = again(whole)
     with _warnings_of(StepGraphs) as warnings:
         before = _taken(base.device)
-        runs = [again((lambda: graphs.run(shape, whole)) if graphs and safe else whole) for _ in range(4)]
+        runs = [again((lambda: graphs.run(shape)) if graphs and safe else whole) for _ in range(4)]
     waits = "no GPU" if graphs is None else "; ".join(warnings) if safe else "not graph_safe"
     return {
         "recorded": not waits,

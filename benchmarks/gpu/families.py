@@ -22,9 +22,9 @@ from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.measurement import differing_tokens
 from drafter.requests import Request, SamplingParams
+from drafter.target.architecture import random_model
 from drafter.target.loading import pick_device
 from drafter.target.model import BaseModel
-from drafter.target.small_copy import random_model
 from drafter.text.tokenizers import load_tokenizer
 
 _VOCABULARY, _ROWS, _NODES = 512, 6, 8

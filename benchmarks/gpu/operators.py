@@ -22,9 +22,8 @@ from drafter.acceptance.sampling import draw, keep_probable, keep_ranked
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.methods.ngram.drafter import lookup
 from drafter.target.attention import additive, folded, tree_attention, tree_attention_mask
-from drafter.target.kv_cache import KVCache, LayerShape
+from drafter.target.kv_cache import BLOCK, KVCache, LayerShape, PagedKVCache
 from drafter.target.loading import pick_device
-from drafter.target.paged_kv_cache import BLOCK, PagedKVCache
 from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge
 
 Inputs = dict[str, Tensor]

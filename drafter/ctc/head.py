@@ -22,8 +22,7 @@ from drafter.heads.contract import Tree
 from drafter.heads.draft_vocabulary import chosen_log_probs
 from drafter.heads.frame_head import Search, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
-from drafter.native.build import BuildError
-from drafter.native.library import UnsuitableError
+from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
 

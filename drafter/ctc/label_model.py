@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.ctc.frames import CTCFrames
-from drafter.native.library import (
+from drafter.native.build import (
     JointLayerStruct,
     JointStruct,
     LabelTableStruct,

@@ -1,6 +1,6 @@
-"""The device's state of the active sequences: texts, KV cache, hidden states and sampling settings, by slot.
+"""Device buffers of the active sequences, by slot: texts, KV cache, hidden states and sampling settings.
 
-Nothing here knows of requests, and nothing waits for a GPU.
+Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -12,32 +12,29 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
-from drafter.acceptance.contract import Accepted
+from drafter.acceptance.contract import Accepted, Verified
 from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.engine.memory import slot_length
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
+from drafter.tree.token_tree import root_only
 
 
 class BatchState:
-    """Buffers for `slots` sequences, allocated once. The drafter's memory of a slot follows what happens to the slot.
+    """Buffers for `slots` sequences, allocated once. The drafter is opened here, and told of every change of a slot.
 
     Args:
-        base: The base model.
-        drafter: Is opened here, and told of every change.
-        slots: Sequences at most.
         max_length: Prompt and output tokens of a sequence.
         times: Lent to the drafter.
-        kv_bytes: Most that the KV cache may take; see `BaseModel.new_cache`.
+        kv_bytes: Largest size of the KV cache; see `BaseModel.new_cache`.
 
     Attributes:
         tokens: `[S, L]` int64 prompt, output and the pending token of each slot.
         hidden: `[S, L, K · d]` the hidden states that the drafter reads; None if it reads none.
         lengths: `[S]` int64 committed tokens. An empty slot counts as full, so that a step that runs over it writes
             behind every text.
-        cache: The base's keys and values.
         capacity: L. Behind `max_length` tokens there is room for draft nodes and the stale ends of a path.
 
     Raises:
@@ -76,7 +73,7 @@ class BatchState:
         return self.cache.has_room(length + self._step_positions, rows)
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Have memory for a step that begins with at most `length` tokens; False if too little is left."""
+        """Reserve memory for a step that begins with at most `length` tokens; False if too little is left."""
         return self.cache.reserve(slot, length + self._step_positions)
 
     def enter(self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int) -> None:
@@ -86,20 +83,18 @@ class BatchState:
         self.drafter.enter(slot, text)
 
     def begin(self, slot: int, length: int) -> None:
-        """Let the slot be decoded from now on: `length` tokens have been read, and the next one is pending."""
+        """Begin to decode a slot of which `length` tokens have been read; the next one is pending."""
         self.lengths[slot] = length
 
     def end(self, slot: int) -> None:
-        """Count the slot as empty, and give its memory back."""
+        """Count the slot as empty, and free its memory."""
         self.lengths[slot] = self.max_length
         self.cache.release(slot)
 
     def restore(self, texts: Sequence[Ids]) -> None:
-        """Put the first slots back to these texts `[L + 1]`, and empty the others, after a step that failed.
-
-        A step writes behind a sequence's committed tokens and moves its length last. So whatever part of the step was
-        done, a sequence is as it was once its length is. What the drafter has read is not known: it reads again.
-        """
+        """Put the first slots back to these texts `[L + 1]`, and empty the others, after a step that failed."""
+        # A step writes behind a sequence's committed tokens and moves its length last, so the length undoes any part
+        # of it. What the drafter has read is not known: it reads again.
         self.lengths.fill_(self.max_length)
         for slot, text in enumerate(texts):
             self.lengths[slot] = len(text) - 1
@@ -108,9 +103,9 @@ class BatchState:
             self.cache.release(slot)
 
     def forget(self) -> None:
-        """Empty all slots, and leave nothing that is not finite: attention reads masked positions, too."""
+        """Empty all slots, and zero them if any number is not finite: attention reads masked positions, too."""
         self.restore([])
-        # Numbers that are finite are left: to write all of a large memory takes long, and makes the system provide it.
+        # Writing all of a large memory takes long, and makes the system provide it.
         if not all(bool(buffer.sum().isfinite()) for buffer in self.cache.buffers):
             for buffer in self.cache.buffers:
                 buffer.zero_()
@@ -124,7 +119,7 @@ class BatchState:
         self.drafter.copy(source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let the sequence in slot `source`, of at most `length` tokens, go on in slot `target`."""
+        """Move the sequence in slot `source`, of at most `length` tokens, to slot `target`."""
         length = min(length, self.capacity)
         self._copy_texts(source, target, length)
         self.lengths[target] = self.lengths[source]
@@ -133,21 +128,15 @@ class BatchState:
         self.cache.move(source, target, length)  # last, as it may take the source's away, and others may fail
 
     def clear(self, slot: int) -> None:
-        """Set all that the slot holds to zero.
-
-        A masked position still takes part in attention, with weight zero, and zero times NaN is NaN: a number that is
-        not finite would reach the next sequence in this slot.
-        """
+        """Zero the slot. A masked position takes part in attention with weight zero, and zero times NaN is NaN."""
         self.cache.clear(slot)
         if self.hidden is not None:
             self.hidden[slot] = 0
         self.drafter.clear(slot)
 
     def expect(self, sampling: Iterable[SamplingParams]) -> None:
-        """Let the first slots, which are all that are decoded, have these settings.
-
-        They are looked at when a step asks for what follows from them: hundreds of sequences may leave in between.
-        """
+        """Set the sampling settings of the decoded slots, which are the first ones."""
+        # Read when a step asks for what follows from them: hundreds of sequences may leave in between.
         self._expected = sampling
 
     @property
@@ -161,11 +150,10 @@ class BatchState:
         self._look_at_expected()
         self._mode = mode
 
-    @property
-    def logprobs(self) -> dict[int, int]:
-        """Slots that want log-probabilities → of how many of the most probable tokens."""
+    def wanted_logprobs(self, rows: slice) -> dict[int, int]:
+        """Return row → number of most probable tokens, of those slots in `rows` that want log-probabilities."""
         self._look_at_expected()
-        return self._logprobs
+        return {slot - rows.start: count for slot, count in self._logprobs.items() if rows.start <= slot < rows.stop}
 
     def _look_at_expected(self) -> None:
         if self._expected is not None:
@@ -191,7 +179,7 @@ class BatchState:
         return StepLoad(len(known), sum(known) / len(known), choosing)
 
     def bounded_context(self, rows: int, bound: int) -> DraftContext:
-        """The same for a step whose shapes repeat: no sequence has more than `bound` committed tokens."""
+        """Return the same for a step whose shapes repeat: no sequence has more than `bound` committed tokens."""
         some = slice(0, rows)
         return DraftContext(self.tokens[some], self._hidden_of(some), self.lengths[some], [], bound=bound)
 
@@ -199,10 +187,28 @@ class BatchState:
         """Return the sampling settings and texts of these slots, for a verifier."""
         return RowSampling(self.sampling, rows, self.mode, self.tokens[rows], self.lengths[rows])
 
-    def store_hidden(self, slot: int, piece: slice, hidden: Tensor) -> None:
-        """Keep hidden states `[P, K · d]` of a piece of a prompt, if the drafter reads any."""
+    def read(self, first: int, spans: Sequence[slice]) -> None:
+        """Prefill a piece of each prompt in slots `first` and following. An empty piece comes alone."""
+        if spans[0].start == spans[0].stop:
+            return
+        prompts = [self.tokens[first + row, span] for row, span in enumerate(spans)]
+        starts = [span.start for span in spans]
+        hidden = self.base.prefill(self.cache, first, prompts, starts, self.drafter.spec.hidden_layers)
+        for row, part in enumerate(hidden.split([len(prompt) for prompt in prompts])):
+            self._store_hidden(first + row, spans[row], part)
+
+    def read_end(self, slot: int, span: slice) -> Verified:
+        """Prefill the last piece of a prompt and its pending token; return the latter as a tree of one node."""
+        prompt = self.tokens[slot, span.start : span.stop + 1]
+        layers = self.drafter.spec.hidden_layers
+        logits, hidden = self.base.prefill_last(self.cache, slot, prompt, span.start, layers)
+        self._store_hidden(slot, span, hidden[:-1])
+        tree = root_only(prompt[-1:])
+        return Verified(tree, tree.ancestors(0), 0, logits[None], hidden[None, -1:])
+
+    def _store_hidden(self, slot: int, span: slice, hidden: Tensor) -> None:
         if self.hidden is not None:
-            self.hidden[slot, piece] = hidden
+            self.hidden[slot, span] = hidden
 
     @property
     def hidden_bytes(self) -> int:
@@ -216,17 +222,15 @@ class BatchState:
     def commit(self, accepted: Accepted, hidden: Tensor, sound: Tensor, rows: slice) -> None:
         """Move KV, hidden states and tokens of the accepted paths to each row's tail; the last token becomes pending.
 
-        A row that is not sound stays as it was before the step, and nothing of what the step has written is left:
-        attention reads masked positions, too, with weight zero, and zero times NaN is NaN.
+        A row that is not sound stays as it was before the step, and what the step has written is zeroed; see `clear`.
 
         Args:
-            accepted: The paths of the R rows.
             hidden: `[R, N, K · d]` of the nodes.
             sound: `[R]` bool: whether all of a row's logits are finite; if they are, so are its KV and hidden states.
             rows: R slots.
         """
         path, lengths = accepted.path, self.lengths[rows]
-        # To look at the device's numbers costs nothing on a CPU and would be to wait for a GPU.
+        # Reading the device's numbers costs nothing on a CPU, and would wait for a GPU.
         all_sound = not devices.is_asynchronous(self.base.device) and bool(sound.all())
         width = path.shape[1]
         if width > 1:
@@ -242,6 +246,7 @@ class BatchState:
                 path_hidden = torch.where(sound[:, None, None], path_hidden, 0)
             self.hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self.hidden))
         lengths += accepted.count + 1 if all_sound else (accepted.count + 1) * sound
+        lengths.clamp_(max=self.max_length)  # empty slots stay full
 
     def _copy_texts(self, source: int, target: int, length: int) -> None:
         self.tokens[target, :length] = self.tokens[source, :length]

@@ -16,9 +16,9 @@ class EngineSettings:
 
     Args:
         max_num_seqs: Requests decoded together.
-        max_model_len: Most prompt and output tokens of a request; by default the base's own limit, at most 2,048.
+        max_model_len: Most prompt and output tokens of a request; by default the model's own limit, at most 2,048.
         num_draft_tokens: Draft tokens verified in a step; `auto` adapts to what pays on the machine.
-        compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done before,
+        compile: Compile the model's forward with torch.compile: a minute or two at start, less after the first time,
             for faster steps.
         kv_gib: GiB that the KV cache may take: rows then take memory as they grow, and `max_num_seqs` may be more than
             would fit at full length. By default each sequence has memory for `max_model_len` tokens.
@@ -49,13 +49,13 @@ class EngineSettings:
 
     @property
     def longest(self) -> int:
-        """Prompt and output tokens that an engine takes at most; a base with fewer positions takes fewer."""
+        """Most prompt and output tokens of a request; a model with fewer positions takes fewer."""
         return self.max_model_len or DEFAULT_MAX_LENGTH
 
 
 @dataclass(frozen=True)
 class EngineConfig(EngineSettings):
-    """All that an engine needs to know: its settings, and what whoever feeds it decides.
+    """Settings of an engine and of its queue.
 
     Args:
         max_queue: Requests that may wait for a slot.

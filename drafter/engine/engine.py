@@ -1,67 +1,61 @@
 """The decoding loop: continuous batching with tree speculative decoding.
 
-A step admits sequences, plans, drafts, verifies, accepts, commits and delivers. Sequences enter and leave
-independently; those of different lengths and settings share a batch.
-
-On a CPU the host follows a step's stages (`EagerStep`). On a GPU a step is queued as a whole, and its outcome is read
-while the next one runs (`GraphStep`).
+On a CPU the host follows a step stage by stage. On a GPU the same stages are queued as a whole, as a CUDA graph where
+possible, and their result is read while the next step runs.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from drafter import devices
 from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.choosing_budget import ChoosingBudget
-from drafter.budget.contract import Budget, FixedBudget, StepLoad, StepObservation
-from drafter.drafters.contract import Ask, Committed, Drafter
-from drafter.engine.admission import Admission
+from drafter.budget.contract import Budget, FixedBudget, StepLoad
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
+from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
-from drafter.engine.cuda_graph import step_graphs
-from drafter.engine.runners import EagerStep, GraphStep
+from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
+from drafter.engine.memory import engine_sizes, plan_or_refuse
 from drafter.engine.scheduler import Scheduler
-from drafter.engine.sequence import Handle, Sequence, new_sequence, refuse_unusable
-from drafter.engine.step import DeviceStep, Flights, RowOutcomes, Step, StepOutcome
-from drafter.engine.tap import EndedRow, RowTap
-from drafter.engine.warm_up import compile_base, engine_sizes, plan_or_refuse, step_costs, try_dearest_step
+from drafter.engine.sequence import EndedRow, Handle, RowTap, Sequence, new_sequence, refuse_unusable
+from drafter.engine.step import DeviceStep, Flights, Step, StepTensors
+from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
 from drafter.requests import Request, sampling_defaults
 from drafter.statistics import EngineState, StageTimes
 from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree
 
 
 class Engine:
     """The decoding loop. `submit`, `state` and `Handle.cancel` may be called from any thread, `step` from one.
 
     Args:
-        base: The base model.
-        drafter: Proposes trees.
-        tokenizer: Of the base; decodes texts and stop strings.
-        config: Sizes.
-        verifier: Decides what is accepted; by default the exact one.
-        budget: Decides how much is drafted and verified; by default as `config.num_draft_tokens` says.
-        tap: Is given rows that have ended, with the hidden states that the drafter reads; by default nobody is.
-        drafter_name: What step times are kept by in the cache folder; None measures them anew.
+        base: The target model.
+        tokenizer: Of the target model; decodes texts and stop strings.
+        verifier: By default the exact one.
+        budget: By default as `config.num_draft_tokens` says.
+        tap: Receives rows that have ended, with the hidden states that the drafter reads.
+        drafter_name: Key of step times in the cache folder; None measures them again.
 
     Attributes:
-        batch: What the device holds.
-        scheduler: Who waits, and who is in which slot.
-        flights: Steps whose outcome the host has not read.
-        budget: Decides how much is drafted and verified.
-        last_step: When it last gave a sign of life, in monotonic seconds: if it is not idle and this is long ago, it
-            hangs.
+        flights: Steps whose result the host has not read.
+        last_step: When it last made progress, in monotonic seconds: it hangs if it is not idle and this is long ago.
 
     Raises:
-        LoadError: `max_model_len` is more than the base has positions, the base cannot be compiled, drafter and
-            verifier do not go together, the verifier is another base's, the base's own sampling settings cannot be met,
-            or a GPU has not the memory.
+        LoadError: `max_model_len` is more than the model has positions, the model cannot be compiled, drafter and
+            verifier do not go together, the verifier is another model's, the model's own sampling settings cannot be
+            met, or a GPU has not the memory.
     """
 
     def __init__(
@@ -88,42 +82,33 @@ class Engine:
             raise LoadError(f"max_model_len {config.max_model_len} is more than the {limit} positions of {base.name}")
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
-        self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
+        counters = ("steps", "row_steps", "output_tokens", "draft_tokens", "accepted_tokens")
+        self._counts = dict.fromkeys((*counters, "prefilled_tokens", "shared_tokens", "preemptions"), 0)
         if config.compile:  # before the packing is settled, which depends on what runs the model
             base.leave_native()
         self._packs = base.allow_packing()
+        queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
+        recorded = queued and alone and drafter.spec.graph_safe
         plan = None
-        if self._graphs is not None and len(base.devices) == 1:
-            sizes = engine_sizes(base, drafter.spec, config, self.max_length, self._graphs.most)
-            plan = plan_or_refuse(base.device, sizes)
+        if queued and alone:
+            graphs = cuda_graph.MOST_GRAPHS if recorded else 0
+            plan = plan_or_refuse(base.device, engine_sizes(base, drafter.spec, config, self.max_length, graphs))
         self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
-        self._device_step = DeviceStep(base, verifier, self.batch, packs=self._graphs is None and self._packs)
+        self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not queued)
+        self._graphs: StepGraphs | None = None
+        if queued:
+            recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
+            self._graphs = StepGraphs(recorder, lambda shape: Engine.decode_shape(device, shape))
         # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
-        behind = self._graphs is not None and drafter.spec.graph_safe
-        self.flights = Flights(base.device, GraphStep.lag if behind else EagerStep.lag)
+        self.flights = Flights(base.device, lag=int(queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
-        self._admission = Admission(
-            self.scheduler,
-            self._device_step,
-            self._times,
-            packs=self._packs,
-            on_outcome=self._take_first_token,
-            on_progress=self._live,
-        )
-        self._steps = self._row_steps = self._preemptions = 0
-        self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
         self.last_step = time.monotonic()
         if config.compile:
-            compile_base(self._device_step)
-        if plan is not None:
-            try_dearest_step(self._device_step, plan)
+            compile_base(device)
+        if plan is not None and self._graphs is not None:
+            try_dearest_step(device, self._graphs, plan)
         self.budget = budget or self._make_budget(None if config.compile else drafter_name)
-        self._runner: EagerStep | GraphStep
-        if self._graphs is None:
-            self._runner = EagerStep(self._device_step, self.budget, self._times, self._admission.admit)
-        else:
-            self._runner = GraphStep(self._device_step, self._graphs, self.budget, self._times)
 
     # ---- from any thread
 
@@ -139,9 +124,8 @@ class Engine:
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
         if self.idle:
-            self.last_step = time.monotonic()
-        sequence = new_sequence(handle, self.base, self.tokenizer, self.verifier, self.max_length)
-        self.scheduler.waiting.put(sequence)
+            self._live()
+        self.scheduler.waiting.put(new_sequence(handle, self.base, self.tokenizer, self.verifier, self.max_length))
         return handle
 
     def state(self) -> EngineState:
@@ -151,19 +135,12 @@ class Engine:
             active=len(self.scheduler.in_slots),
             waiting=len(self.scheduler.waiting),
             slots=self.scheduler.limit.most,
-            steps=self._steps,
-            row_steps=self._row_steps,
-            output_tokens=self._output_tokens,
-            draft_tokens=self._draft_tokens,
-            accepted_tokens=self._accepted_tokens,
-            prefilled_tokens=self._admission.prefilled_tokens,
-            shared_tokens=self._admission.shared_tokens,
-            preemptions=self._preemptions,
             stage_seconds=dict(self._times.seconds),
             memory_tokens=memory.tokens,
             memory_bytes=memory.nbytes,
             choices=self.budget.choices(),
             drafter_version=self._version,
+            **self._counts,
         )
 
     @property
@@ -199,24 +176,23 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Decode one step of every active sequence; sequences that wait enter free slots.
+        """Admit sequences that wait, and decode one step of every active one.
 
         When the device's memory runs out, half of the sequences are taken out and decoded later; more are let in again
         step by step. A sequence whose memory is not enough even when it is alone is an error like any other.
         """
-        self._live()
-        self._times.start()
-        self._renew()
-        self._admission.begin_step()
+        self._begin_step()
         exhausted = False
         try:
             self._drop_unwanted()
-            self._admission.admit()
+            self._admit()
             self._make_room()
-            if decodes := bool(self.scheduler.active):
-                self._decode()
+            if sequences := list(self.scheduler.active):
+                step, context = self._plan(sequences)
+                step.tensors = self._run(step, context)
+                self.flights.add(step)
             self._deliver(self.flights.lag if self.scheduler.active else 0)
-            if decodes:
+            if sequences:
                 self.scheduler.limit.reached()
         except torch.OutOfMemoryError:
             if len(self.scheduler.in_slots) <= 1:
@@ -227,61 +203,206 @@ class Engine:
         self._times.mark("host")
         self._live()
 
-    def _renew(self) -> None:
-        """Let the drafter take other weights, if some were offered."""
+    @staticmethod
+    def decode(
+        device: DeviceStep,
+        context: DraftContext,
+        ask: Ask,
+        drafted: Callable[[TokenTree], TokenTree] | None = None,
+        times: StageTimes | None = None,
+    ) -> StepTensors:
+        """Draft, verify, accept and commit, for the context's rows.
+
+        Args:
+            drafted: Changes the trees, where the host follows.
+            times: Stage times, where the host follows.
+        """
+        rows = slice(0, len(context.tokens))
+        tree = device.draft(context, ask)
+        if drafted is not None:
+            tree = drafted(tree)
+        verified = device.verify(tree, context.longest + tree.size)
+        if times is not None:
+            times.mark("verify")
+        accepted = device.accept(verified, rows)
+        return device.commit(verified, accepted, rows)
+
+    @staticmethod
+    def decode_shape(device: DeviceStep, shape: StepShape) -> StepTensors:
+        """`decode` without the host, for a CUDA graph: it depends on `shape` and the contents of the buffers alone."""
+        context = device.state.bounded_context(shape.rows, shape.kv_length - shape.nodes - 1)
+        return Engine.decode(device, context, Ask(shape.nodes))
+
+    def _plan(self, sequences: list[Sequence]) -> tuple[Step, DraftContext]:
+        """Ask the budget how much to draft, and let the drafter do what no graph may hold."""
+        since = time.perf_counter()
+        context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
+        load = self.batch.load(context.host_lengths)
+        # A graph drafts for all rows or for none.
+        plain = self._graphs is not None and any(sequence.plain for sequence in sequences)
+        ask = Ask(0) if plain else self.budget.plan(load)
+        self._times.mark("host")
+        step = self._new_step(sequences, 0, load, ask)
+        step.since = since
+        if ask.nodes:
+            if self._graphs is None:
+                self.drafter.select(ask.member)
+            step.drafting = step.lap()
+            self.drafter.prepare(context)
+            step.reading = step.lap()
+            self._times.mark("draft")
+        return step, context
+
+    def _run(self, step: Step, context: DraftContext) -> StepTensors:
+        """Do `decode` stage by stage, or queue it as a CUDA graph of the step's shape."""
+        if self._graphs is None:
+            tensors = self.decode(self._device, context, step.ask, partial(self._drafted, step), self._times)
+            step.rest = step.lap()
+            self._times.mark("commit")
+            return tensors
+        shape = step_shape(self._device, len(step.sequences), step.ask.nodes, context.longest)
+        # How many rows want how many log-probabilities is not part of a shape.
+        tensors = self.decode_shape(self._device, shape) if step.wanted else self._graphs.run(shape)
+        self._times.mark("verify")
+        return tensors
+
+    def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
+        """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
+        if step.ask.nodes:
+            step.promised = tree.log_probs[:, 1:].cpu().numpy().astype(np.float64)
+            self._times.mark("tree")
+            plain = [sequence.plain for sequence in step.sequences]
+            sizes = np.where(plain, 0, (step.promised > -np.inf).sum(1))
+            tree = tree.trimmed(1 + torch.from_numpy(sizes))
+            self._times.mark("host")
+            step.drafting += step.lap()
+            self._admit()
+        step.lap()
+        return tree
+
+    def _deliver(self, keep: int) -> None:
+        """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""
+        for step in self.flights.land(keep):
+            self._times.mark("wait")
+            step.read()
+            alive = step.alive
+            emitted = {row: self._take(step, row) for row in alive}
+            self._count(steps=1, row_steps=len(alive))
+            if (observation := step.observation(emitted)) is not None:
+                self.budget.observe(observation)
+            slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
+            self.drafter.observe(Committed(slots, [step.tokens[row][: emitted[row]] for row in alive]))
+            for row in reversed(alive):
+                self._end_if_over(step, row)
+
+    # ---- the rest of a step
+
+    def _live(self) -> None:
+        self.last_step = time.monotonic()
+
+    def _count(self, **counts: int) -> None:
+        for name, count in counts.items():
+            self._counts[name] += count
+
+    def _begin_step(self) -> None:
+        self._live()
+        self._times.start()
         if (renewal := self.drafter.renew()) is not None:
             self._version = renewal.version
             for member in renewal.members:
                 self.budget.renewed(member)
+        self._prefilled_before = self._counts["prefilled_tokens"]
 
-    def _decode(self) -> None:
-        """Plan, draft, verify, accept and commit, for all active sequences."""
-        sequences = list(self.scheduler.active)
-        context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
-        step = self._runner.run(context, [sequence.plain for sequence in sequences])
-        self._launch(step, sequences, slice(0, len(sequences)))
+    def _drop_unwanted(self) -> None:
+        for sequence in self.scheduler.take_unwanted(time.monotonic()):
+            sequence.fail_unwanted()
 
-    def _launch(self, step: Step, sequences: list[Sequence], rows: slice) -> None:
-        """Send a step's outcome to the host, which reads it in `_deliver`."""
-        step.sequences, step.stays = sequences, [one.stay for one in sequences]
-        step.wanted, step.version = self._device_step.wanted_logprobs(rows), self.drafter.version
+    def _new_step(self, sequences: list[Sequence], slot: int, load: StepLoad, ask: Ask) -> Step:
+        wanted = self.batch.wanted_logprobs(slice(slot, slot + len(sequences)))
+        return Step(sequences, load, ask, min(ask.nodes, self.drafter.spec.max_depth), wanted, self.drafter.version)
+
+    def _admit(self) -> None:
+        """Let sequences enter, and read their prompts.
+
+        They enter all at once if no active one is streamed, as full batches are fastest. Otherwise a step reads only so
+        many tokens, so that the streamed ones do not stand still for as long as a long prompt takes.
+        """
+        while self._may_read() and self.scheduler.admit(packs=self._packs):
+            self._times.mark("host")
+            self._prefill()
+            self._live()
+
+    def _may_read(self) -> bool:
+        read = self._counts["prefilled_tokens"] - self._prefilled_before
+        return read < self.scheduler.chunk or not any(one.handle.streams for one in self.scheduler.active)
+
+    def _prefill(self) -> None:
+        """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.
+
+        That last one is the first pending token, and the first output token comes from a decode step. Where it is
+        streamed, that step is part of the forward over the prompt's end: a plain one.
+        """
+        scheduler, state = self.scheduler, self.batch
+        pieces = scheduler.next_pieces()
+        self._count(shared_tokens=scheduler.copy_shared(pieces))
+        slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], pieces[0].span, None
+        first_comes_with_it = sequence.handle.streams and sequence.first_token is None
+        if first_comes_with_it and span.start < span.stop == sequence.length:
+            verified = state.read_end(slot, span)
+        else:
+            state.read(slot, [piece.span for piece in pieces])
+        self._count(prefilled_tokens=sum(piece.stop - piece.start for piece in pieces))
+        self._times.mark("prefill")
+        scheduler.activate(pieces)
+        if verified is None:
+            return
+        rows = slice(slot, slot + 1)
+        step = self._new_step([sequence], slot, StepLoad(1, sequence.length), Ask(0))
+        step.planned = False
+        step.tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
+        self._times.mark("verify")
         self.flights.add(step)
+        # The step before is still under way on a GPU, and must be while the next one is queued.
+        self._deliver(2 * self.flights.lag)
 
-    def _deliver(self, keep: int) -> None:
-        """Read the outcomes of all steps but the last `keep` ones: hand out tokens, let others learn, retire."""
-        for step in self.flights.land(keep):
-            self._times.mark("wait")
-            outcome, alive = step.outcome.unpack(), step.alive
-            logprobs = step.outcome.read_logprobs(step.wanted, outcome.tokens)
-            self._steps += 1
-            self._row_steps += len(alive)
-            given = []
-            for row in alive:
-                sequence, drafted = step.sequences[row], outcome.drafted[row]
-                emitted = sequence.take(
-                    outcome.tokens[row], outcome.accepted[row], drafted, logprobs.get(row), outcome.lenient[row]
-                )
-                sequence.proven |= outcome.sound[row]
-                if drafted and step.version is not None:
-                    sequence.note_version(step.version)
-                given.append(outcome.tokens[row][:emitted])
-                self._output_tokens += emitted
-                self._accepted_tokens += sequence.counts.per_step_accepted[-1]
-                self._draft_tokens += drafted
-            self._teach_budget(step, outcome, {row: len(tokens) for row, tokens in zip(alive, given, strict=True)})
-            slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
-            self.drafter.observe(Committed(slots, given))
-            for row in reversed(alive):
-                self._end_if_over(step.sequences[row], sound=outcome.sound[row], drafted=outcome.drafted[row] > 0)
+    def _make_room(self) -> None:
+        """Reserve memory for the next step; if there is too little, the youngest sequences give theirs up."""
+        while not self.scheduler.grow():
+            if self.flights:
+                self._deliver(0)  # it may end a sequence, and must not come for one that waits
+            else:
+                self.scheduler.put_youngest_back()
+                self._count(preemptions=1)
 
-    def _end_if_over(self, sequence: Sequence, *, sound: bool, drafted: bool) -> None:
+    def _preempt(self) -> None:
+        """Put half of the sequences back to wait; see `RowLimit`."""
+        self._deliver(0)
+        self._count(preemptions=self.scheduler.preempt())
+        if self._graphs is not None:
+            self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
+        devices.release_unused(self.base.device)
+
+    def _take(self, step: Step, row: int) -> int:
+        """Hand out a row's tokens; return how many there are."""
+        sequence, drafted = step.sequences[row], step.drafted[row]
+        emitted = sequence.take(
+            step.tokens[row], step.accepted[row], drafted, step.logprobs.get(row), step.lenient[row]
+        )
+        sequence.proven |= step.sound[row]
+        if drafted and step.version is not None:
+            sequence.note_version(step.version)
+        accepted = sequence.counts.per_step_accepted[-1]
+        self._count(output_tokens=emitted, accepted_tokens=accepted, draft_tokens=drafted)
+        return emitted
+
+    def _end_if_over(self, step: Step, row: int) -> None:
         """Retire a sequence that has come to its end, or whose numbers are not finite.
 
         They may have been a draft token's alone. The step has then left the sequence as it was; it goes on plainly.
         """
+        sequence, sound, drafted = step.sequences[row], step.sound[row], step.drafted[row] > 0
         if sequence.finish_reason is not None:
-            if self._tap is not None:
-                self._hand_out(sequence, self._tap)
+            self._hand_out(sequence)
             generation = sequence.generation()
             self.scheduler.retire(sequence)
             sequence.handle.future.set_result(generation)
@@ -295,83 +416,25 @@ class Engine:
         elif not drafted and self._graphs is not None:
             sequence.plain = False  # the others would have no drafts, either, for as long as it lasts
 
-    def _hand_out(self, sequence: Sequence, tap: RowTap) -> None:
-        """Give a row that has ended to who learns from it, where it may be, and its text is the base's own."""
+    def _hand_out(self, sequence: Sequence) -> None:
+        """Give the tap a row that has ended, if it may be learned from and its text is the target model's own."""
         request = sequence.handle.request
-        if not request.may_teach:
+        if self._tap is None or not request.may_teach or sequence.lenient:
             return
         row = EndedRow(request.request_id, request.prompt_ids, sequence.output, sequence.counts.num_decode_steps)
-        if not sequence.lenient and tap.wants(row, row.length * self.batch.hidden_bytes):
+        if self._tap.wants(row, row.length * self.batch.hidden_bytes):
             slot = self.scheduler.active.index(sequence)
-            tap.put(row, *self.batch.fetch_hidden(slot, row.length))
-
-    def _teach_budget(self, step: Step, outcome: RowOutcomes, emitted: dict[int, int]) -> None:
-        """Let the budget learn from a step; `emitted` are the new tokens by row."""
-        alive = [row for row in emitted if outcome.sound[row]]
-        if not step.planned or not alive:
-            return
-        log_probs = outcome.log_probs[alive]
-        self.budget.observe(
-            StepObservation(
-                replace(step.load, rows=len(alive)),
-                step.ask.nodes,
-                log_probs if step.promised is None else step.promised[alive],
-                log_probs,
-                outcome.on_path[alive],
-                step.seconds,
-                step.ask.member,
-                sum(emitted[row] for row in alive),
-            )
-        )
-
-    # ---- entering and leaving
-
-    def _live(self) -> None:
-        """Give a sign of life."""
-        self.last_step = time.monotonic()
-
-    def _take_first_token(self, outcome: StepOutcome, slot: int) -> None:
-        """Deliver the plain step that came with a prompt's forward."""
-        sequence = self.scheduler.active[slot]
-        step = Step(StepLoad(1, sequence.length), Ask(0), outcome, depth=0, planned=False)
-        self._launch(step, [sequence], slice(slot, slot + 1))
-        # The step before is still under way on a GPU, and must be while the next one is queued.
-        self._deliver(2 * self.flights.lag)
-
-    def _drop_unwanted(self) -> None:
-        """End the sequences that are cancelled or out of time."""
-        for sequence in self.scheduler.take_unwanted(time.monotonic()):
-            sequence.fail_unwanted()
-
-    def _make_room(self) -> None:
-        """Have memory for the next step; the sequences that have come last give theirs up if there is too little."""
-        while not self.scheduler.grow():
-            if self.flights:
-                self._deliver(0)  # it may end a sequence, and must not come for one that waits
-            else:
-                self.scheduler.put_youngest_back()
-                self._preemptions += 1
-
-    def _preempt(self) -> None:
-        """Put half of the sequences back to wait, and be content with the other half for now; see `RowLimit`."""
-        self._deliver(0)
-        self._preemptions += self.scheduler.preempt()
-        if self._graphs is not None:
-            self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
-        devices.release_unused(self.base.device)
+            self._tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
     def _make_budget(self, drafter_name: str | None) -> Budget:
-        nodes = self.config.num_draft_tokens
-        if not self.drafter.spec.max_nodes:
-            return FixedBudget(0)
-        if nodes != "auto":
-            return FixedBudget(min(nodes, self.drafter.spec.max_nodes))
-        budgets = [AdaptiveBudget(table) for table in step_costs(self._device_step, self._graphs, drafter_name)]
+        nodes, most = self.config.num_draft_tokens, self.drafter.spec.max_nodes
+        if nodes != "auto" or not most:
+            return FixedBudget(0 if nodes == "auto" else min(nodes, most))
+        budgets = [AdaptiveBudget(table) for table in step_costs(self._device, self._graphs, drafter_name)]
         return budgets[0] if len(budgets) == 1 else ChoosingBudget(self.drafter.members, budgets, self.drafter.withheld)
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:
-    """Raise `LoadError` for a drafter and a verifier that do not go together."""
     if drafter.spec.lossless_only and not verifier.lossless:
         raise LoadError(f"this drafter needs a lossless verifier, and {verifier.name} is not: use exact")
     if verifier.lookahead > drafter.spec.max_depth:

@@ -5,14 +5,27 @@ Too many slots for a GPU's memory are refused at start, with a number that would
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from drafter import devices
+from drafter.drafters.contract import DraftSpec
+from drafter.engine.config import EngineConfig
+from drafter.errors import LoadError
+from drafter.target.attention import query_groups
+from drafter.target.model import BaseModel
+
+_LOG = logging.getLogger(__name__)
+GPU_CHUNK = 2048
+"""Prompt tokens of one forward on a GPU."""
 _SAMPLING_COPIES = 11
-"""Copies of a row's scores in float64, and of integers as large, that the dearest sampling mode has at a time."""
+"""Copies of a row's scores in float64, and of integers as large, that the dearest sampling mode makes."""
 _HIDDEN_COPIES, _INNER_COPIES = 10, 3
-"""Copies of a node's hidden state, and of its state inside an MLP, that a layer has at a time; some are in fp32."""
+"""Copies of a node's hidden state, and of its state inside an MLP, that a layer makes; some are in fp32."""
 _MASKS = 3
 """Bytes of a mask's bool entries beside those of the mask of numbers."""
 _RECORDED = 4 << 20
@@ -24,26 +37,23 @@ class EngineSizes:
     """Sizes that determine an engine's memory beside the target model's weights.
 
     Args:
-        slots: Sequences decoded together.
         max_length: Prompt and output tokens of a sequence.
         nodes: Draft nodes of a row's tree.
-        depth: Draft nodes on a way down a tree at most.
-        vocabulary: Size of the base's.
-        width: Of the base's hidden states.
-        inner: Of the base's MLP.
+        depth: Largest depth of a tree.
+        width: Of the hidden states.
+        inner: Width inside the MLP.
         groups: Query heads that share a KV head.
-        number: Bytes of a number of the base's dtype.
-        kv: Bytes of the base's keys and values of a position, in all layers.
+        number: Bytes of a number.
+        kv: Bytes of keys and values of a position, in all layers.
         layer_kv: The same in the largest layer.
-        copied_kv: How many copies of a layer's keys and values attention makes of the rows: none where it reads them
-            where they are.
-        draft_kv: Bytes of what the drafter itself keeps of a position.
-        hidden: Bytes of the base's hidden states that are kept of a position for the drafter.
-        prompt: Tokens of prompts that are read in one forward at most.
-        in_parts: Whether attention over trees reads what is committed without a mask; see `prefix_attention`.
-        kv_limit: Bytes that the KV cache may take; None for as many as all slots of full length take.
-        graphs: Steps that are recorded at most; 0 where none are.
-        scratch: Positions behind the committed ones that the drafter writes at most.
+        copied_kv: Copies of a layer's keys and values that attention makes.
+        draft_kv: Bytes of the drafter's own state of a position.
+        hidden: Bytes of the hidden states that are kept of a position for the drafter.
+        prompt: Prompt tokens of one forward.
+        in_parts: Attention over trees reads committed positions without a mask.
+        kv_limit: Largest size of the KV cache in bytes.
+        graphs: Number of recorded steps.
+        scratch: See `DraftSpec`.
     """
 
     slots: int
@@ -74,39 +84,30 @@ class EngineSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by item. What a step needs only while it is done is counted in full, so it is rather too much.
-
-    Args:
-        items: Name → bytes.
-    """
+    """Bytes by item, an upper bound: temporary memory of a step is counted in full."""
 
     items: dict[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes of all items."""
         return sum(self.items.values())
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {gib(size)}" for name, size in self.items.items())
 
     def table(self) -> str:
-        """The items below one another, the total last."""
+        """Return one line for each item, and one for the total."""
         rows = {**self.items, "in all": self.total}
         return "\n".join(f"{name:<15} {gib(size):>14}" for name, size in rows.items())
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
     return f"{size / 2**30:,.2f} GiB"
 
 
 def slot_length(max_length: int, nodes: int, depth: int) -> int:
-    """Positions of a slot for `max_length` tokens, `nodes` draft nodes and the stale ends of a path of `depth` nodes.
-
-    That is one position more than is ever written, for `KVCache.scrub`, and a multiple of eight, as a GPU's kernels
-    want masks to be.
-    """
+    """Return the positions of a slot for `max_length` tokens, `nodes` draft nodes and the stale ends of a path."""
+    # One more than is ever written, for `KVCache.scrub`; a multiple of eight, as a GPU's kernels want masks to be.
     return -(-(max_length + nodes + depth + 2) // 8) * 8
 
 
@@ -148,13 +149,13 @@ def what_would_fit(sizes: EngineSizes, free: int) -> str:
         ("nodes", "num_draft_tokens", 0),
     ):
 
-        def fits(value: int, name: str = name) -> bool:
+        def total(value: int, name: str = name) -> int:
             changed: dict[str, Any] = {name: value}
-            return plan_memory(replace(sizes, **changed)).total <= free
+            return plan_memory(replace(sizes, **changed)).total
 
-        value = _largest(fits, low, getattr(sizes, name))
-        if value is not None:
-            found.append(f"{setting} to {value:,}")
+        fitting = bisect_right(range(low, getattr(sizes, name) + 1), free, key=total)
+        if fitting:
+            found.append(f"{setting} to {low + fitting - 1:,}")
     return (
         f"lower {' or '.join(found)}"
         if found
@@ -162,11 +163,45 @@ def what_would_fit(sizes: EngineSizes, free: int) -> str:
     )
 
 
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest number from `low` to `high` that fits, where all smaller ones fit too; None if none does."""
-    if not fits(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> EngineSizes:
+    """Return the sizes of an engine with the drafter's `spec`, whose target model is ready for decoding."""
+    layers, width = base.kv_bytes_per_token, base.hidden_size
+    return EngineSizes(
+        slots=config.max_num_seqs,
+        max_length=max_length,
+        nodes=spec.max_nodes,
+        depth=spec.max_depth,
+        vocabulary=base.vocab_size,
+        width=width,
+        inner=getattr(base.config, "intermediate_size", None) or 4 * width,
+        groups=query_groups(base.config),
+        number=base.dtype.itemsize,
+        kv=sum(layers),
+        layer_kv=max(layers),
+        copied_kv=max(base.copies_of_kv, int(config.kv_bytes is not None)),
+        draft_kv=spec.bytes_per_token,
+        hidden=len(spec.hidden_layers) * width * base.dtype.itemsize,
+        prompt=min(GPU_CHUNK, config.max_num_seqs * max_length),
+        in_parts=base.reads_to_length and config.kv_bytes is None,
+        kv_limit=config.kv_bytes,
+        graphs=graphs,
+        scratch=spec.scratch,
+    )
+
+
+def plan_or_refuse(device: torch.device, sizes: EngineSizes) -> MemoryPlan:
+    """Plan an engine's memory, and log the plan.
+
+    Raises:
+        LoadError: The device has less memory left.
+    """
+    plan, free = plan_memory(sizes), devices.free_bytes(device)
+    _LOG.info(
+        "memory beside the model, of %s left on %s:\n%s", "?" if free is None else gib(free), device, plan.table()
+    )
+    if free is not None and plan.total > free:
+        raise LoadError(
+            f"an engine of {sizes.slots:,} slots takes {gib(plan.total)} beside the model, and {device} has "
+            f"{gib(free)} left: {what_would_fit(sizes, free)} (it takes {plan})"
+        )
+    return plan

@@ -1,4 +1,4 @@
-"""A submitted request, as its caller holds it: in a thread, or in an asyncio loop."""
+"""A submitted request: the caller's handle, the sequence that the engine decodes, and the ended row to learn from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import math
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from drafter.acceptance.contract import Verifier
-from drafter.drafters.contract import Ids
+from drafter.drafters.contract import Drafter, Ids
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
@@ -28,9 +31,8 @@ class Handle:
     From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`.
 
     Args:
-        request: What was submitted.
-        stream: Whether it will be iterated over.
-        on_cancel: Called when it is cancelled.
+        stream: Tokens will be iterated over.
+        on_cancel: Called by `cancel`.
     """
 
     def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
@@ -44,11 +46,10 @@ class Handle:
         self._on_cancel = on_cancel
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
-        self.future.add_done_callback(lambda _: self._hand_out(None))
+        self.future.add_done_callback(lambda _: self.push(None))
 
     @property
     def streams(self) -> bool:
-        """True if tokens are handed out as they come."""
         return self._deltas is not None
 
     def result(self, timeout: float | None = None) -> Generation:
@@ -62,7 +63,7 @@ class Handle:
         return self.future.result(timeout)
 
     async def outcome(self) -> Generation:
-        """The same in an asyncio loop. A task that is cancelled while it waits does not cancel the request.
+        """Wait in an asyncio loop. A task that is cancelled while it waits does not cancel the request.
 
         Raises:
             RequestTimeoutError: The request's own time was up.
@@ -71,11 +72,10 @@ class Handle:
         return await asyncio.wrap_future(self.future)
 
     def __await__(self) -> Generator[Any, None, Generation]:
-        """As `outcome`."""
         return self.outcome().__await__()
 
     def cancel(self) -> None:
-        """Free the request's slot at the next step; its result is what there is by then."""
+        """Free the request's slot at the next step; its result is the tokens until then."""
         self.cancelled = True
         if self._on_cancel is not None:
             self._on_cancel()
@@ -85,13 +85,13 @@ class Handle:
         return self.cancelled or now >= self.deadline
 
     def __iter__(self) -> Iterator[TokenDelta]:
-        """Tokens step by step, until the request ends; then `result` returns at once, and raises if it failed."""
+        """Yield tokens step by step until the request ends; then `result` returns at once, and raises if it failed."""
         deltas = self._streamed()
         while (delta := deltas.get()) is not None:
             yield delta
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        """The same in an asyncio loop, which the engine's thread wakes."""
+        """Yield the same in an asyncio loop, which the engine's thread wakes."""
         async for deltas in self.arrivals():
             for delta in deltas:
                 yield delta
@@ -115,59 +115,48 @@ class Handle:
             if some[-1] is None:
                 return
 
-    def push(self, delta: TokenDelta) -> None:
-        """Hand out a step's tokens (the engine calls this)."""
-        self._hand_out(delta)
-
     def _streamed(self) -> queue.SimpleQueue[TokenDelta | None]:
         if self._deltas is None:
             raise TypeError("submit the request with stream=True to iterate over its tokens")
         return self._deltas
 
-    def _hand_out(self, delta: TokenDelta | None) -> None:
+    def push(self, delta: TokenDelta | None) -> None:
+        """Hand out a step's tokens; None after the last ones."""
         if self._deltas is None:
             return
         self._deltas.put(delta)
         if (wake := self._wake) is not None:
             try:
                 wake()
-            except RuntimeError:  # the loop is closed: nobody listens any more
+            except RuntimeError:  # the loop is closed
                 self._wake = None
 
 
-# ---- A sequence: a request under way, while it waits for a slot and while it is decoded in one.
-
 LEAST_SHARED = 8
-"""Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
+"""Shorter common prefixes are computed again: that costs no more than to copy them."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request under way.
+    """A request under way, waiting for a slot or in one.
 
     Args:
-        handle: The caller's end.
         limit: Most tokens to generate, by the request or by the room in a slot.
         length: Committed tokens: all of `text` but the last, which is pending.
         eos: Tokens that end it.
-        tokenizer: Decodes its tokens.
-        verifier: Decides which of its draft tokens are accepted.
         output: Tokens generated so far.
-        lenient: Places of those that the base would not have chosen.
-        logprobs: Of these, where the request wants them.
-        counts: What its steps have drafted and accepted.
-        versions: Numbers of the weights that have drafted for it, in order.
-        finish_reason: Why it has ended; None while it has not.
+        lenient: Indices of those that the target model would not have chosen.
+        versions: Versions of the weights that have drafted for it, in order.
         entered: When it first entered a slot, in monotonic seconds.
         first_token: When it got its first token.
-        stay: How often it has left a slot to wait again: what a step says of an earlier stay does not count.
+        stay: Number of times that it left a slot to wait again: a step of an earlier stay does not count.
         prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
-        beginning: The first `LEAST_SHARED` of these, to be compared at once.
-        read: How many of these are prefilled by now.
-        proven: Whether a step has shown, since it last entered a slot, that what it holds there is finite.
-        borrowed: Whether the beginning of its text was copied from another sequence's slot.
-        alone: Whether nothing is to be copied for it: what it borrowed before may not have been finite.
-        plain: Whether nothing is to be drafted for it: the numbers of some draft token were not finite.
+        beginning: The first `LEAST_SHARED` of these.
+        read: Number of these that are prefilled by now.
+        proven: A step has shown, since it last entered a slot, that its state there is finite.
+        borrowed: Its prefix was copied from another sequence's slot.
+        alone: Copy nothing for it: what it borrowed before may not have been finite.
+        plain: Draft nothing for it: the numbers of some draft token were not finite.
     """
 
     handle: Handle
@@ -206,17 +195,16 @@ class Sequence:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Its sampling settings."""
         return self.handle.request.sampling
 
     @property
     def text(self) -> Ids:
-        """Its tokens so far, prompt and output."""
+        """Prompt and output."""
         return np.array([*self.handle.request.prompt_ids, *self.output], dtype=np.int64)
 
     @property
     def unread(self) -> int:
-        """Tokens that are still to be prefilled."""
+        """Tokens still to be prefilled."""
         return self.length - self.read
 
     @property
@@ -225,7 +213,7 @@ class Sequence:
         return self.handle.future.done()
 
     def enter(self) -> None:
-        """Begin in a slot, with what output there is from a slot before."""
+        """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
         self.beginning = self.prefilled[:LEAST_SHARED].tobytes()
         self.proven = self.borrowed = False
@@ -240,14 +228,10 @@ class Sequence:
         logprobs: list[TokenLogprob] | None,
         lenient: Iterable[int] = (),
     ) -> int:
-        """Add a step's tokens one by one and stop exactly where plain decoding would; return how many were added.
+        """Add a step's tokens one by one, and stop exactly where plain decoding would; see `Step` for the arguments.
 
-        Args:
-            tokens: The accepted draft tokens and the bonus token.
-            accepted: How many of them were drafted.
-            drafted: Draft tokens verified in the step.
-            logprobs: Of `tokens`, where the request asked for them.
-            lenient: Places of those of `tokens` that the base would not have chosen.
+        Returns:
+            Number of tokens that were added.
         """
         before = len(self.output)
         if tokens and self.first_token is None:
@@ -282,19 +266,14 @@ class Sequence:
         return emitted
 
     def note_version(self, version: int) -> None:
-        """Note that drafts of these weights were verified in a step."""
         if version not in self.versions[-1:]:
             self.versions.append(version)
 
-    def succeed(self) -> None:
-        """Give the caller the result; `finish_reason` must be set."""
-        self.handle.future.set_result(self.generation())
-
     def fail_unwanted(self) -> None:
-        """End a request that is unwanted: with what there is if it was cancelled, otherwise as out of time."""
+        """End a request with its tokens so far if it was cancelled, otherwise as out of time."""
         if self.handle.cancelled:
             self.finish_reason = "cancelled"
-            self.succeed()
+            self.handle.future.set_result(self.generation())
         else:
             self.handle.future.set_exception(
                 RequestTimeoutError(
@@ -304,7 +283,6 @@ class Sequence:
             )
 
     def fail_not_finite(self) -> None:
-        """End a request for which the base computes numbers that are not finite."""
         self.handle.future.set_exception(
             NotFiniteError(
                 f"the model's logits after {len(self.output)} generated tokens are not finite (NaN or infinite): its "
@@ -314,9 +292,9 @@ class Sequence:
         )
 
     def generation(self) -> Generation:
-        """The result for the caller; `finish_reason` must be set."""
+        """Return the result; `finish_reason` must be set."""
         assert self.finish_reason is not None
-        request = self.handle.request
+        request, since = self.handle.request, self.handle.submitted
         text = self.tokenizer.decode(self.output, skip_special_tokens=True)
         return Generation(
             request_id=request.request_id,
@@ -326,19 +304,15 @@ class Sequence:
             num_prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
-            timing=self._timing(),
+            timing=Timing(
+                queued=None if self.entered is None else self.entered - since,
+                first_token=None if self.first_token is None else self.first_token - since,
+                total=time.monotonic() - since,
+            ),
             verifier=self.verifier.name,
             lossless=self.verifier.lossless,
             lenient=self.lenient,
             drafter_versions=self.versions,
-        )
-
-    def _timing(self) -> Timing:
-        since = self.handle.submitted
-        return Timing(
-            queued=None if self.entered is None else self.entered - since,
-            first_token=None if self.first_token is None else self.first_token - since,
-            total=time.monotonic() - since,
         )
 
     def _new_text(self) -> str:
@@ -350,17 +324,8 @@ class Sequence:
         return new
 
 
-# ---- A request becomes a sequence, if the base can decode it.
-
-
 def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_length: int) -> None:
-    """Refuse a request that cannot be decoded.
-
-    Args:
-        request: What was submitted.
-        base: Says which tokens there are.
-        verifier: Says which settings it defines.
-        max_length: Tokens that prompt and output may have together.
+    """Refuse a request that cannot be decoded within `max_length` tokens of prompt and output.
 
     Raises:
         RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias or a stop token is
@@ -382,15 +347,7 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
 
 
 def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Verifier, max_length: int) -> Sequence:
-    """The sequence of a request that `refuse_unusable` has let pass.
-
-    Args:
-        handle: The caller's end.
-        base: Says which tokens end a sequence.
-        tokenizer: Decodes its tokens.
-        verifier: Decides which of its draft tokens are accepted.
-        max_length: Tokens that prompt and output may have together.
-    """
+    """Return the sequence of a request that has passed `refuse_unusable`."""
     prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling.over()
     ends = frozenset() if sampling.ignore_eos else base.eos_token_ids
     return Sequence(
@@ -401,3 +358,48 @@ def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Veri
         tokenizer=tokenizer,
         verifier=verifier,
     )
+
+
+@dataclass(frozen=True)
+class EndedRow:
+    """A row that has just ended, to learn from; `steps` are its decode steps."""
+
+    request_id: str
+    prompt: Several[int]
+    output: Several[int]
+    steps: int
+
+    @property
+    def length(self) -> int:
+        """T, tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+
+class RowTap(Protocol):
+    """Receives an engine's ended rows. Both methods are called on the engine's thread and must not wait."""
+
+    def wants(self, row: EndedRow, nbytes: int) -> bool:
+        """Return whether to hand out a row whose hidden states take `nbytes` bytes; if not, nothing is copied."""
+
+    def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
+        """Take a row.
+
+        Args:
+            row: A row that is wanted.
+            hidden: `[T, K · d]` on the CPU; None if the drafter reads none.
+            arrived: Happens when `hidden` is there; None where it is.
+        """
+
+
+class LearningStart(Protocol):
+    """Initial state of a drafter that learns from rows while it drafts."""
+
+    def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
+        """Return the drafter, by the name that users give.
+
+        Raises:
+            LoadError: The name is not of a drafter that can learn, or it cannot be loaded.
+        """
+
+    def tap(self) -> RowTap:
+        """Return what collects the rows to learn from."""

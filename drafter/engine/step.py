@@ -1,8 +1,9 @@
-"""Outcome of a step: packed on the device into as few tensors as possible, and unpacked on the host."""
+"""The record of a step, and the stages of a step on the device: draft, verify, accept, commit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,168 +12,167 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, path_logprobs
-from drafter.budget.contract import StepLoad, StepSeconds
+from drafter.budget.contract import StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Sequence
 from drafter.requests import TokenLogprob
+from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1
-"""Stands for a token that was chosen from logits which are not numbers."""
+"""Token chosen from logits that are not numbers."""
 
 
 @dataclass(frozen=True)
-class RowOutcomes:
-    """A step's outcome of B rows, for the host.
-
-    Args:
-        tokens: The tokens each row got: accepted draft tokens and the bonus token; none if it is not sound.
-        sound: Whether each row's logits are finite.
-        accepted: Draft tokens among the tokens.
-        drafted: Draft nodes that were verified in each row.
-        log_probs: `[B, N]` float64 log prefix probabilities of the draft nodes, -inf in padding; N may be 0.
-        on_path: `[B, N]` bool: whether a draft node was accepted.
-        lenient: Places of each row's tokens that the base would not have chosen.
-    """
-
-    tokens: list[list[int]]
-    sound: list[bool]
-    accepted: list[int]
-    drafted: list[int]
-    log_probs: npt.NDArray[np.float64]
-    on_path: npt.NDArray[np.bool_]
-    lenient: list[list[int]]
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """The outcome of one step, packed.
+class StepTensors:
+    """Result of a step on the device, in as few tensors as possible.
 
     Args:
         packed: `[B, 2 + 2 (D + 1)]` int64: accepted draft tokens, draft nodes, path and tokens of each row; the token
             alone, `[B, 1]`, where nothing was drafted.
-        log_probs: `[B, N]` of the draft nodes.
+        log_probs: `[B, N]` log prefix probabilities of the draft nodes.
         logprobs: Log-probabilities of emitted tokens, of the rows that want them; None if none do.
-        lenient: `[B, D + 1]` bool: which tokens the base would not have chosen; None where none can be.
+        lenient: `[B, D + 1]` bool: tokens that the target model would not have chosen; None where there can be none.
     """
 
     packed: Tensor
     log_probs: Tensor
-    logprobs: PathLogprobs | None
+    logprobs: PathLogprobs | None = None
     lenient: Tensor | None = None
 
-    @staticmethod
-    def pack(tree: TokenTree, accepted: Accepted, sound: Tensor, logprobs: PathLogprobs | None) -> StepOutcome:
-        """Pack what came of `tree` `[B, N]`, on the device.
-
-        Args:
-            tree: The trees.
-            accepted: The paths.
-            sound: `[B]` bool: whether all of a row's logits are finite.
-            logprobs: As in the class.
-        """
-        tokens = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE)
-        if tree.size == 1:
-            return StepOutcome(tokens, tree.log_probs[:, 1:], logprobs)
-        drafted = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
-        packed = torch.cat([accepted.count[:, None], drafted, accepted.path, tokens], dim=1)
-        return StepOutcome(packed, tree.log_probs[:, 1:], logprobs, accepted.lenient)
-
-    def to_host(self, rows: int) -> StepOutcome:
-        """The first `rows` rows on the host, once what is queued on the device is done."""
-        return StepOutcome(
+    def to_host(self, rows: int) -> StepTensors:
+        """Copy the first `rows` rows to the host; valid once queued work is done."""
+        return StepTensors(
             self.packed[:rows].to("cpu", non_blocking=True),
             self.log_probs[:rows].to("cpu", non_blocking=True),
             None if self.logprobs is None else self.logprobs.to_host(),
             None if self.lenient is None else self.lenient[:rows].to("cpu", non_blocking=True),
         )
 
-    def unpack(self) -> RowOutcomes:
-        """Read the outcome; it must be on the host."""
-        packed = self.packed.numpy()
-        rows, width = packed.shape
-        if width == 1:
-            said = packed.tolist()
-            counts, drafted = [0] * rows, [0] * rows
-            on_path = np.zeros((rows, 0), dtype=np.bool_)
-        else:
-            count, nodes, path, tokens = np.split(packed, [1, 2, 2 + (width - 2) // 2], axis=1)
-            said, counts, drafted = tokens.tolist(), count[:, 0].tolist(), nodes[:, 0].tolist()
-            on_path = np.zeros((rows, 1 + self.log_probs.shape[1]), dtype=np.bool_)
-            np.put_along_axis(on_path, path, True, axis=1)
-            on_path = on_path[:, 1:]
-        sound = [row[0] != _NOT_FINITE for row in said]
-        given = [row[: count + 1] if is_sound else [] for row, count, is_sound in zip(said, counts, sound, strict=True)]
-        accepted = [count if is_sound else 0 for count, is_sound in zip(counts, sound, strict=True)]
-        lenient: list[list[int]] = [[] for _ in given]
-        if self.lenient is not None:
-            for row, place in zip(*(index.tolist() for index in self.lenient.numpy().nonzero()), strict=True):
-                if sound[row]:
-                    lenient[row].append(place)
-        log_probs = self.log_probs.numpy().astype(np.float64)
-        return RowOutcomes(given, sound, accepted, drafted, log_probs, on_path, lenient)
 
-    def read_logprobs(self, wanted: Mapping[int, int], tokens: list[list[int]]) -> dict[int, list[TokenLogprob]]:
-        """Log-probabilities of the rows that want them; it must be on the host.
-
-        Args:
-            wanted: Row → of how many of the most probable tokens, in the order in which they were asked for.
-            tokens: What each row got.
-        """
-        if self.logprobs is None:
-            return {}
-        read = self.logprobs.read([tokens[row] for row in wanted], list(wanted.values()))
-        return dict(zip(wanted, read, strict=True))
-
-
-@dataclass
+@dataclass(eq=False)
 class Step:
-    """One step of B rows: what was asked of it, what came of it, and how long it took.
+    """One step of B rows: what was asked, drafted and accepted, and how long it took.
 
     Args:
-        load: What its time follows from.
-        ask: What was to be drafted.
-        outcome: On the device, or on its way to the host.
+        sequences: Of the B rows.
+        load: Factors of its time.
+        ask: Request to the drafter.
         depth: Draft tokens that a row may get at most.
-        promised: `[B, ask.nodes]` log prefix probabilities of all drafted nodes, where not all of them are verified.
-        seconds: Where the time went; None where the host does not know.
-        planned: Whether the budget planned it; not where it came with a prompt's forward.
-        sequences: Those of its B rows.
-        stays: `Sequence.stay` of each when the step began.
-        wanted: Row → of how many of the most probable tokens it wants log-probabilities.
-        version: `Drafter.version` of the step.
-        landed: Happens when the outcome is on the host; None where it is.
+        wanted: Row → number of most probable tokens whose log-probabilities it wants.
+        version: Version of the drafter's weights.
+        planned: The budget planned it. False for the step that comes with a prompt's forward.
+        since: When its present part began, on the host's clock.
+        reading: Seconds of the drafter's prefill.
+        drafting: Seconds of the draft.
+        rest: Seconds of all else; None where the host does not know.
+
+    Attributes:
+        stays: `Sequence.stay` of each row at the start.
+        promised: `[B, ask.nodes]` log prefix probabilities of the drafted nodes, where not all of them are verified.
+        tensors: The result, on the device or on its way to the host.
+        landed: Happens when `tensors` are on the host; None where they are.
+        tokens: New tokens of each row: accepted draft tokens and the bonus token; none if it is not sound. This and
+            all that follow are set by `read`.
+        sound: True for rows whose logits are finite.
+        accepted: Draft tokens among `tokens`.
+        drafted: Draft nodes that were verified in each row.
+        log_probs: `[B, N]` float64 log prefix probabilities of the verified nodes, -inf in padding.
+        on_path: `[B, N]` bool: whether a draft node was accepted.
+        lenient: Indices of each row's tokens that the target model would not have chosen.
+        logprobs: Row → log-probabilities of its tokens, if wanted.
     """
 
+    sequences: list[Sequence]
     load: StepLoad
     ask: Ask
-    outcome: StepOutcome
     depth: int
-    promised: npt.NDArray[np.float64] | None = None
-    seconds: StepSeconds | None = None
+    wanted: dict[int, int]
+    version: int | None
     planned: bool = True
-    sequences: list[Sequence] = field(default_factory=list)
-    stays: list[int] = field(default_factory=list)
-    wanted: dict[int, int] = field(default_factory=dict)
-    version: int | None = None
+    since: float = field(default_factory=time.perf_counter)
+    reading: float = 0.0
+    drafting: float = 0.0
+    rest: float | None = None
+    stays: list[int] = field(init=False)
+    promised: npt.NDArray[np.float64] | None = None
+    tensors: StepTensors = field(init=False)
+    tokens: list[list[int]] = field(init=False)
+    sound: list[bool] = field(init=False)
+    accepted: list[int] = field(init=False)
+    drafted: list[int] = field(init=False)
+    log_probs: npt.NDArray[np.float64] = field(init=False)
+    on_path: npt.NDArray[np.bool_] = field(init=False)
+    lenient: list[list[int]] = field(init=False)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     landed: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.stays = [sequence.stay for sequence in self.sequences]
 
     @property
     def alive(self) -> list[int]:
-        """Rows whose sequence is still in the slot of the step; others have ended, or left it, and it has gone on."""
+        """Rows whose sequence is still in the slot of the step; the others have ended or left it."""
         return [
             row
             for row, (sequence, stay) in enumerate(zip(self.sequences, self.stays, strict=True))
             if not sequence.ended and sequence.stay == stay
         ]
 
+    def lap(self) -> float:
+        """Begin the next part of the step; return the seconds of the last one."""
+        before, self.since = self.since, time.perf_counter()
+        return self.since - before
+
+    def read(self) -> None:
+        """Unpack the result, which must be on the host."""
+        packed, nodes = self.tensors.packed.numpy(), self.tensors.log_probs.shape[1]
+        rows, width = packed.shape
+        self.on_path = np.zeros((rows, nodes), dtype=np.bool_)
+        counts = self.drafted = [0] * rows
+        chosen = packed
+        if width > 1:
+            count, drafted, path, chosen = np.split(packed, [1, 2, 1 + width // 2], axis=1)
+            counts, self.drafted = count[:, 0].tolist(), drafted[:, 0].tolist()
+            with_root = np.zeros((rows, 1 + nodes), dtype=np.bool_)
+            np.put_along_axis(with_root, path, True, axis=1)
+            self.on_path = with_root[:, 1:]
+        self.sound = (chosen[:, 0] != _NOT_FINITE).tolist()
+        self.accepted = [count if sound else 0 for count, sound in zip(counts, self.sound, strict=True)]
+        self.tokens = [
+            row[: count + 1] if sound else []
+            for row, count, sound in zip(chosen.tolist(), counts, self.sound, strict=True)
+        ]
+        self.log_probs = self.tensors.log_probs.numpy().astype(np.float64)
+        self.lenient = [[] for _ in range(rows)]
+        if self.tensors.lenient is not None:
+            for row, index in self.tensors.lenient.nonzero().tolist():
+                if self.sound[row]:
+                    self.lenient[row].append(index)
+        if self.tensors.logprobs is not None:
+            wanted = [self.tokens[row] for row in self.wanted]
+            found = self.tensors.logprobs.read(wanted, list(self.wanted.values()))
+            self.logprobs = dict(zip(self.wanted, found, strict=True))
+
+    def observation(self, emitted: dict[int, int]) -> StepObservation | None:
+        """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
+        rows = [row for row in emitted if self.sound[row]]
+        if not self.planned or not rows:
+            return None
+        load, log_probs = StepLoad(len(rows), self.load.length, self.load.choosing), self.log_probs[rows]
+        promised = log_probs if self.promised is None else self.promised[rows]
+        seconds = None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
+        tokens = sum(emitted[row] for row in rows)
+        return StepObservation(
+            load, self.ask.nodes, promised, log_probs, self.on_path[rows], seconds, self.ask.member, tokens
+        )
+
 
 class Flights:
-    """Steps that are queued, or done, and whose outcome the host has not read, oldest first.
+    """Steps whose result the host has not read, oldest first.
 
     Args:
         device: Where steps are done.
@@ -188,19 +188,19 @@ class Flights:
 
     @property
     def ahead(self) -> int:
-        """Tokens that a sequence may have more than the host knows of."""
+        """Tokens that a sequence may have beyond those that the host knows."""
         return sum(step.depth + 1 for step in self._steps)
 
     def add(self, step: Step) -> None:
-        """Send a step's outcome to the host, without waiting."""
+        """Send the step's result to the host, without waiting."""
         if self._device.type == "cuda":
-            step.outcome = step.outcome.to_host(len(step.sequences))
+            step.tensors = step.tensors.to_host(len(step.sequences))
             step.landed = torch.cuda.Event(blocking=True)
             step.landed.record(torch.cuda.current_stream(self._device))
         self._steps.append(step)
 
     def land(self, keep: int) -> Iterator[Step]:
-        """Wait for all steps but the newest `keep` ones, oldest first, and hand them out."""
+        """Wait for all steps but the newest `keep` ones, and yield them."""
         while len(self._steps) > keep:
             step = self._steps.pop(0)
             if step.landed is not None:
@@ -208,22 +208,14 @@ class Flights:
             yield step
 
     def clear(self) -> None:
-        """Forget all steps."""
         self._steps = []
 
 
-# ---- The stages of a step that the device does: draft, verify, accept, commit. Nothing here waits for it.
-
-
 class DeviceStep:
-    """The stages over the first slots of a batch state.
+    """The stages over the first slots of a batch state. None of them waits for the device.
 
     Args:
-        base: The base model.
-        verifier: Decides what is accepted.
-        state: What the device holds.
-        packs: Whether trees of different sizes are verified without their padding, which needs to know how many nodes
-            there are and so waits for the device.
+        packs: Verify trees of different sizes without their padding, which needs the number of nodes on the host.
     """
 
     def __init__(self, base: BaseModel, verifier: Verifier, state: BatchState, *, packs: bool) -> None:
@@ -232,16 +224,16 @@ class DeviceStep:
         self._drafter_width = len(state.drafter.spec.hidden_layers) * base.hidden_size
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]`; a lone root where no nodes are asked for."""
+        """Return trees `[B, 1 + ask.nodes]`."""
         return self.state.drafter.propose(context, ask) if ask.nodes else root_only(context.pending)
 
     def verify(self, tree: TokenTree, kv_length: int) -> Verified:
-        """Run the base over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""
-        rows, depth = len(tree.tokens), self._depth(tree)
+        """Run the target model over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""
+        rows, depth = len(tree.tokens), min(self.state.drafter.spec.max_depth, tree.size - 1)
         ancestors = tree.ancestors(depth)
         packing = Packing.of(tree.tokens >= 0) if self.packs and rows > 1 and tree.size > 1 else None
         nodes = TreeNodes(
-            # Padding repeats the root: whatever other token stood there, its numbers might not be finite.
+            # Padding repeats the root: another token's numbers might not be finite.
             torch.where(tree.tokens >= 0, tree.tokens, tree.tokens[:, :1]),
             self.state.lengths[:rows],
             tree.depths,
@@ -257,36 +249,20 @@ class DeviceStep:
         ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
         return Verified(tree, ancestors, depth, logits, ours, read)
 
-    def accept(self, verified: Verified, rows: slice) -> StepOutcome:
-        """Let the verifier decide on the trees of `rows`, commit the accepted paths, and pack the outcome."""
-        state = self.state
-        accepted = self.verifier.accept(verified, state.row_sampling(rows))
-        logprobs = None
-        if wanted := self.wanted_logprobs(rows):
+    def accept(self, verified: Verified, rows: slice) -> Accepted:
+        """Let the verifier decide on the trees of slots `rows`."""
+        return self.verifier.accept(verified, self.state.row_sampling(rows))
+
+    def commit(self, verified: Verified, accepted: Accepted, rows: slice) -> StepTensors:
+        """Commit the accepted paths of slots `rows`, and pack the result."""
+        tree, logprobs = verified.tree, None
+        if wanted := self.state.wanted_logprobs(rows):
             logprobs = path_logprobs(verified.logits, accepted, list(wanted), max(wanted.values()))
         sound = are_sound(verified.logits)  # one node that is not finite spoils the whole tree
-        outcome = StepOutcome.pack(verified.tree, accepted, sound, logprobs)
-        state.commit(accepted, verified.hidden, sound, rows)
-        return outcome
-
-    def accept_prompt_end(self, slot: int, pending: Tensor, logits: Tensor, hidden: Tensor) -> StepOutcome:
-        """A plain step of one slot whose logits come with the forward over its prompt's end.
-
-        Args:
-            slot: The slot.
-            pending: `[1]` its pending token.
-            logits: `[1, 1, V]` after that.
-            hidden: `[1, 1, K · d]` of that.
-        """
-        tree = root_only(pending)
-        return self.accept(Verified(tree, tree.ancestors(0), 0, logits, hidden), slice(slot, slot + 1))
-
-    def wanted_logprobs(self, rows: slice) -> dict[int, int]:
-        """Return the number of log-probabilities by row, for those of `rows` that want any; indices count from the
-        first."""
-        return {
-            slot - rows.start: count for slot, count in self.state.logprobs.items() if rows.start <= slot < rows.stop
-        }
-
-    def _depth(self, tree: TokenTree) -> int:
-        return min(self.state.drafter.spec.max_depth, tree.size - 1)
+        packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
+        if tree.size > 1:
+            drafted = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
+            packed = torch.cat([accepted.count[:, None], drafted, accepted.path, packed], dim=1)
+            lenient = accepted.lenient
+        self.state.commit(accepted, verified.hidden, sound, rows)
+        return StepTensors(packed, tree.log_probs[:, 1:], logprobs, lenient)

@@ -1,8 +1,7 @@
-"""Checks before the first request that an engine fits into its device's memory, and measures its latencies."""
+"""Work before the first request: tries the largest step, compiles the model, and measures latencies of steps."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,87 +16,28 @@ from drafter.acceptance.choices import SamplingMode
 from drafter.budget.contract import Choosing, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
 from drafter.devices import timed
-from drafter.drafters.contract import Ask, DraftSpec
-from drafter.engine.admission import GPU_CHUNK
+from drafter.drafters.contract import Ask
 from drafter.engine.batch import BatchState
-from drafter.engine.config import EngineConfig
-from drafter.engine.cuda_graph import StepGraphs
-from drafter.engine.memory import EngineSizes, MemoryPlan, gib, plan_memory, what_would_fit
-from drafter.engine.runners import step_shape, whole_step
-from drafter.engine.scheduler import read_prompts
+from drafter.engine.cuda_graph import StepGraphs, step_shape
+from drafter.engine.memory import MemoryPlan
 from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
 from drafter.native.build import processor
 from drafter.requests import SamplingParams
 from drafter.source_commit import source_commit
-from drafter.target.attention import query_groups
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import bare_trees, root_only
 
-_LOG = logging.getLogger(__name__)
 _DEAREST = SamplingMode(biased=True, penalties=True, random=True, mixed=True, ranked=True, nucleus=True, floored=True)
-"""All that sampling may have to do, in one batch."""
-
-
-def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> EngineSizes:
-    """The sizes of an engine; see there.
-
-    Args:
-        base: The base, ready for decoding.
-        spec: The drafter's.
-        config: The engine's.
-        max_length: Prompt and output tokens of a sequence.
-        graphs: Steps that are recorded at most.
-    """
-    layers, width = base.kv_bytes_per_token, base.hidden_size
-    return EngineSizes(
-        slots=config.max_num_seqs,
-        max_length=max_length,
-        nodes=spec.max_nodes,
-        depth=spec.max_depth,
-        vocabulary=base.vocab_size,
-        width=width,
-        inner=getattr(base.config, "intermediate_size", None) or 4 * width,
-        groups=query_groups(base.config),
-        number=base.dtype.itemsize,
-        kv=sum(layers),
-        layer_kv=max(layers),
-        copied_kv=max(base.copies_of_kv, int(config.kv_bytes is not None)),
-        draft_kv=spec.bytes_per_token,
-        hidden=len(spec.hidden_layers) * width * base.dtype.itemsize,
-        prompt=min(GPU_CHUNK, config.max_num_seqs * max_length),
-        in_parts=base.reads_to_length and config.kv_bytes is None,
-        kv_limit=config.kv_bytes,
-        graphs=graphs,
-        scratch=spec.scratch,
-    )
-
-
-def plan_or_refuse(device: torch.device, sizes: EngineSizes) -> MemoryPlan:
-    """Plan an engine's memory, and note the plan in the log.
-
-    Raises:
-        LoadError: The device has less memory left; the message says what takes how much, and what would fit.
-    """
-    plan, free = plan_memory(sizes), devices.free_bytes(device)
-    _LOG.info(
-        "memory beside the model, of %s left on %s:\n%s", "?" if free is None else gib(free), device, plan.table()
-    )
-    if free is not None and plan.total > free:
-        raise LoadError(
-            f"an engine of {sizes.slots:,} slots takes {gib(plan.total)} beside the model, and {device} has "
-            f"{gib(free)} left: {what_would_fit(sizes, free)} (it takes {plan})"
-        )
-    return plan
+"""All sampling operations."""
 
 
 @torch.inference_mode()
-def try_dearest_step(step: DeviceStep, plan: MemoryPlan) -> None:
-    """Do the step that takes most memory: all slots at full length, the largest trees, and all that sampling may do.
+def try_dearest_step(step: DeviceStep, graphs: StepGraphs, plan: MemoryPlan) -> None:
+    """Do the step that takes most memory: all slots at full length, the largest trees, and all sampling operations.
 
     Args:
-        step: The stages; all slots are empty, and are so again.
-        plan: What was thought that it takes.
+        step: The stages; all slots are empty, before and after.
+        plan: For the message.
 
     Raises:
         LoadError: It does not fit.
@@ -108,7 +48,7 @@ def try_dearest_step(step: DeviceStep, plan: MemoryPlan) -> None:
         state.lengths.fill_(0)
         if nodes:
             state.drafter.prepare(state.context([0] * state.slots))
-        whole_step(step, step_shape(step, state.slots, nodes, state.max_length))
+        graphs.decode(step_shape(step, state.slots, nodes, state.max_length))
         devices.synchronise(step.base.device)
     except torch.OutOfMemoryError as error:
         raise LoadError(
@@ -120,12 +60,10 @@ def try_dearest_step(step: DeviceStep, plan: MemoryPlan) -> None:
     state.forget()
 
 
-# How context length and sampling add to a step's latency.
-
 _FAR = 4096
-"""Committed tokens of a long text, where there is room for so many."""
+"""Committed tokens of a long text, if a slot has so many."""
 _RUNS = 3
-"""Number of timed runs of a step. The least time counts."""
+"""Timed runs of a step. The least time counts."""
 _SAMPLED: dict[Choosing, SamplingParams] = {
     "drawn": SamplingParams(temperature=1.0),
     "filtered": SamplingParams(temperature=1.0, top_k=50, top_p=0.95),
@@ -133,13 +71,12 @@ _SAMPLED: dict[Choosing, SamplingParams] = {
 
 
 def with_load_costs(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> LatencyTable:
-    """Return the table with what longer texts and drawn tokens add.
+    """Add to a table how context length and sampling add to a step's latency.
 
     Args:
         step: The stages; slots have texts of `length` tokens, and are changed.
         graphs: Where steps are queued as a whole.
         table: Latencies of steps over these texts.
-        length: Of the texts.
     """
     longer = _longer(step, graphs, table, length)
     step.state.lengths.fill_(length)
@@ -153,15 +90,13 @@ def with_load_costs(step: DeviceStep, graphs: StepGraphs | None, table: LatencyT
 
 
 def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> Floats:
-    """Seconds `[M]` that one more token of a row's text costs a step with each number of nodes.
-
-    Where steps are queued as a whole, drafting follows its own memory of the text. There a plain step is timed, which
-    reads as many keys and values as one with a tree.
-    """
+    """Seconds `[M]` that one more token of a row's text costs a step with each number of nodes."""
     state, nodes = step.state, np.array(table.nodes)
     far = min(_FAR, state.max_length)
     if far <= length or not state.reserve(0, far + 1):
         return np.zeros(len(nodes))
+    # In a step that is queued as a whole, drafting follows its own memory of the text. So a plain one is timed, which
+    # reads as many keys and values.
     sizes = [0, table.nodes[-1]] if graphs is None else [0]
     costs = []
     for size in sizes:
@@ -174,7 +109,7 @@ def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, le
 
 
 def _choosing(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
-    """Seconds `[K]` in which each way chooses one token of each row, beyond those of the likeliest one."""
+    """Seconds `[K]` in which each way chooses one token of each row, beyond those of greedy choice."""
     ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
     seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
     for rows in map(int, table.batches):
@@ -197,7 +132,7 @@ def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
 
 
 def _choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, length: int) -> Callable[[], object]:
-    """A part of a plain step that ends with the choice of a token for each row, in the way that slots are sampled."""
+    """Return a part of a plain step that ends with the choice of a token for each row."""
     state = step.state
     if graphs is not None:
         return partial(_forward, step, graphs, 0, length, rows)
@@ -218,39 +153,34 @@ def _forward(step: DeviceStep, graphs: StepGraphs | None, nodes: int, length: in
     if graphs is None:
         step.verify(bare_trees(state.tokens[:rows, 0], 1 + nodes), length + 1 + nodes)
     else:
-        shape = step_shape(step, rows, nodes, length)
-        graphs.run(shape, partial(whole_step, step, shape))
+        graphs.run(step_shape(step, rows, nodes, length))
 
 
 def _least_seconds(step: DeviceStep, graphs: StepGraphs | None, work: Callable[[], object]) -> float:
-    """Seconds of a piece of work, at best, once whatever is done the first time is done, and a graph is recorded."""
+    """Least seconds of a piece of work after its first runs, which may record a graph."""
     for _ in range(1 if graphs is None else 3):
         work()
     return min(devices.timed(step.base.device, work)[1] for _ in range(_RUNS))
 
 
-# Compilation, and latencies of steps.
-
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
-"""Number of timed runs of a draft: the first run includes one-time work."""
+"""Timed runs of a draft: the first run includes one-time work."""
 _ALIKE = 1.3
 """Ratio of two times of the same step that other work on the machine explains."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
-"""Tokens of these that the target model generates itself, and number of different texts."""
+"""Tokens of a probed text that the target model generates itself, and number of different texts."""
 
 
 @torch.inference_mode()
 def compile_base(step: DeviceStep) -> None:
-    """Compile the base's forward, and call it once for each of the shapes that compilers tell apart.
-
-    These are one row and several, one node and several. A compiler takes sizes that happen to be equal to be equal
-    always, so none of them are.
+    """Compile the model's forward for one row and several, one node and several.
 
     Raises:
-        LoadError: The base cannot be compiled.
+        LoadError: It cannot be compiled.
     """
+    # A compiler takes sizes that happen to be equal to be equal always, so none of them are.
     state, base = step.state, step.base
     length, size = state.max_length // 2, state.drafter.spec.max_nodes + 1
     base.compile()
@@ -275,7 +205,7 @@ def compile_base(step: DeviceStep) -> None:
 
 @torch.inference_mode()
 def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> list[LatencyTable]:
-    """Return what `measure_steps` does, from the cache folder if it was measured here before and is still true.
+    """Return the tables of `measure_steps`, from the cache folder if they were measured here before and still hold.
 
     Args:
         drafter: Name of the drafter, for the cache; None does without. Steps that are queued as a whole are measured at
@@ -293,7 +223,7 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
 
 
 def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
-    """All that step times follow from."""
+    """Return all that step times depend on."""
     base, state = step.base, step.state
     return {
         "machine": [processor(), torch.get_num_threads(), str(base.device)],
@@ -306,7 +236,6 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
 
 
 def _still_true(step: DeviceStep, table: LatencyTable) -> bool:
-    """Return whether plain steps of one row and of all rows take about as long as in the table."""
     state, length = step.state, table.length
     for slot in range(state.slots):
         state.reserve(slot, length + 1)
@@ -318,14 +247,13 @@ def _still_true(step: DeviceStep, table: LatencyTable) -> bool:
 
 @torch.inference_mode()
 def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTable]:
-    """Latencies of steps of up to all slots and up to the drafter's largest trees, by which of its members drafts.
+    """Measure latencies of steps up to all slots and the drafter's largest trees: a table for each member.
 
-    There is one table where the drafter is one, and where steps are queued as a whole, which always have the same
-    drafter. Verification takes as long whoever has drafted, so it is timed once.
+    Steps that are queued as a whole have one table, because they always have the same member, and all of their time is
+    verification. Verification is timed once: it does not depend on the drafter.
 
     Args:
         step: The stages; all slots are empty.
-        graphs: Where steps are queued as a whole; all of a step is verification there.
 
     Raises:
         LoadError: The largest step does not fit into the memory.
@@ -350,7 +278,6 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTa
 
 
 def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Floats:
-    """Seconds `[K, M]` in which a member drafts each of the table's shapes over the generated texts."""
     state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.draft)
     state.drafter.select(member)
     state.lengths.fill_(length)
@@ -373,30 +300,31 @@ def _probed_length(state: BatchState) -> int:
 
 @torch.inference_mode()
 def generate_texts(step: DeviceStep) -> None:
-    """Fill all slots with texts that go on in the base's own words: searches cost more where much is likely."""
+    """Fill all slots with texts that the model continues itself: searches cost more where many tokens are likely."""
     state, base = step.state, step.base
     length = _probed_length(state)
     count, start = min(state.slots, _PROBED_TEXTS), max(length - _PROBED_TEXT, 0)
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(base.vocab_size, (start + count,), generator=random).to(base.device)
     for slot in range(state.slots):
-        state.reserve(slot, length + 1)  # where memory does not reach for all, the others' steps take as long
+        state.reserve(slot, length + 1)  # with too little memory for all slots, the others' steps take as long
     state.tokens[0, :start] = prompt[:start]
     for slot in range(state.slots):
         state.drafter.enter(slot, prompt[:start].cpu().numpy())
-    read_prompts(base, state, 0, [slice(0, start)])
+    state.read(0, [slice(0, start)])
     for slot in range(1, count):
         state.copy(0, slot, start)
     state.tokens[:count, start] = prompt[start:]
     state.lengths[:count] = start
     for end in range(start + 1, length + 1):
-        step.accept(step.verify(root_only(state.tokens[:count, end - 1]), end), slice(0, count))
+        verified, rows = step.verify(root_only(state.tokens[:count, end - 1]), end), slice(0, count)
+        step.commit(verified, step.accept(verified, rows), rows)
     for slot in range(count, state.slots):
         state.copy(slot % count, slot, length + 1)  # the pending token, too
 
 
 def _probe(step: DeviceStep, graphs: StepGraphs | None, rows: int, nodes: int) -> tuple[float, float]:
-    """Seconds of drafting in a step of `rows` rows over the generated texts, and of the rest of it."""
+    """Return the seconds of drafting in a step over the generated texts, and of the rest of it."""
     state, device = step.state, step.base.device
     length = _probed_length(state)
     state.lengths.fill_(length)
@@ -405,10 +333,9 @@ def _probe(step: DeviceStep, graphs: StepGraphs | None, rows: int, nodes: int) -
         state.drafter.prepare(context)
     if graphs is not None:
         shape = step_shape(step, rows, nodes, length)
-        whole = partial(whole_step, step, shape)
-        graphs.warm_up(shape, whole)
+        graphs.warm_up(shape)
         state.lengths.fill_(length)
-        return 0.0, timed(device, lambda: graphs.run(shape, whole))[1]
+        return 0.0, timed(device, lambda: graphs.run(shape))[1]
     tree, drafting = timed(device, lambda: step.draft(context, ask))
     tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
     return drafting if nodes else 0.0, timed(device, lambda: step.verify(tree, length + tree.size))[1]

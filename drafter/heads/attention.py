@@ -18,8 +18,8 @@ from drafter import devices
 from drafter.drafters.contract import DraftContext
 from drafter.heads.context_reader import CacheShape, ContextReader, Entries
 from drafter.heads.frame_head import DraftModule, FrameReader
-from drafter.native.build import BuildError
-from drafter.native.library import (
+from drafter.native.build import (
+    BuildError,
     FrameLayersStruct,
     FrameLayerStruct,
     FramesStruct,

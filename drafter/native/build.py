@@ -1,22 +1,30 @@
-"""Compiles the library for this machine's processor, once; later processes find it in the cache."""
+"""The C++ library for CPUs: compiled for this machine's processor once and cached, and its `ctypes` bindings."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.devices import Pieces
 
 _SOURCES = Path(__file__).parent / "source"
 _FLAGS = ("-std=c++17", "-O2", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra")
 _COMPILERS = ("c++", "g++", "clang++")
-_PATIENCE = 300.0
-"""Seconds that the compiler may take."""
+_COMPILER_TIMEOUT = 300.0
+Pointer = ctypes.c_void_p
+_I64, _I32, _F32 = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class BuildError(Exception):
@@ -52,7 +60,7 @@ def cache_folder() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    """16 hex digits of all that decides what the compiler makes: the sources, itself, its flags and the processor."""
+    """Hash the sources, the compiler, its flags and the processor."""
     digest = hashlib.sha256(" ".join([compiler, *_FLAGS, processor()]).encode())
     digest.update(str(Path(compiler).resolve().stat().st_mtime_ns).encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -78,18 +86,266 @@ def _compile(compiler: str, target: Path) -> None:
             made = Path(folder) / target.name
             sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
             command = [compiler, *_FLAGS, *sources, f"-L{libraries}", "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT, check=False)
             if done.returncode != 0:
                 raise BuildError(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
             made.replace(target)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{compiler} took more than {_PATIENCE:.0f} s") from error
+        raise BuildError(f"{compiler} took more than {_COMPILER_TIMEOUT:.0f} s") from error
     except OSError as error:
         raise BuildError(f"the compiled library cannot be kept in {target.parent}: {error}") from error
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class MatrixStruct(ctypes.Structure):
+    """`Matrix` of products.h."""
+
+    _fields_ = (
+        *_fields(Pointer, "weights bias"),
+        *_fields(_I64, "inputs outputs"),
+        *_fields(_I32, "half unused"),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields(Pointer, "attention_norm mlp_norm query_norm key_norm"),
+        *_fields(MatrixStruct, "qkv output gate_up down"),
+    )
+
+
+class DecoderStruct(ctypes.Structure):
+    """`Decoder` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields(ctypes.POINTER(LayerStruct), "layers"),
+        *_fields(Pointer, "embedding final_norm"),
+        *_fields(MatrixStruct, "head"),
+        *_fields(Pointer, "cosines sines"),
+        *_fields(_I64, "positions hidden heads kv_heads head_size intermediate vocabulary"),
+        *_fields(_F32, "epsilon scale"),
+    )
+
+
+class ForwardStruct(ctypes.Structure):
+    """`Forward` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields(ctypes.POINTER(Pointer), "keys values"),
+        *_fields(Pointer, "blocks"),
+        *_fields(_I64, "block slot_blocks first_slot rows nodes"),
+        *_fields(Pointer, "tokens lengths depths ancestors which"),
+        *_fields(_I64, "count"),
+        *_fields(Pointer, "taps"),
+        *_fields(_I64, "tap_count"),
+        *_fields(Pointer, "hidden logits"),
+        *_fields(_I64, "logits_from layers threads"),
+    )
+
+
+class JointLayerStruct(ctypes.Structure):
+    """`JointLayer` of joint.h."""
+
+    _fields_ = (
+        *_fields(Pointer, "norm_weight norm_bias"),
+        *_fields(MatrixStruct, "inner out"),
+    )
+
+
+class JointStruct(ctypes.Structure):
+    """`Joint` of joint.h."""
+
+    _fields_ = (
+        *_fields(MatrixStruct, "frames out"),
+        *_fields(ctypes.POINTER(JointLayerStruct), "layers"),
+        *_fields(Pointer, "norm_weight norm_bias blank_weight blank_bias"),
+        *_fields(MatrixStruct, "head"),
+        *_fields(_I64, "layer_count terms hidden"),
+    )
+
+
+class LabelTableStruct(ctypes.Structure):
+    """`LabelTable` of lattice.cpp."""
+
+    _fields_ = (
+        *_fields(Pointer, "drafted recent"),
+        *_fields(_I64, "places tokens texts"),
+    )
+
+
+class SearchStruct(ctypes.Structure):
+    """`Search` of lattice.cpp."""
+
+    _fields_ = (
+        *_fields(LabelTableStruct, "labels"),
+        *_fields(Pointer, "states"),
+        *_fields(_I64, "rows frames band depth size beam"),
+        *_fields(_F32, "least unused"),
+        *_fields(Pointer, "pending tokens parents depths log_probs"),
+        *_fields(_I64, "threads"),
+    )
+
+
+class LayerNormStruct(ctypes.Structure):
+    """`LayerNorm` of frames.cpp."""
+
+    _fields_ = (*_fields(Pointer, "weight bias"),)
+
+
+class FrameLayerStruct(ctypes.Structure):
+    """`FrameLayer` of frames.cpp."""
+
+    _fields_ = (
+        *_fields(LayerNormStruct, "attention_norm mlp_norm"),
+        *_fields(MatrixStruct, "qkv output gate_up down"),
+    )
+
+
+class FrameLayersStruct(ctypes.Structure):
+    """`FrameLayers` of frames.cpp."""
+
+    _fields_ = (
+        *_fields(ctypes.POINTER(FrameLayerStruct), "layers"),
+        *_fields(LayerNormStruct, "embedding_norm hidden_norm"),
+        *_fields(MatrixStruct, "fusion"),
+        *_fields(Pointer, "slots cosines sines"),
+        *_fields(_I64, "layer_count width heads head_size intermediate"),
+        *_fields(_F32, "scale unused"),
+    )
+
+
+class FramesStruct(ctypes.Structure):
+    """`Frames` of frames.cpp."""
+
+    _fields_ = (
+        *_fields(Pointer, "cache"),
+        *_fields(_I64, "slots length"),
+        *_fields(Pointer, "embeddings hidden"),
+        *_fields(_I64, "hidden_stride"),
+        *_fields(Pointer, "slot position"),
+        *_fields(_I64, "entries"),
+        *_fields(Pointer, "ends"),
+        *_fields(_I64, "rows frames"),
+        *_fields(Pointer, "states"),
+        *_fields(_I64, "threads"),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Load the library, once per process; compile it if the cache has none.
+
+    Raises:
+        BuildError: It cannot be compiled here.
+    """
+    loaded = ctypes.CDLL(str(library_path()))
+    for name, result, arguments in (
+        ("lanes", _I64, []),
+        ("takes_heads_of", _I32, [_I64]),
+        ("packed_bytes", _I64, [_I64, _I64, _I32]),
+        ("pack", None, [Pointer, _I64, Pointer, _I64, _I32, Pointer]),
+        ("forward", _I32, [ctypes.POINTER(DecoderStruct), ctypes.POINTER(ForwardStruct)]),
+        ("search", None, [ctypes.POINTER(JointStruct), ctypes.POINTER(SearchStruct)]),
+        ("frames", None, [ctypes.POINTER(FrameLayersStruct), ctypes.POINTER(FramesStruct)]),
+    ):
+        function = getattr(loaded, f"drafter_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class UnsuitableError(Exception):
+    """The library cannot compute with these weights; the message says why."""
+
+
+def _suitable(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+        raise UnsuitableError(f"it has {tensor.dtype} on {tensor.device}, not float32 on a CPU")
+    return tensor.detach().contiguous()
+
+
+_PIECES = Pieces()
+
+
+class PackedMatrix:
+    """Weights of a linear layer, packed for the library, in bf16 if they are exact in it: half of the bytes to read.
+
+    Args:
+        weight: `[outputs, inputs]` fp32 on a CPU.
+        bias: `[outputs]`.
+        order: Output of each column, -1 for none; by default all outputs in their order.
+
+    Raises:
+        UnsuitableError: The weights are of another kind.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> None:
+        weight = _suitable(weight)
+        outputs, self.inputs = weight.shape
+        order = torch.arange(outputs) if order is None else order.contiguous()
+        self.outputs = len(order)
+        # The weights of two inputs are stored together.
+        self.half = self.inputs % 2 == 0 and torch.equal(weight.bfloat16().float(), weight)
+        size = library().drafter_packed_bytes(self.outputs, self.inputs, self.half)
+        self._packed = _PIECES.take(size)
+        library().drafter_pack(
+            weight.data_ptr(), self.inputs, order.data_ptr(), self.outputs, self.half, self._packed.data_ptr()
+        )
+        self._bias: Tensor | None = None
+        if bias is not None:
+            width = 2 * library().drafter_lanes()
+            self._bias = torch.zeros(-(-self.outputs // width) * width, dtype=torch.float32)
+            self._bias[: self.outputs] = torch.where(order >= 0, _suitable(bias)[order.clamp_min(0)], 0)
+
+    def struct(self) -> MatrixStruct:
+        """Return the library's view, valid as long as this object lives."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return MatrixStruct(self._packed.data_ptr(), bias, self.inputs, self.outputs, self.half, 0)
+
+
+def gated_order(size: int) -> Tensor:
+    """Return the column order in which blocks of a gate alternate with those of its `size` gated outputs."""
+    lanes = library().drafter_lanes()
+    columns = torch.arange(-(-size // lanes) * lanes).view(-1, 1, lanes)
+    both = torch.cat([columns, columns + size], 1)
+    return torch.where(columns < size, both, -1).flatten()
+
+
+class PackedWeights:
+    """Keeps weights alive for the library. Methods raise what `PackedMatrix` does."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+
+    def matrix(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> MatrixStruct:
+        """Pack a matrix; see `PackedMatrix`."""
+        packed = PackedMatrix(weight, bias, order)
+        self._kept.append(packed)
+        return packed.struct()
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
+        """Pack the first matrix `[2 m, d]` of a gated MLP, whose first half is the gate."""
+        return self.matrix(weight, bias, gated_order(len(weight) // 2))
+
+    def after_gate(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
+        """Pack the second matrix `[d, m]` of a gated MLP, with zero inputs up to whole vectors."""
+        return self.matrix(F.pad(weight, (0, -weight.shape[1] % library().drafter_lanes())), bias)
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        """Return the address of a tensor's data; None for None."""
+        if tensor is None:
+            return None
+        tensor = _suitable(tensor)
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
 def main() -> None:
-    """Compile in advance, and say where the library is, or why there is none."""
+    """Compile in advance; print the library's path, or why there is none."""
     try:
         print(f"native library: {library_path()}")
     except BuildError as error:

@@ -1,12 +1,14 @@
-"""Facts from a model's configuration (support, attention, longest text), its fingerprint, and the lock for loading."""
+"""A model's architecture: facts from its configuration, its fingerprint, and a small random copy of it."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,28 +24,23 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @contextmanager
 def transformers_loading() -> Iterator[None]:
-    """Hold the process's one lock for making models with transformers.
+    """Hold the process's one lock for making models with transformers. Threads that load other models may, too.
 
-    While `from_pretrained` runs, it replaces `PreTrainedModel.tie_weights` and `torch.linspace` process-wide, and then
-    restores what it found. If two loads overlap, the second finds the first one's replacement and leaves it there: all
-    later models with tied embeddings keep an `lm_head` without data. Callers who load models in other threads can hold
-    this lock, too.
+    `from_pretrained` replaces `PreTrainedModel.tie_weights` and `torch.linspace` process-wide, and then restores what
+    it found. If two loads overlap, the second leaves the first one's replacement there, and all later models with tied
+    embeddings keep an `lm_head` without data.
     """
     with _MAKING:
         try:
             yield
         finally:
-            # A load outside of this lock may have overlapped. Restoring is safe even while it is under way: its
-            # embeddings are tied earlier, and once more when their weights are there.
+            # After a load outside of this lock that overlapped. Safe even while it is under way: its embeddings are
+            # tied earlier, and once more when their weights are there.
             PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
     """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
-
-    Args:
-        name: The model's, for the message.
-        config: The model's whole configuration.
 
     Raises:
         LoadError: An encoder-decoder, a model with recurrent or linear-attention layers, or no causal LM at all.
@@ -75,29 +72,19 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest sequence, in tokens, that a batch decodes as each row by itself would; None if unknown.
-
-    Args:
-        config: The decoder's.
-    """
+    """Return the longest sequence, in tokens, that a batch decodes as each row by itself would; None if unknown."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         # Past this length the model scales the positions of a whole batch by its longest text: rows would depend on
         # each other.
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
-    longest = _positions(config)
+    fields = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length"))
+    longest = next((int(found) for found in fields if found), None)
     if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
         # From there on Llama 4 scales attention by a token's cache index, as if all rows were equally long.
         return int(min(longest or scale, scale)) - 1
     return longest
-
-
-def _positions(config: Any) -> int | None:
-    for field in ("max_position_embeddings", "n_positions", "seq_length"):
-        if getattr(config, field, None):
-            return int(getattr(config, field))
-    return None
 
 
 def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
@@ -122,10 +109,8 @@ def whole_layers(config: Any) -> frozenset[int]:
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-# Fingerprints, the same in every precision.
-
 _SCHEME = "v2-"
-"""Prefix of fingerprints. Those of the first scheme are 16 hex digits and nothing else."""
+"""Prefix of fingerprints. Those of the first scheme are 16 hex digits alone."""
 _SAMPLED = 1 << 14
 """Largest number of values hashed per tensor."""
 _TINY = 2.0**-16
@@ -135,15 +120,10 @@ _SAMPLED_FIRST = 4096
 
 
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
-    """Return `v2-` and 16 hex digits of a hash of a model's shape and tensors.
+    """Return `v2-` and 16 hex digits of a hash of a model's `sizes`, parameters and buffers.
 
-    All parameters and buffers of a checkpoint take part, in module order: small tensors in whole, large ones sampled
-    evenly. Values are rounded to bf16, so that fp32 and bf16 loads agree, and fp16 ones of a model saved in half
-    precision.
-
-    Args:
-        model: The model.
-        sizes: Values that tell its shape.
+    Small tensors are hashed in whole, large ones sampled evenly. Values are rounded to bf16, so that fp32 and bf16
+    loads agree, and fp16 ones of a model saved in half precision.
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
     for tensor in model.state_dict().values():
@@ -154,19 +134,13 @@ def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
 
 
 def is_of_first_scheme(given: str) -> bool:
-    """Return whether a fingerprint is of `first_fingerprint`."""
     return not given.startswith(_SCHEME)
 
 
 def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:
-    """Return the fingerprint of the first scheme, which draft heads and texts made by earlier releases name.
+    """Return the fingerprint of the first scheme, which draft heads and texts of earlier releases name.
 
-    It covers a sample of the embedding, all norms and all biases, so changes of other weights go unnoticed.
-
-    Args:
-        model: The model.
-        embedding: `[V, d]`.
-        sizes: Values that tell the model's shape.
+    It covers a sample of the embedding `[V, d]`, all norms and all biases.
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
     flat = embedding.flatten()
@@ -179,7 +153,6 @@ def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any])
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return up to `_SAMPLED` evenly spaced values, the first and the last among them."""
     flat = tensor.detach().flatten()
     if len(flat) <= _SAMPLED:
         return flat
@@ -193,3 +166,171 @@ def _bytes(values: Tensor) -> bytes:
         values = values.to(torch.bfloat16)
         values = values.masked_fill(values.abs() < _TINY, 0.0).view(torch.int16)
     return values.numpy().tobytes()
+
+
+# A small copy of a model: its class and settings, but narrow, with few layers and short windows. A dozen tokens pass
+# these, whereas windows of ten thousands of tokens cannot be tried on the model itself. Every number of the
+# configuration becomes small, as no list says which are lengths; known sizes shrink in proportion.
+
+PASSED = 12
+"""Larger numbers shrink: a text of three dozen tokens is past twice as many."""
+_NUMBER = 8
+"""Replaces larger numbers that are not sizes."""
+_WIDTH, _HEADS, _KV_HEADS, _VOCABULARY, _POSITIONS, _LAYERS = 32, 4, 2, 97, 256, 8
+_ENDLESS = 1 << 62
+_STANDARD_DEVIATION = 0.15
+"""Of the weights: makes attention so uneven that a wrong mask changes the logits."""
+
+_WIDTHS = re.compile(
+    r"^(hidden_size|d_model|n_embd|emb_dim|embedding_(dim|size)|(in|out)put_embedding_size|word_embed_proj_dim)$"
+)
+_LAYER_COUNTS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$")
+_KV_HEAD_COUNTS = re.compile(r"(num_key_value_heads|kv_heads|num_query_groups)$")
+_HEAD_COUNTS = re.compile(r"(attention_heads|^n_heads?|^num_heads|_n_heads)$")
+_VOCABULARIES = re.compile(r"vocab_size")
+_POSITION_COUNTS = re.compile(
+    r"^(max_position_embeddings|max_target_positions|n_positions|n_ctx|seq_length|max_seq_len|model_max_length)$"
+)
+_CHOSEN_EXPERTS = re.compile(r"(experts_per_tok(en)?|^moe_(k|topk|top_k)|^top_k_experts)$")
+_EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group|topk_group)$")
+_TOKENS = re.compile(r"(token_(id|ids|index)|_index|_id|token)$")
+_SHARED_LAYERS = re.compile(r"^num_kv_shared_layers$")
+_FACTORS = re.compile(
+    r"(scalar|scale_emb|multiplier|dim_model_base|pretraining_tp|^seed|theta|^base|image_seq_length)$"
+)
+_OTHER_SIZES = re.compile(
+    r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|hidden_size.*|head_size|_channels)$"
+)
+_WINDOWS = re.compile(r"window|chunk|local|block|span|topk|floor")
+_LARGEST = (
+    (_TOKENS, _VOCABULARY - 1),
+    (_VOCABULARIES, _VOCABULARY),
+    (_POSITION_COUNTS, _POSITIONS),
+    (_WIDTHS, _WIDTH),
+    (_HEAD_COUNTS, _HEADS),
+    (_CHOSEN_EXPERTS, 2),
+)
+"""Upper bounds of a copy's sizes."""
+_SIZES = (
+    *(_WIDTHS, _LAYER_COUNTS, _KV_HEAD_COUNTS, _HEAD_COUNTS, _VOCABULARIES, _POSITION_COUNTS, _CHOSEN_EXPERTS),
+    *(_EXPERT_GROUPS, _TOKENS, _SHARED_LAYERS, _FACTORS, _OTHER_SIZES),
+)
+
+
+def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
+    """Return possible lengths below `longest` in a decoder's configuration that short texts do not reach."""
+    return {
+        name: number
+        for name, number in _numbers(config.to_dict())
+        if PASSED < number < (longest or _ENDLESS) and not any(size.search(name) for size in _SIZES)
+    }
+
+
+def names_window(name: str) -> bool:
+    """Return whether a number of this name is certainly a length, such as a window."""
+    return _WINDOWS.search(name) is not None
+
+
+def small_copy(model: Any, longest: int | None) -> Any:
+    """Build the copy of a model, on the CPU and in float32. May raise any error of the model's class."""
+    attention = "eager" if model.config._attn_implementation == "eager" else "sdpa"
+    return random_model(type(model), small_config(model.config, longest), attention)
+
+
+def random_model(kind: Any, config: Any, attention: str = "sdpa") -> Any:
+    """Build a model of class `kind` with reproducible random weights, with eager attention if it has no other."""
+    with transformers_loading(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=_STANDARD_DEVIATION)
+    return model.eval()
+
+
+def small_config(config: Any, longest: int | None) -> Any:
+    """Copy a whole model's configuration, and those inside it, with small sizes and lengths."""
+    made = copy.deepcopy(config)
+    inside = [getattr(made, name, None) for name in getattr(made, "sub_configs", None) or {}]
+    for part in [made, *(part for part in inside if part is not None)]:
+        if hasattr(part, "quantization_config"):
+            delattr(part, "quantization_config")
+        _shrink(part, longest or _ENDLESS)
+    return made
+
+
+def _shrink(config: Any, longest: int) -> None:
+    layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    kept = _kept_layers(config, layers) if isinstance(layers, int) else []
+    for name, before in list(vars(config).items()):
+        value = before
+        if name.startswith("_") or name in (getattr(config, "sub_configs", None) or {}):
+            continue
+        if isinstance(value, list | tuple) and kept and len(value) == layers:
+            value = type(value)(value[layer] for layer in kept)
+        small = _small(name, value, _Proportions(heads, len(kept), longest))
+        if small != before:
+            setattr(config, name, small)
+    if getattr(config, "qk_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+
+
+def _kept_layers(config: Any, layers: int) -> list[int]:
+    """Return two layers, or the first of each kind, where the configuration lists each layer's kind."""
+    lists = [one for one in vars(config).values() if isinstance(one, list | tuple) and len(one) == layers]
+    first: dict[str, int] = {}
+    for layer in range(layers):
+        first.setdefault(repr([one[layer] for one in lists]), layer)
+    kept = list(first.values())[:_LAYERS]
+    kept += [layer for layer in range(layers) if layer not in kept][: max(0, 2 - len(kept))]
+    kept.sort()
+    # Layers that share the keys of others need some of each kind before them.
+    return kept + kept if getattr(config, "num_kv_shared_layers", None) else kept
+
+
+class _Proportions(NamedTuple):
+    """Query heads of the decoder, layers of its copy, and tokens of the longest text."""
+
+    heads: int | None
+    layers: int
+    longest: int
+
+
+def _small(name: str, value: Any, of: _Proportions) -> Any:
+    if isinstance(value, dict):
+        return {key: _small(str(key), one, of) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_small(name, one, of) for one in value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if _KV_HEAD_COUNTS.search(name):
+        return value if value == 1 else _HEADS if value == of.heads else _KV_HEADS
+    if _LAYER_COUNTS.search(name):
+        return of.layers or min(value, 2)
+    if _SHARED_LAYERS.search(name):
+        return of.layers // 2 if value else 0
+    if _EXPERT_GROUPS.search(name):
+        return 1
+    if _FACTORS.search(name):
+        return value
+    for sizes, small in _LARGEST:
+        if sizes.search(name):
+            return min(value, small)
+    is_length = not _OTHER_SIZES.search(name)
+    return value if value <= PASSED or (is_length and value >= of.longest) else _NUMBER
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _numbers(one, str(key))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one, name)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield name, value

@@ -10,7 +10,7 @@ public function has no lengths on the device before torch 2.12. Elsewhere attent
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,52 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from drafter.target.packing import Packing
+from drafter import devices
 
 _PART, _BUSY, _WORTH = 256, 256, 8
 """Split-KV: a row's positions are split into parts until rows × KV heads × parts reach `_BUSY`, as a GPU has some
 hundred processors. A part has at least `_PART` positions, and `_WORTH` times its queries, which each part copies."""
+_UNKNOWN = ("softcap", "position_bias", "s_aux")
+"""Settings that `tree_attention` does not support."""
+TREE_ATTENTION = "tree_sdpa"
 
 Parts = tuple[Tensor, Tensor]
 """Attention outputs `[..., D]` and float32 log-sum-exps of the scores `[...]`, -inf where nothing was seen."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Index of the nodes of `[B, N]` that are not padding, for forwards over trees of different sizes.
+
+    Only attention needs to know the row of a node: there the queries are laid out by rows again.
+
+    Args:
+        nodes: `[M]` the nodes, row after row, as indices into the flattened `[B * N]`.
+        places: `[B, N]` index of each node among the M; anything valid for padding.
+    """
+
+    nodes: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(real: Tensor) -> Packing:
+        """Index the nodes that are `real` `[B, N]` bool. Waits for the device."""
+        places = (real.flatten().cumsum(0) - 1).clamp_min(0)
+        return Packing(real.flatten().nonzero()[:, 0], places.view_as(real))
+
+    @staticmethod
+    def of_counts(counts: Sequence[int], device: torch.device) -> Packing:
+        """Index the first `counts` `[B]` nodes of each row, where the widest row has no padding."""
+        packing = Packing.of(torch.arange(max(counts)) < torch.tensor(counts)[:, None])
+        return Packing(devices.send(packing.nodes, device), devices.send(packing.places, device))
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Pack `[B, N, ...]` to `[1, M, ...]`."""
+        return values.flatten(0, 1).index_select(0, self.nodes)[None]
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Unpack `[1, M, ...]` to `[B, N, ...]`; padding is undefined."""
+        return packed[0].index_select(0, self.places.flatten()).unflatten(0, self.places.shape)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -61,7 +99,7 @@ class Prefix:
     def of(
         cls, lengths: Tensor, slot: int, parts: int, attend: PrefixAttention, queries: int, *, some: bool = False
     ) -> Prefix:
-        """Compute where the parts lie. `some` promises that no length is 0; see `Prefix` for the other arguments."""
+        """Compute the parts. `some` promises that no length is 0; see `Prefix` for the other arguments."""
         rows, size, device = len(lengths), -(-slot // parts), lengths.device
         part = torch.arange(parts, device=device) * size
         used = (lengths[:, None] - part).clamp(0, size).int()
@@ -73,16 +111,10 @@ class Prefix:
         )
 
     def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
-        """Attend to these positions.
+        """Attend to these positions of keys and values `[S · L, H', D]`; return `[B, Q, H, D]` and `[B, Q, H]`.
 
         Args:
             query: `[B, Q, H, D]`. H is H'; or with one query and one part a multiple of it, and only the values count.
-            key: `[S · L, H', D]`.
-            value: `[S · L, H', D]`.
-            scale: Factor of the scores.
-
-        Returns:
-            `[B, Q, H, D]` and `[B, Q, H]`.
         """
         return self.attend(query, key, value, self, scale)
 
@@ -97,8 +129,7 @@ class CommittedLayers:
 
     Args:
         layers: Keys and values `[S · L, H', D]` of each layer.
-        whole: Layers without window or chunks, which read them in two parts.
-        prefix: The positions.
+        whole: Layers without window or chunks, which read in two parts.
         all_seen: Each row has one node, whose own position is in `prefix`: there is no second part.
     """
 
@@ -109,11 +140,9 @@ class CommittedLayers:
 
 
 def merge_attention(values: Tensor, lses: Tensor) -> Parts:
-    """Merge attention over P disjoint sets of positions into attention over their union.
+    """Merge attention over P disjoint sets of positions, `[P, ..., D]` and `[P, ...]`, into that over their union.
 
-    Args:
-        values: `[P, ..., D]`.
-        lses: `[P, ...]` float32; -inf for an empty set, whose values must be finite.
+    The log-sum-exp of an empty set is -inf; its values must be finite.
     """
     # Clamped because -inf minus -inf, if all sets are empty, would be NaN.
     largest = lses.amax(0).clamp_min(torch.finfo(lses.dtype).min)
@@ -130,14 +159,7 @@ def merge_tree(before: Parts, tree: Parts) -> Tensor:
 
 
 def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
-    """Return the number of parts into which to split the positions of a slot.
-
-    Args:
-        rows: Batch size of the forward.
-        heads: KV heads.
-        queries: Queries of a row that share a KV head.
-        slot: Positions of a slot.
-    """
+    """Return the number of parts into which to split the positions of a slot; `queries` share one of the KV `heads`."""
     return max(1, min(-(-slot // max(_PART, _WORTH * queries)), _BUSY // (rows * heads)))
 
 
@@ -180,17 +202,10 @@ def _every(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def tree_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Parts:
-    """Attend to the nodes of the row's own tree.
+    """Attend from `[B, H', Q, D]` to the row's own tree, keys and values `[B, H', N, D]`.
 
-    Args:
-        query: `[B, H', Q, D]`.
-        key: `[B, H', N, D]`.
-        value: `[B, H', N, D]`.
-        mask: `[B, 1, Q, N]`, added to the scores; on a GPU each row of it begins at a multiple of 8.
-        scale: Factor of the scores.
-
-    Returns:
-        `[B, H', Q, D]` and `[B, H', Q]`.
+    `mask` `[B, 1, Q, N]` is added to the scores; on a GPU each row of it begins at a multiple of 8. Returns
+    `[B, H', Q, D]` and `[B, H', Q]`.
     """
     if query.device.type == "cuda":
         bias = mask.expand(-1, query.shape[1], -1, -1)
@@ -228,13 +243,6 @@ def prefix_attention_on(device: torch.device, dtype: torch.dtype) -> PrefixAtten
     return flash_prefix_attention if device.type == "cuda" and half and has else None
 
 
-# Attention behind transformers' interface that reads each KV head once, and its masks.
-
-_UNKNOWN = ("softcap", "position_bias", "s_aux")
-"""Settings that `tree_attention` does not support."""
-TREE_ATTENTION = "tree_sdpa"
-
-
 def query_groups(config: Any) -> int:
     """Return how many query heads share a KV head, by the decoder configuration `config`; 1 if it does not say."""
     heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
@@ -242,7 +250,7 @@ def query_groups(config: Any) -> int:
 
 
 def folded(mask: Tensor, groups: int) -> Tensor:
-    """Repeat a mask `[B, 1, N, S]` for G `groups` of queries stacked along N: `[B, 1, G · N, S]`."""
+    """Repeat a mask `[B, 1, N, S]` for G `groups` of queries: `[B, 1, G · N, S]`."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
@@ -256,17 +264,12 @@ def tree_attention(
     committed: CommittedLayers | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend like transformers' `sdpa`, with support for packed queries and for `folded` masks.
+    """Attend like transformers' `sdpa`, with support for packed queries, `folded` masks and reading in two parts.
 
     Args:
-        module: The layer.
         query: `[B, H, N, D]`; `[1, H, M, D]` with a packing.
         key: `[B, H', S, D]`; in a layer that reads in two parts the nodes' alone, like the queries.
-        value: As `key`.
         attention_mask: `[B, 1, N, S]` or `[B, 1, G · N, S]`, where S is N in a layer that reads in two parts.
-        packing: Of the queries.
-        committed: The committed positions, for layers that read in two parts.
-        settings: As for `sdpa`.
 
     Returns:
         `[B, N, H, D]`, or `[1, M, H, D]` with a packing, and no weights.
@@ -287,7 +290,6 @@ def tree_attention(
 
 
 def _unpacked(states: Tensor, packing: Packing) -> Tensor:
-    """Unpack `[1, H, M, D]` to `[B, H, N, D]`."""
     return packing.unpack(states.transpose(1, 2)).transpose(1, 2)
 
 
@@ -364,11 +366,10 @@ def tree_attention_mask(
 
     Args:
         lengths: `[B]` committed positions.
-        depths: `[B, N]` depth of each node below the root.
+        depths: `[B, N]`.
         ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`.
-        kv_length: Cache positions that attention reads.
-        window: Sliding window: a node sees positions less than this far behind it.
-        chunk: Chunk size: a node sees only positions of its own chunk.
+        window: A node sees positions less than this far behind it.
+        chunk: A node sees only positions of its own chunk of this size.
     """
     asked, nodes = ancestors.shape[1:]
     index = torch.arange(kv_length, device=lengths.device)

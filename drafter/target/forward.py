@@ -1,31 +1,116 @@
-"""Forwards of the target model: their inputs, the executor interface, and access to single layers."""
+"""Forwards of the target model: their inputs, the contract of executors, and the model's own code as one."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from drafter import devices
 from drafter.errors import LoadError
+from drafter.target.architecture import attention_kinds, max_positions, whole_layers
+from drafter.target.attention import (
+    CommittedLayers,
+    Packing,
+    Prefix,
+    PrefixAttention,
+    additive,
+    folded,
+    parts_of,
+    tree_attention_mask,
+)
 from drafter.target.kv_cache import KVCache
-from drafter.target.packing import Packing
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 LM_HEAD_INPUT = -1
 """In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
+_VARIANTS = 64
+"""Compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled."""
+_LARGEST_TREE = 128
+"""Larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves."""
+_USUAL_TREE = 32
+"""Tree size for which a compiled forward splits a row's positions, as one variant serves all trees."""
+
+
+@dataclass(frozen=True)
+class TreeNodes:
+    """Nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes.
+
+    Args:
+        tokens: `[B, N]` int64 node tokens; any valid id in padding.
+        lengths: `[B]` int64 committed positions.
+        depths: `[B, N]` int64 depth of each node below the root.
+        ancestors: `[B, N, N]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors. None for
+            prompts, which are trees without branches.
+        kv_length: Cache positions that attention reads; at least every row's length + N.
+        packing: The nodes to compute, from `first` on, if not all.
+        hidden_layers: K hidden states to return, concatenated; see `DecoderLayers.take`.
+        full: Rows of so many committed positions are empty, and their output is not used. None if no row is.
+        follows: Nodes left out of the packing have been run before, and others see them.
+        slot: Slot of the first row; the others follow it.
+        logits: Return logits.
+        layers: Run only so many layers and the final norm.
+        first: Nodes before it have been run.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    depths: Tensor
+    ancestors: Tensor | None
+    kv_length: int
+    packing: Packing | None = None
+    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
+    full: int | None = None
+    follows: bool = False
+    slot: int = 0
+    logits: bool = True
+    layers: int | None = None
+    first: int = 0
+
+
+def prompt_nodes(
+    slot: int,
+    prompts: Sequence[Tensor],
+    starts: Sequence[int],
+    hidden_layers: tuple[int, ...],
+    *,
+    logits: bool = False,
+) -> TreeNodes:
+    """Return the nodes of prompts, or of chunks that begin at `starts`, for slots `slot` and following."""
+    counts, device = [len(prompt) for prompt in prompts], prompts[0].device
+    return TreeNodes(
+        nn.utils.rnn.pad_sequence(list(prompts), batch_first=True),
+        devices.send(torch.tensor(starts), device),
+        torch.arange(max(counts), device=device).expand(len(counts), -1),
+        None,
+        max(start + count for start, count in zip(starts, counts, strict=True)),
+        Packing.of_counts(counts, device) if len(counts) > 1 else None,
+        hidden_layers,
+        slot=slot,
+        logits=logits,
+    )
+
+
+class Executor(Protocol):
+    """Runs forwards of the target model over a KV cache. All executors give the same tokens."""
+
+    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """Run nodes; write their KV behind the committed positions.
+
+        Returns:
+            Logits `[B, N, V]` and hidden states `[B, N - first, K · d]`, undefined but finite in padding. Of prompts
+            the logits `[1, V]` after the only one and hidden states `[ΣP, K · d]`. None where no logits are asked for.
+        """
 
 
 class DecoderLayers:
-    """Access to a decoder's layer outputs, and to its first layers alone.
-
-    Args:
-        decoder: The model without its LM head.
-        count: Its number of layers.
-        name: The model's, for messages.
-    """
+    """Access to the outputs of a decoder's `count` layers, and to its first layers alone. `name` is for messages."""
 
     def __init__(self, decoder: nn.Module, count: int, name: str) -> None:
         self._owner, self._attribute, self._name = decoder, "", name
@@ -63,7 +148,7 @@ class DecoderLayers:
         Args:
             indices: K layers, or `LM_HEAD_INPUT`.
             head_input: `[..., d]` the LM head's input.
-            device: Target device; a model's layers may lie on several.
+            device: A model's layers may lie on several.
         """
         outputs, self._outputs = self._outputs, {}
         if not indices:
@@ -90,53 +175,165 @@ class DecoderLayers:
         return keep
 
 
-@dataclass(frozen=True)
-class TreeNodes:
-    """Nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes.
+class ModelCode:
+    """`Executor` that calls a transformers model, optionally compiled, with token ids and results on `device`.
 
-    Args:
-        tokens: `[B, N]` int64 node tokens; any valid id in padding.
-        lengths: `[B]` int64 committed positions.
-        depths: `[B, N]` int64 depth of each node below the root.
-        ancestors: `[B, N, N]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
-        kv_length: Cache positions that attention reads; at least every row's length + N.
-        packing: The nodes that are not padding, if only these are to be computed.
-        hidden_layers: K hidden states to return, concatenated; see `DecoderLayers.take`.
-        full: Rows of so many committed positions are empty, and their output is not used. None if no row is.
-        follows: Nodes left out of the packing have been run before, and others see them.
+    Attributes:
+        query_groups: Query heads per KV head in the masks that the layers get; see `tree_attention`.
+        prefix_attention: Kernel that reads committed positions in `whole` layers; None where attention is masked.
+        whole: Layers without window or chunks.
+        packs: The layers take packed nodes.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    kv_length: int
-    packing: Packing | None = None
-    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
-    full: int | None = None
-    follows: bool = False
+    def __init__(
+        self, model: Any, decoder: nn.Module, layers: DecoderLayers, config: Any, device: torch.device
+    ) -> None:
+        self._model, self._decoder, self._layers, self._device = model, decoder, layers, device
+        # Read once: transformers' configurations are slow to ask.
+        self._dtype: torch.dtype = model.dtype
+        self._max_positions = max_positions(config)
+        self._kinds = attention_kinds(config)
+        takes = inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.query_groups = 1
+        self.prefix_attention: PrefixAttention | None = None
+        self.whole = whole_layers(config)
+        self.packs = False
+        self._head_input: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
+        self._verify: Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]] = self._run
+
+    def compile(self) -> None:
+        self._verify = compiled(self._run)
+
+    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """See `Executor.forward`. Needs `packs` for a `packing`, which the first layers alone can do without."""
+        if nodes.layers is not None:
+            return None, self._exit_early(cache, nodes, nodes.layers)
+        self._layers.watch(nodes.hidden_layers)
+        if nodes.ancestors is not None:
+            return self._verify(cache, nodes)
+        longest, device = nodes.tokens.shape[1], self._device
+        chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(nodes.tokens), -1, -1)
+        inputs = self._inputs(cache, replace(nodes, ancestors=chain))
+        if nodes.logits:
+            return self._prefill_last(inputs, nodes)
+        # The decoder without its LM head: these logits are never needed.
+        last = self._decoder(**inputs).last_hidden_state
+        return None, self._layers.take(nodes.hidden_layers, last, device)[0]
+
+    def read_early(self, tokens: Tensor, layers: int) -> Tensor:
+        """See `BaseModel.read_early`."""
+        with self._layers.only_first(layers):
+            last: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        return last.to(self._device)
+
+    def forget_head_input(self) -> None:
+        """Drop the head input kept from an LM head call outside of a forward."""
+        self._head_input = None
+
+    def _run(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        inputs, packing = self._tree_inputs(cache, nodes), nodes.packing
+        logits = self._model(**inputs).logits.to(self._device)
+        head_input, self._head_input = self._head_input, None
+        assert head_input is not None
+        hidden = self._layers.take(nodes.hidden_layers, head_input, self._device)
+        return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
+
+    def _prefill_last(self, inputs: dict[str, Any], nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        found: list[Tensor] = []
+        # The model hands out what its LM head makes of these, and may do something to the logits after that.
+        hook = self._decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
+        try:
+            logits = self._model(**inputs, **self._last_logits).logits
+        finally:
+            hook.remove()
+            self._head_input = None
+        return logits[0, -1:].to(self._device), self._layers.take(nodes.hidden_layers, found[0], self._device)[0]
+
+    def _exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
+        packing = nodes.packing if self.packs else None
+        with self._layers.only_first(layers):
+            inputs = self._inputs(cache, replace(nodes, packing=packing))
+            last: Tensor = self._decoder(**inputs).last_hidden_state.to(self._device)
+        return last if packing is None else packing.unpack(last)
+
+    def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
+        """Read in two parts where a kernel reads committed positions to their own length."""
+        attend, rows = self.prefix_attention, len(nodes.tokens)
+        # Blocks are not in order, a tree larger than these has no mask for query heads that share a KV head, and the
+        # keys of nodes that were run before are in the cache alone.
+        large = nodes.tokens.shape[1] > _LARGEST_TREE
+        # To compare the cache's sizes would be a guard of a compiler, and torch 2.11's cannot name sizes of objects.
+        if attend is None or not cache.in_order or large or nodes.follows:
+            return self._inputs(cache, nodes)
+        layers = cache.layers()
+        size = nodes.tokens.shape[1]
+        if torch.compiler.is_compiling():  # which has one variant for one row, or node, and one for all other numbers
+            rows, size = rows if rows == 1 else cache.slots, size if size == 1 else _USUAL_TREE
+        lengths = nodes.lengths
+        if nodes.full is not None:
+            lengths = torch.where(lengths < nodes.full, lengths, 0)
+        parts = parts_of(rows, layers[0][0].shape[1], size * self.query_groups, cache.length)
+        queries, single = nodes.tokens.shape[1] * self.query_groups, nodes.tokens.shape[1] == 1
+        if single:
+            lengths = lengths + 1  # the node's own position is written before it is read
+            if self.query_groups > 1:
+                parts, queries = 1, 1
+        prefix = Prefix.of(lengths, cache.length, parts, attend, queries, some=single)
+        return self._inputs(cache, nodes, CommittedLayers(layers, self.whole, prefix, all_seen=single))
+
+    def _inputs(self, cache: KVCache, nodes: TreeNodes, committed: CommittedLayers | None = None) -> dict[str, Any]:
+        """Return the model's inputs for the nodes from `first` on."""
+        first, packing = nodes.first, nodes.packing
+        tokens, lengths = nodes.tokens[:, first:], nodes.lengths[:, None]
+        groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
+        masks = {
+            kind: self._mask(nodes, window, chunk, groups, in_parts=committed is not None)
+            for kind, (window, chunk) in self._kinds.items()
+        }
+        positions = lengths + nodes.depths[:, first:]
+        if self._max_positions is not None:
+            # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
+            # read past its end, and some models scale all positions by the largest.
+            positions = positions.clamp_max(self._max_positions - 1)
+        places = lengths + torch.arange(first, nodes.tokens.shape[1], device=tokens.device)
+        written = None if packing is None else packing.nodes
+        apart = () if committed is None else committed.whole
+        inputs = {
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "past_key_values": cache.view(nodes.slot, places, nodes.kv_length, written, apart),
+            "use_cache": True,
+        }
+        if committed is not None:
+            inputs["committed"] = committed
+        if packing is None:
+            return inputs | {"input_ids": tokens, "position_ids": positions}
+        return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
+
+    def _mask(self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, *, in_parts: bool) -> Tensor:
+        """Return the mask `[B, 1, G · N, S]` of the N nodes from `first` on; S is N where attention is in two parts."""
+        assert nodes.ancestors is not None
+        if in_parts and window is None and chunk is None:
+            if nodes.tokens.shape[1] == 1:
+                return nodes.ancestors[:, None]  # not read, but without one the model would make its own
+            # A GPU's kernels want rows of masks to begin at a multiple of eight.
+            size = nodes.ancestors.shape[2]
+            padded = nn.functional.pad(nodes.ancestors, (0, -size % 8))
+            return folded(additive(padded, self._dtype), groups)[..., :size]
+        ancestors = nodes.ancestors[:, nodes.first :]
+        seen = tree_attention_mask(nodes.lengths, nodes.depths, ancestors, nodes.kv_length, window=window, chunk=chunk)
+        return folded(additive(seen, self._dtype), groups)
+
+    def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._head_input = args[0]
 
 
-class Executor(Protocol):
-    """Runs forwards of the target model over a KV cache. All executors give the same tokens."""
-
-    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """Run tree nodes of the first B slots; return logits `[B, N, V]` and hidden states `[B, N, K · d]`."""
-
-    def prefill(
-        self,
-        cache: KVCache,
-        slot: int,
-        prompts: Sequence[Tensor],
-        starts: Sequence[int],
-        hidden_layers: tuple[int, ...],
-    ) -> Tensor:
-        """Run prompts, or chunks, into slots; return their hidden states `[ΣP, K · d]`; see `BaseModel.prefill`."""
-
-    def prefill_last(
-        self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Run the last chunk of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
-
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
-        """Run only the first layers and the final norm over the nodes from `first` on; see `BaseModel.exit_early`."""
+def compiled(forward: F) -> F:
+    """Compile a forward. Compilation, and its errors, come at the first calls for one and several rows and nodes."""
+    options: dict[str, Any] = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _VARIANTS
+    else:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
+    return torch.compile(forward, dynamic=True, **options)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The target model's KV cache: fixed-size slots, one length per row, allocated once. See also `paged_kv_cache`.
+"""The target model's KV cache: fixed-size slots, or blocks that rows take as they grow.
 
 All use of transformers' cache classes is in this module, because their signatures change between releases.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from drafter import devices
-from drafter.target.packing import Packing
 
 Places = npt.NDArray[np.int64]
+BLOCK = 32
+"""Positions of a block."""
+_ZEROS, _STRAY = 0, 1
+"""Reserved blocks: always zero, read where a slot has no block; and a sink for writes there."""
+SPARE = 2
+"""Number of reserved blocks."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,7 @@ class LayerShape:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Index of a layer's keys or values: a buffer, and a member of that buffer."""
 
     buffer: int
@@ -49,8 +54,7 @@ class _LayerView(CacheLayerMixin):
     Args:
         writes: For keys, then values: `[S, H, D]` whole buffer and `[b * n]` positions in it to write; `[M]` if packed.
         reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows; with `places` `[P, H, D]` of all rows.
-            None for a layer that reads committed positions itself and wants back only what it writes.
-        kv_length: Positions to read.
+            None for a layer that reads committed positions itself.
         places: `[b, kv_length]` positions of the rows in the buffers; None where `reads` has them in order.
     """
 
@@ -72,18 +76,15 @@ class _LayerView(CacheLayerMixin):
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers exist."""
+        pass
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (KV length, offset); unused, as masks are passed in whole."""
-        return self._kv_length, 0
+        return self._kv_length, 0  # unused, as masks are passed in whole
 
     def get_seq_length(self) -> int:
-        """Return 0; unused, as positions are passed in."""
-        return 0
+        return 0  # unused, as positions are passed in
 
     def get_max_length(self) -> int:
-        """Return the number of positions to read."""
         return self._kv_length
 
 
@@ -103,12 +104,10 @@ class KVCache:
 
     A tree's nodes are written behind the row's committed positions, in node order; `commit` then compacts the accepted
     ones. Layers of the same shape share one buffer `[members * slots * length, H, D]`, so that a commit is one gather
-    and one scatter for all of them. The buffers are flat and written as wholes because compilers keep only such writes
-    in place.
+    and one scatter for all of them. The buffers are flat and written whole: compilers keep only such writes in place.
 
     Args:
         shapes: Shape of each layer; None for a layer that stores nothing.
-        slots: Rows.
         length: Positions of a row, draft tokens included.
         device: Where positions come from; a model spread over several devices has buffers on each.
         positions: Of all slots together; by default each has `length` of its own.
@@ -179,7 +178,7 @@ class KVCache:
         first: int,
         positions: Tensor,
         kv_length: int,
-        packing: Packing | None = None,
+        written: Tensor | None = None,
         apart: Collection[int] = (),
     ) -> Cache:
         """Return the cache as the model sees it in one forward.
@@ -188,12 +187,12 @@ class KVCache:
             first: Slot of the forward's first row; the others follow it.
             positions: `[b, n]` positions of the new tokens within their slots.
             kv_length: Positions to read, from the start of each slot; no row may be longer.
-            packing: Of the new tokens, if only some of them come.
+            written: `[M]` indices into the flattened `[b * n]` of the tokens that come, if not all.
             apart: Layers that get back only the new tokens' keys and values; they read the others from `layers`.
         """
         rows = slice(first, first + positions.shape[0])
         index = self._places_to_write(rows, positions)
-        index = index.flatten() if packing is None else packing.pack(index)[0]
+        index = index.flatten() if written is None else index.flatten().index_select(0, written)
         # One addition for all layers: one per layer would cost more than the copies themselves.
         writes = [
             (index + members).to(buffer.device).unbind(0)
@@ -213,11 +212,9 @@ class KVCache:
         return Cache(layers=layers)
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:
-        """Compact the KV of each row's accepted path behind its committed positions. Rows are slots `0..B-1`.
+        """Compact the KV of the accepted paths in slots `0..B-1` behind `lengths` `[B]` committed positions.
 
-        Args:
-            lengths: `[B]` committed positions before the step.
-            path: `[B, K]` node ids, rising along each path; entries past a path's end are 0.
+        `path` `[B, K]` are node ids, rising along each path; entries past a path's end are 0.
         """
         if self._on_host is not None:
             nodes, starts = path.numpy(), lengths.numpy()
@@ -233,37 +230,25 @@ class KVCache:
         self._copy(source, target)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
         for buffer in self.buffers:
             rows = buffer.unflatten(0, (-1, self.slots, self.length))
             rows[:, target, :length] = rows[:, source, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move the first `length` positions of slot `source` to slot `target`; `source` is given up."""
+        """Move the first `length` positions of slot `source` to slot `target`."""
         self.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Zero all positions of a slot."""
         for buffer in self.buffers:
             buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
-        """Zero the draft positions of some rows without telling the host which.
-
-        For the other rows a position is zeroed that never holds a token.
-
-        Args:
-            lengths: `[R]` committed positions of the rows.
-            nodes: N, nodes of each row.
-            which: `[R]` bool, rows to zero.
-            rows: R slots.
-        """
+        """Zero the `nodes` draft positions behind `lengths` `[R]` of the slots `rows` where `which` `[R]` is true."""
+        # The host does not know which: in the other rows a position is zeroed that never holds a token.
         places = self._places(rows, lengths[:, None] + torch.arange(nodes, device=lengths.device))
         index = torch.where(which[:, None], places, self._unused_places(rows)).flatten()
         for buffer, members in zip(self.buffers, self._members, strict=True):
             buffer.unflatten(0, (len(members), -1)).index_fill_(1, index.to(buffer.device), 0)
-
-    # Memory: every slot of this class has all of its own from the start.
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Reserve `positions` for a slot; return False, and change nothing, if too little memory is left."""
@@ -281,11 +266,10 @@ class KVCache:
         return positions + self._starts[rows, None]
 
     def _places_to_write(self, rows: slice, positions: Tensor) -> Tensor:
-        """Map positions to write, which the slots may not have reserved."""
+        """Map positions that the slots may not have reserved."""
         return self._places(rows, positions)
 
     def _places_on_host(self, rows: Places, positions: Places) -> Places:
-        """Map `positions` `[n]` within slots `rows` `[n]` to positions in the buffers, `[n]`."""
         return rows * self.length + positions
 
     def _unused_places(self, rows: slice) -> Tensor:
@@ -308,8 +292,98 @@ class KVCache:
         return reads, None
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states at `source` `[n]` to `target` `[n]`, in all layers."""
         for buffer, members in zip(self.buffers, self._members, strict=True):
             by_member = buffer.unflatten(0, (len(members), -1))
             moved = by_member.index_select(1, source.to(buffer.device))
             by_member.index_copy_(1, target.to(buffer.device), moved)
+
+
+class PagedKVCache(KVCache):
+    """A `KVCache` whose rows take memory as they grow, in blocks (PagedAttention, arXiv 2309.06180).
+
+    Rows of different lengths then share a memory that would hold far fewer rows of the greatest length. The native
+    executor finds the blocks itself; others read a copy of the rows, made layer by layer, which costs time.
+
+    A slot must have `reserve`d a position before it is written. Writes elsewhere, as to the empty slots of a step, are
+    lost, and zeros are read there.
+
+    Args:
+        blocks: Blocks of all rows together; at least as many as one row of `length` positions takes.
+    """
+
+    in_order = False
+
+    def __init__(
+        self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
+    ) -> None:
+        super().__init__(shapes, slots, length, device, positions=(blocks + SPARE) * BLOCK)
+        self.block, self.blocks = BLOCK, torch.zeros(slots, blocks_of(length), dtype=torch.long)
+        self._on_device = self.blocks.to(device)  # on a CPU the same memory
+        self._offsets = torch.arange(length, device=device)[None]
+        self._held = [0] * slots
+        self._free = list(range(blocks + SPARE - 1, SPARE - 1, -1))
+
+    def reserve(self, slot: int, positions: int) -> bool:
+        held, wanted = self._held[slot], blocks_of(min(positions, self.length))
+        if wanted <= held:
+            return True
+        if wanted - held > len(self._free):
+            return False
+        self.blocks[slot, held:wanted] = torch.tensor([self._free.pop() for _ in range(held, wanted)])
+        self._held[slot] = wanted
+        self._send([slot])
+        return True
+
+    def has_room(self, positions: int, rows: int) -> bool:
+        return blocks_of(min(positions, self.length)) + rows <= len(self._free)
+
+    def release(self, slot: int) -> None:
+        held = self._held[slot]
+        if held:
+            self._free += self.blocks[slot, :held].tolist()[::-1]
+            self.blocks[slot] = self._held[slot] = 0
+            self._send([slot])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        source_row, target_row = slice(source, source + 1), slice(target, target + 1)
+        positions = self._offsets[:, :length]
+        self._copy(self._places(source_row, positions)[0], self._places(target_row, positions)[0])
+
+    def move(self, source: int, target: int, length: int) -> None:
+        # Two slots swap their blocks, and nothing is copied.
+        both, other = [source, target], [target, source]
+        self.blocks[both] = self.blocks[other]
+        self._held[source], self._held[target] = self._held[target], self._held[source]
+        self._send(both)
+
+    def clear(self, slot: int) -> None:
+        for buffer in self.buffers:
+            in_blocks = buffer.unflatten(0, (-1, self._positions // BLOCK, BLOCK))
+            in_blocks.index_fill_(1, devices.send(self.blocks[slot, : self._held[slot]].clone(), buffer.device), 0)
+
+    def _send(self, slots: list[int]) -> None:
+        if self._on_device is not self.blocks:
+            for slot in slots:
+                self._on_device[slot] = devices.send(self.blocks[slot].clone(), self.device)
+
+    def _places(self, rows: slice, positions: Tensor) -> Tensor:
+        blocks = self._on_device[rows].gather(1, positions // BLOCK)
+        return blocks * BLOCK + positions % BLOCK
+
+    def _places_to_write(self, rows: slice, positions: Tensor) -> Tensor:
+        places = self._places(rows, positions)
+        return torch.where(places // BLOCK == _ZEROS, places + (_STRAY - _ZEROS) * BLOCK, places)
+
+    def _places_on_host(self, rows: Places, positions: Places) -> Places:
+        return self.blocks.numpy()[rows, positions // BLOCK] * BLOCK + positions % BLOCK
+
+    def _unused_places(self, rows: slice) -> Tensor:
+        return self._offsets[:, :1].expand(rows.stop - rows.start, 1)
+
+    def _reads(self, rows: slice, kv_length: int) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
+        whole = [buffer.unflatten(0, (-1, self._positions)).unbind(0) for buffer in self.buffers]
+        return whole, self._places(rows, self._offsets[:, :kv_length].expand(rows.stop - rows.start, -1))
+
+
+def blocks_of(positions: int) -> int:
+    return -(-positions // BLOCK)

@@ -19,7 +19,6 @@ from drafter.target.model import BaseModel
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """Errors that transformers raises for malformed configurations, such as one nested too deep."""
-
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -90,11 +89,7 @@ def load_base(
 
 
 def read_weight_map(name: str, index: Path) -> dict[str, str]:
-    """Return the file of each tensor of a sharded checkpoint.
-
-    Args:
-        name: The model's, for messages.
-        index: `model.safetensors.index.json`.
+    """Return the file of each tensor of a sharded checkpoint, from its `model.safetensors.index.json`.
 
     Raises:
         LoadError: It cannot be read, or names a file that is not beside it.
@@ -110,13 +105,7 @@ def read_weight_map(name: str, index: Path) -> dict[str, str]:
 
 
 def _refuse_weights_elsewhere(name: str, config: Any) -> None:
-    """Refuse weights outside of the model's own folder.
-
-    Links out of it are allowed only in the hub's cache, whose snapshots link to its blobs.
-
-    Raises:
-        LoadError: A file is named that is elsewhere, or is a link to one.
-    """
+    """Refuse weights outside of the model's own folder; only the hub's cache may link to its blobs."""
     if (named := getattr(config, "transformers_weights", None)) is not None:
         _refuse_path(name, "config.json", named)
     folder, first = Path(name), named or WEIGHTS
@@ -141,7 +130,6 @@ def _refuse_weights_elsewhere(name: str, config: Any) -> None:
 
 
 def _refuse_path(name: str, file: str, named: object) -> None:
-    """Raise `LoadError` unless `named`, found in `file`, is the plain name of a file beside it."""
     if not isinstance(named, str) or named in ("", ".", "..") or Path(named).name != named:
         raise LoadError(
             f"model {name!r}: {file} names the weights {shown(named)}, which are not a file in its folder: the "
@@ -162,7 +150,7 @@ def require_data(name: str, model: PreTrainedModel) -> None:
     Tied weights that a load in another thread left without data are tied once more.
 
     Raises:
-        LoadError: One has none; it is named.
+        LoadError: One has none.
     """
     if {"cpu", "disk"} & {str(device) for device in getattr(model, "hf_device_map", {}).values()}:
         return  # what accelerate offloads is on the meta device until a forward needs it

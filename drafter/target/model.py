@@ -23,18 +23,18 @@ from drafter.target.architecture import (
     fingerprint,
     first_fingerprint,
     is_of_first_scheme,
+    lengths_beyond,
     max_positions,
+    names_window,
     refuse_unsupported,
+    small_copy,
 )
 from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
-from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, TreeNodes
-from drafter.target.kv_cache import KVCache
-from drafter.target.model_code import ModelCode
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read_llama_like
-from drafter.target.paged_kv_cache import BLOCK, SPARE, PagedKVCache, blocks_of
+from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, ModelCode, TreeNodes, prompt_nodes
+from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
+from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
 from drafter.target.prepacked import prepack
 from drafter.target.proof import attention_agrees, executors_agree, prove_tree_decoding, run_plainly, trees_agree
-from drafter.target.small_copy import lengths_beyond, names_window, small_copy
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +45,11 @@ class BaseModel:
     Args:
         model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
-        native: Use the native executor where it can run the model; otherwise the model's own code runs.
+        native: Use the native executor where it can run the model.
 
     Attributes:
         decoder: The model without its LM head.
-        layers: The decoder's layers, and the hidden states between them.
-        max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
-            say.
+        max_positions: Longest sequence that it decodes as the model by itself would; None if unknown.
         fingerprint: Hash of all tensors, the same in every precision; see `drafter.target.architecture`.
 
     Raises:
@@ -92,11 +90,7 @@ class BaseModel:
         self.fingerprint = fingerprint(self.model, self._sizes)
 
     def _prove_long_texts(self) -> None:
-        """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length.
-
-        Raises:
-            LoadError: The copy gives other logits, or cannot be made of a model whose configuration names a window.
-        """
+        """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length."""
         if not (lengths := lengths_beyond(self.config, self.max_positions)):
             return
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -116,9 +110,8 @@ class BaseModel:
             raise LoadError(f"{error}; so it is with texts longer than {listed}, tried on a small copy") from error
 
     def _native(self) -> Executor | None:
-        """Return the native executor if it can run this model and agrees with the model's own code."""
         try:
-            native = NativeDecoder(read_llama_like(self.model, self.decoder, self.config))
+            native = NativeDecoder(self.model, self.decoder, self.config)
         except NotLlamaLikeError as reason:
             _log.debug("%s runs by its own code: %s", self.name, reason)
             return None
@@ -163,10 +156,7 @@ class BaseModel:
 
     @property
     def copies_of_kv(self) -> int:
-        """Copies of a layer's keys and values that attention over trees makes; 0 where it reads them in place.
-
-        The copy of blocks in a `PagedKVCache` is not counted.
-        """
+        """Copies of a layer's keys and values that attention over trees makes, without those of a `PagedKVCache`."""
         groups = query_groups(self.config)
         return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
 
@@ -236,7 +226,7 @@ class BaseModel:
         return bool(self.model.config._attn_implementation == TREE_ATTENTION)
 
     def _read_in_parts(self) -> None:
-        """Read committed positions to each row's own length, if a kernel here does and gives the same numbers."""
+        """Read committed positions to each row's own length, if a kernel here gives the same numbers."""
         attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
         if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
             return
@@ -248,7 +238,7 @@ class BaseModel:
     def reads_to_length(self) -> bool:
         """True if all layers read each row's committed positions to their end, whatever `TreeNodes.kv_length` is.
 
-        It holds for a cache whose rows have memory of their own.
+        Holds for a cache that is `in_order`.
         """
         code = self._model_code
         every = len(code.whole) == self.config.num_hidden_layers
@@ -263,10 +253,7 @@ class BaseModel:
         """Allocate a KV cache for `slots` rows of up to `length` positions.
 
         Args:
-            slots: Rows.
-            length: Positions of a row.
-            memory: Largest size in bytes. If all rows of full length need more, rows take blocks as they grow. By
-                default there is memory for all.
+            memory: Largest size in bytes. If all rows of full length need more, rows take blocks as they grow.
 
         Raises:
             LoadError: A device has no room for it, or `memory` does not hold one row.
@@ -290,7 +277,6 @@ class BaseModel:
         return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
-        """Raise `LoadError` if a device lacks room for `positions`; `sizes` are bytes per position."""
         for device, size in sizes.items():
             free, wanted = devices.free_bytes(device), size * positions
             if free is not None and wanted > free:
@@ -298,6 +284,10 @@ class BaseModel:
                     f"a KV cache of {what} takes {wanted / 2**30:,.1f} GiB beside {self.name}, and {device} has "
                     f"{free / 2**30:,.1f} GiB left: lower max_num_seqs or max_model_len, or kv_gib where it is set"
                 )
+
+    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """Run nodes by the present executor; see `Executor.forward`."""
+        return self._executor.forward(cache, nodes)
 
     def prefill(
         self,
@@ -314,9 +304,9 @@ class BaseModel:
             slot: Slot of the first prompt; the others follow it.
             prompts: Each `[P]`, at least one token; several only after `allow_packing` returned True.
             starts: Position of each one's first token.
-            hidden_layers: K hidden states to return; see `DecoderLayers.take`.
+            hidden_layers: See `DecoderLayers.take`.
         """
-        return self._executor.prefill(cache, slot, prompts, starts, hidden_layers)
+        return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers))[1]
 
     def prefill_last(
         self,
@@ -327,44 +317,35 @@ class BaseModel:
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
     ) -> tuple[Tensor, Tensor]:
         """Run the last chunk of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
-        return self._executor.prefill_last(cache, slot, prompt, start, hidden_layers)
+        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, logits=True)
+        logits, hidden = self.forward(cache, nodes)
+        assert logits is not None
+        return logits, hidden
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """Run one forward over tree nodes. Rows are slots `0..B-1`; the nodes' KV goes behind the committed positions.
-
-        Args:
-            cache: Holds the committed positions of each row.
-            nodes: With a `packing` only after `allow_packing` returned True.
+        """Run tree nodes of slots `0..B-1`, with a `packing` only after `allow_packing` returned True.
 
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
         """
         # Copied, because compiled code expects one memory layout, and a slice of a larger tree has another.
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
-        return self._executor.verify(cache, replace(nodes, depths=depths))
+        logits, hidden = self.forward(cache, replace(nodes, depths=depths))
+        assert logits is not None
+        return logits, hidden
 
     @torch.no_grad()
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
-        """Run the first `layers` layers and the final norm over texts `[B, L]`, padded on the right, without a cache.
-
-        Returns:
-            The LM head's input `[B, L, d]`.
-        """
+        """Run only the first layers and the final norm over texts `[B, L]`, padded on the right; return `[B, L, d]`."""
         return self._model_code.read_early(tokens, layers)
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
-        """Run only the first layers and the final norm over tree nodes.
+        """Run only the first layers and the final norm over tree nodes; return `[B, N - first, d]`.
 
-        The nodes' KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree
-        can so be run in parts: nodes before `first` have their KV there already.
+        Their KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree can
+        be run in parts: nodes before `first` have their KV there already.
 
         Args:
-            cache: Holds the committed positions of each row.
             nodes: All nodes; a `packing` is of those from `first` on.
-            layers: Number of layers to run.
-            first: First node to run.
-
-        Returns:
-            The LM head's input `[B, N - first, d]`.
         """
-        return self._executor.exit_early(cache, nodes, layers, first)
+        return self.forward(cache, replace(nodes, layers=layers, first=first))[1]

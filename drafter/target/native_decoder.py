@@ -1,17 +1,15 @@
-"""Forwards of Llama-like models on a CPU by our own C++ code: the same numbers up to rounding, much faster."""
+"""Forwards of Llama-like models on a CPU by the C++ library: the same numbers up to rounding, much faster."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from drafter.native.library import DecoderStruct, ForwardStruct, LayerStruct, PackedWeights, Pointer, library
+from drafter.native.build import DecoderStruct, ForwardStruct, LayerStruct, PackedWeights, Pointer, library
 from drafter.target.architecture import attention_kinds
 from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
 from drafter.target.kv_cache import KVCache
@@ -26,87 +24,160 @@ class NotLlamaLikeError(Exception):
     """The model has another structure; the message says what differs."""
 
 
-class Linear(NamedTuple):
-    """Stacked weights `[outputs, inputs]` and bias `[outputs]` of linear layers with the same input."""
-
-    weight: Tensor
-    bias: Tensor | None
+Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 
 
-@dataclass(frozen=True)
-class DecoderLayer:
-    """Weights of one layer; `query_norm` and `key_norm` `[D]` only in models that norm their heads."""
-
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True)
-class LlamaLike:
-    """Weights of a decoder, fp32 on a CPU, and its sizes.
+class NativeDecoder:
+    """`Executor` for a Llama-like decoder in fp32.
 
     Args:
-        embedding: `[V, d]`.
-        final_norm: `[d]`.
-        head: `[V, d]` LM head.
-        rotary: Maps an input and positions `[1, P]` to cosines and sines `[1, P, D]`.
-        heads: H query heads.
-        kv_heads: H' KV heads.
-        head_size: D.
-        epsilon: Of the norms.
-        scale: Factor of the attention scores.
-    """
-
-    layers: list[DecoderLayer]
-    embedding: Tensor
-    final_norm: Tensor
-    head: Linear
-    rotary: nn.Module
-    heads: int
-    kv_heads: int
-    head_size: int
-    epsilon: float
-    scale: float
-
-    def rotations(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[positions, D / 2]`, as the model computes them."""
-        places = torch.arange(positions)[None]
-        cosines, sines = self.rotary(torch.zeros(1, 1, 1, dtype=torch.float32), places)
-        half = self.head_size // 2
-        return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
-
-
-def read_llama_like(model: Any, decoder: Any, config: Any) -> LlamaLike:
-    """Read a causal LM whose decoder, the model without LM head, is `decoder` with configuration `config`.
+        model: The causal LM.
+        decoder: The model without its LM head.
+        config: The decoder's.
 
     Raises:
-        NotLlamaLikeError: It has another structure, or is not in fp32 on a CPU.
+        BuildError: The library cannot be compiled here.
+        NotLlamaLikeError: The model has another structure, is not in fp32 on a CPU, or has heads of another size.
     """
-    _refuse_others(model, config)
-    try:
-        layers = [_layer(layer) for layer in decoder.layers]
-        attention = decoder.layers[0].self_attn
-        read = LlamaLike(
-            layers=layers,
-            embedding=decoder.embed_tokens.weight.detach(),
-            final_norm=decoder.norm.weight.detach(),
-            head=_joined(model.get_output_embeddings()),
-            rotary=decoder.rotary_emb,
+
+    def __init__(self, model: Any, decoder: Any, config: Any) -> None:
+        _refuse_others(model, config)
+        library()
+        self._weights = PackedWeights()
+        try:
+            self._rotary: nn.Module = decoder.rotary_emb
+            self._head_size: int = decoder.layers[0].self_attn.head_dim
+            if not library().drafter_takes_heads_of(self._head_size):
+                raise NotLlamaLikeError(f"its heads have {self._head_size} numbers")
+            self._layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
+            self._struct = self._decoder(model, decoder, config)
+        except AttributeError as error:
+            raise NotLlamaLikeError(str(error)) from error
+        self._vocabulary, self._hidden = decoder.embed_tokens.weight.shape
+        self._rotations: tuple[Tensor, Tensor] | None = None
+        self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
+
+    def _layer(self, layer: Any) -> LayerStruct:
+        attention, mlp, weights = layer.self_attn, layer.mlp, self._weights
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]  # some families norm their heads
+        query_norm, key_norm = (None if norm is None else weights.address(norm.weight) for norm in norms)
+        return LayerStruct(
+            attention_norm=weights.address(layer.input_layernorm.weight),
+            mlp_norm=weights.address(layer.post_attention_layernorm.weight),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            qkv=weights.matrix(*_joined(attention.q_proj, attention.k_proj, attention.v_proj)),
+            output=weights.matrix(*_joined(attention.o_proj)),
+            gate_up=weights.gated(*_joined(mlp.gate_proj, mlp.up_proj)),
+            down=weights.after_gate(*_joined(mlp.down_proj)),
+        )
+
+    def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
+        weights, embedding = self._weights, decoder.embed_tokens.weight
+        return DecoderStruct(
+            layers=self._layers,
+            embedding=weights.address(embedding),
+            final_norm=weights.address(decoder.norm.weight),
+            head=weights.matrix(*_joined(model.get_output_embeddings())),
+            positions=0,
+            hidden=embedding.shape[1],
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_size=attention.head_dim,
+            head_size=self._head_size,
+            intermediate=self._layers[0].down.inputs,
+            vocabulary=embedding.shape[0],
             epsilon=config.rms_norm_eps,
-            scale=attention.scaling,
+            scale=decoder.layers[0].self_attn.scaling,
         )
-    except AttributeError as error:
-        raise NotLlamaLikeError(str(error)) from error
-    return read
+
+    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """See `Executor.forward`.
+
+        Raises:
+            IndexError: A node lies outside the cache, or a token outside the vocabulary.
+        """
+        rows, size = nodes.tokens.shape
+        fresh, is_prompt = size - nodes.first, nodes.ancestors is None
+        which = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
+        if nodes.first:
+            which = which // fresh * size + nodes.first + which % fresh
+        # After the first layers, the final norm's output stands where the LM head's input does otherwise.
+        taps = nodes.hidden_layers if nodes.layers is None else (LM_HEAD_INPUT,)
+        hidden, logits = _floats(rows, size, len(taps) * self._hidden), None
+        if nodes.logits and nodes.layers is None:
+            logits = _floats(rows, size, self._vocabulary)
+            if len(which) < rows * size:
+                logits.zero_()
+                hidden.zero_()
+        self._run(cache, nodes, which, taps, hidden, logits)
+        if not is_prompt:
+            return logits, hidden[:, nodes.first :]
+        return (
+            None if logits is None else logits[0, -1:],
+            hidden[0] if nodes.packing is None else hidden.flatten(0, 1)[which],
+        )
+
+    def _run(
+        self,
+        cache: KVCache,
+        nodes: TreeNodes,
+        which: Tensor,
+        taps: tuple[int, ...],
+        hidden: Tensor,
+        logits: Tensor | None,
+    ) -> None:
+        """Run the nodes `which` `[M]`; fill `hidden` `[B, N, K · d]` and `logits` `[B, N, V]`, of a prompt the last."""
+        self._prepare_positions(cache.length)
+        rows, size = nodes.tokens.shape
+        # Kept until the call returns.
+        tokens, lengths = nodes.tokens.contiguous(), nodes.lengths.contiguous()
+        depths, which = nodes.depths.contiguous(), which.contiguous()
+        ancestors = None if nodes.ancestors is None else nodes.ancestors.contiguous()
+        tapped = (ctypes.c_int64 * len(taps))(*taps)
+        keys, values = self._addresses(cache)
+        forward = ForwardStruct(
+            keys=keys,
+            values=values,
+            blocks=cache.blocks.data_ptr(),
+            block=cache.block,
+            slot_blocks=cache.blocks.shape[1],
+            first_slot=nodes.slot,
+            rows=rows,
+            nodes=size,
+            tokens=tokens.data_ptr(),
+            lengths=lengths.data_ptr(),
+            depths=depths.data_ptr(),
+            ancestors=None if ancestors is None else ancestors.data_ptr(),
+            which=which.data_ptr(),
+            count=len(which),
+            taps=ctypes.addressof(tapped),
+            tap_count=len(taps),
+            hidden=hidden.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
+            logits_from=size - 1 if ancestors is None else 0,
+            layers=len(self._layers) if nodes.layers is None else nodes.layers,
+            threads=torch.get_num_threads(),
+        )
+        if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):
+            raise IndexError("a node lies outside the KV cache, or a token outside the vocabulary")
+
+    def _addresses(self, cache: KVCache) -> Addresses:
+        if cache not in self._caches:
+            layers = cache.layers()
+            self._caches[cache] = (
+                (Pointer * len(layers))(*(keys.data_ptr() for keys, _ in layers)),
+                (Pointer * len(layers))(*(values.data_ptr() for _, values in layers)),
+            )
+        return self._caches[cache]
+
+    def _prepare_positions(self, count: int) -> None:
+        """Compute cosines and sines `[count, D / 2]`, as the model does."""
+        if count > self._struct.positions:
+            tables = self._rotary(torch.zeros(1, 1, 1, dtype=torch.float32), torch.arange(count)[None])
+            cosines, sines = (table[0, :, : self._head_size // 2].float().contiguous() for table in tables)
+            self._rotations = cosines, sines
+            self._struct.cosines, self._struct.sines = cosines.data_ptr(), sines.data_ptr()
+            self._struct.positions = count
 
 
 def _refuse_others(model: Any, config: Any) -> None:
@@ -127,224 +198,18 @@ def _refuse_others(model: Any, config: Any) -> None:
             raise NotLlamaLikeError(f"{name} is quantised")
 
 
-def _layer(layer: Any) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return DecoderLayer(
-        attention_norm=layer.input_layernorm.weight.detach(),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        query_norm=_weight(attention, "q_norm"),
-        key_norm=_weight(attention, "k_norm"),
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        output=_joined(attention.o_proj),
-        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
-        down=_joined(mlp.down_proj),
-    )
-
-
-def _weight(module: Any, name: str) -> Tensor | None:
-    norm = getattr(module, name, None)
-    return None if norm is None else norm.weight.detach()
-
-
-def _joined(*layers: Any) -> Linear:
-    """Stack linear layers with the same input.
-
-    Raises:
-        NotLlamaLikeError: One of them is not a linear layer, or some have a bias and others do not.
-    """
+def _joined(*layers: Any) -> tuple[Tensor, Tensor | None]:
+    """Stack weights `[outputs, inputs]` and biases `[outputs]` of linear layers with the same input."""
     for layer in layers:
         if not isinstance(layer, nn.Linear):
             raise NotLlamaLikeError(f"{type(layer).__name__} stands where a linear layer is expected")
     weight = torch.cat([layer.weight.detach() for layer in layers])
     biases = [layer.bias for layer in layers]
     if all(bias is None for bias in biases):
-        return Linear(weight, None)
+        return weight, None
     if any(bias is None for bias in biases):
         raise NotLlamaLikeError("some of its query, key and value layers have a bias, and others have none")
-    return Linear(weight, torch.cat([bias.detach() for bias in biases]))
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The nodes of B rows.
-
-    Args:
-        slot: Slot of the first row; the others follow it.
-        tokens: `[B, N]`.
-        lengths: `[B]` positions before the nodes.
-        depths: `[B, N]`.
-        ancestors: `[B, N, N]`, or None if each row is a chain.
-        which: `[M]` nodes to compute, as indices in `[B * N]`.
-    """
-
-    slot: int
-    tokens: Tensor
-    lengths: Tensor
-    depths: Tensor
-    ancestors: Tensor | None
-    which: Tensor
-
-
-Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
-
-
-class NativeDecoder:
-    """`Executor` for a Llama-like decoder.
-
-    Raises:
-        BuildError: The library cannot be compiled here.
-        NotLlamaLikeError: The library does not support its head size.
-    """
-
-    def __init__(self, decoder: LlamaLike) -> None:
-        if not library().drafter_takes_heads_of(decoder.head_size):
-            raise NotLlamaLikeError(f"its heads have {decoder.head_size} numbers")
-        self._decoder = decoder
-        self._weights = weights = PackedWeights()
-        layers = (LayerStruct * len(decoder.layers))()
-        for struct, layer in zip(layers, decoder.layers, strict=True):
-            struct.attention_norm = weights.address(layer.attention_norm)
-            struct.mlp_norm = weights.address(layer.mlp_norm)
-            struct.query_norm = weights.address(layer.query_norm)
-            struct.key_norm = weights.address(layer.key_norm)
-            struct.qkv = weights.matrix(*layer.qkv)
-            struct.output = weights.matrix(*layer.output)
-            struct.gate_up = weights.gated(*layer.gate_up)
-            struct.down = weights.after_gate(*layer.down)
-        self._layers = layers
-        self._vocabulary, self._hidden = decoder.embedding.shape
-        self._struct = DecoderStruct(
-            layers=layers,
-            embedding=weights.address(decoder.embedding),
-            final_norm=weights.address(decoder.final_norm),
-            head=weights.matrix(*decoder.head),
-            positions=0,
-            hidden=self._hidden,
-            heads=decoder.heads,
-            kv_heads=decoder.kv_heads,
-            head_size=decoder.head_size,
-            intermediate=layers[0].down.inputs,
-            vocabulary=self._vocabulary,
-            epsilon=decoder.epsilon,
-            scale=decoder.scale,
-        )
-        self._rotations: tuple[Tensor, Tensor] | None = None
-        self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
-
-    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        rows, size = nodes.tokens.shape
-        which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
-        logits = _floats(rows, size, self._vocabulary)
-        hidden = _floats(rows, size, len(nodes.hidden_layers) * self._hidden)
-        if len(which) < rows * size:
-            logits.zero_()
-            hidden.zero_()
-        texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
-        self._run(cache, texts, nodes.hidden_layers, hidden, logits)
-        return logits, hidden
-
-    def prefill(
-        self,
-        cache: KVCache,
-        slot: int,
-        prompts: Sequence[Tensor],
-        starts: Sequence[int],
-        hidden_layers: tuple[int, ...],
-    ) -> Tensor:
-        counts = torch.tensor([len(prompt) for prompt in prompts])
-        size = int(counts.max())
-        which = (torch.arange(size) < counts[:, None]).flatten().nonzero()[:, 0]
-        tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-        depths = torch.arange(size).expand(len(prompts), -1)
-        hidden = _floats(len(prompts) * size, len(hidden_layers) * self._hidden)
-        texts = _Texts(slot, tokens, torch.tensor(starts), depths, None, which)
-        self._run(cache, texts, hidden_layers, hidden, None)
-        return hidden if len(prompts) == 1 else hidden[which]
-
-    def prefill_last(
-        self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        size = len(prompt)
-        which, logits = torch.arange(size), _floats(size, self._vocabulary)
-        hidden = _floats(size, len(hidden_layers) * self._hidden)
-        texts = _Texts(slot, prompt[None], torch.tensor([start]), which[None], None, which)
-        self._run(cache, texts, hidden_layers, hidden, logits, size - 1)
-        return logits[-1:], hidden
-
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
-        rows, size = nodes.tokens.shape
-        fresh = size - first
-        new = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
-        which = new // fresh * size + first + new % fresh
-        hidden = _floats(rows, size, self._hidden)
-        texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
-        self._run(cache, texts, (LM_HEAD_INPUT,), hidden, None, layers=layers)
-        return hidden[:, first:]
-
-    def _run(
-        self,
-        cache: KVCache,
-        texts: _Texts,
-        hidden_layers: tuple[int, ...],
-        hidden: Tensor,
-        logits: Tensor | None,
-        logits_from: int = 0,
-        layers: int | None = None,
-    ) -> None:
-        """Run texts; fill `hidden` `[B, N, K · d]`, and `logits` `[B, N, V]` of the nodes from `which[logits_from]` on.
-
-        Raises:
-            IndexError: A node lies outside the cache, or a token outside the vocabulary.
-        """
-        self._prepare_positions(cache.length)
-        rows, size = texts.tokens.shape
-        tokens, lengths = texts.tokens.contiguous(), texts.lengths.contiguous()
-        depths, which = texts.depths.contiguous(), texts.which.contiguous()
-        ancestors = None if texts.ancestors is None else texts.ancestors.contiguous()
-        taps = (ctypes.c_int64 * len(hidden_layers))(*hidden_layers)
-        keys, values = self._addresses(cache)
-        blocks = cache.blocks
-        forward = ForwardStruct(
-            keys=keys,
-            values=values,
-            blocks=blocks.data_ptr(),
-            block=cache.block,
-            slot_blocks=blocks.shape[1],
-            first_slot=texts.slot,
-            rows=rows,
-            nodes=size,
-            tokens=tokens.data_ptr(),
-            lengths=lengths.data_ptr(),
-            depths=depths.data_ptr(),
-            ancestors=None if ancestors is None else ancestors.data_ptr(),
-            which=which.data_ptr(),
-            count=len(which),
-            taps=ctypes.addressof(taps),
-            tap_count=len(hidden_layers),
-            hidden=hidden.data_ptr(),
-            logits=None if logits is None else logits.data_ptr(),
-            logits_from=logits_from,
-            layers=len(self._layers) if layers is None else layers,
-            threads=torch.get_num_threads(),
-        )
-        if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):
-            raise IndexError("a node lies outside the KV cache, or a token outside the vocabulary")
-
-    def _addresses(self, cache: KVCache) -> Addresses:
-        """Return the addresses of each layer's keys, and of its values."""
-        if cache not in self._caches:
-            layers = cache.layers()
-            self._caches[cache] = (
-                (Pointer * len(layers))(*(keys.data_ptr() for keys, _ in layers)),
-                (Pointer * len(layers))(*(values.data_ptr() for _, values in layers)),
-            )
-        return self._caches[cache]
-
-    def _prepare_positions(self, count: int) -> None:
-        if count > self._struct.positions:
-            self._rotations = self._decoder.rotations(count)
-            self._struct.cosines, self._struct.sines = (part.data_ptr() for part in self._rotations)
-            self._struct.positions = count
+    return weight, torch.cat([bias.detach() for bias in biases])
 
 
 def _floats(*shape: int) -> Tensor:

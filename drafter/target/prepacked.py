@@ -1,12 +1,9 @@
 """CPU linear layers whose weights are laid out once for the fastest kernel.
 
-Decoding and verification multiply a few rows by a matrix, which takes as long as reading the weights. The fastest
-kernel depends on the processor and the matrix's shape: MKL, which PyTorch calls, may reorder the weights in every call,
-and other libraries may have more call overhead than a small product takes. So all kernels are timed on the actual
-weights, once for each shape in a process.
-
-Most fp32 weights come from a half-precision checkpoint. They are read as fp16 where that loses nothing, scaled by a
-power of two; sums and activations are fp32.
+A product of a few rows takes as long as reading the weights. The fastest kernel depends on the processor and the
+matrix's shape (MKL may reorder the weights in every call, other libraries have more call overhead), so all are timed on
+the actual weights, once for each shape in a process. fp32 weights are read as fp16, scaled by a power of two, where
+that loses nothing; sums and activations are fp32.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -110,7 +108,7 @@ def prepack(module: nn.Module) -> None:
 
 @contextmanager
 def as_loaded(module: nn.Module) -> Iterator[None]:
-    """Undo prepacking of the linear layers in `module` within a `with` block."""
+    """Undo prepacking in `module` within a `with` block."""
     layers = [layer for layer in module.modules() if type(layer) is PrepackedLinear]
     for layer in layers:
         layer.__class__ = nn.Linear  # type: ignore[assignment]
@@ -129,7 +127,6 @@ def halved_weights(module: nn.Module) -> int:
 
 
 def _is_to_do(layer: nn.Linear) -> bool:
-    """Return whether a layer is PyTorch's own fp32 one on a CPU, or has changed since it was prepacked."""
     if isinstance(layer, PrepackedLinear):
         return layer.weight._version != layer.version
     if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor):
@@ -171,7 +168,6 @@ def _by_half(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _half_scale(weight: Tensor) -> float:
-    """Return the power of two that gives the largest weight the exponent `_HALF_EXPONENT`."""
     return 2.0 ** (_HALF_EXPONENT - int(torch.frexp(weight.abs().amax()).exponent))
 
 
@@ -183,8 +179,7 @@ def _fits_half(weight: Tensor) -> bool:
     return torch.equal(scaled.half().float(), scaled)
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """Layers that share the fastest ways to multiply."""
 
     inputs: int
@@ -217,7 +212,6 @@ def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
 
 
 def _seconds(products: Sequence[Product], rows: Tensor) -> float:
-    """Return the minimum time of all products, one after another."""
     times: list[float] = []
     while len(times) < _REPEATS and sum(times) < _ENOUGH:
         start = time.perf_counter()

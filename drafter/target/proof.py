@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafter.errors import LoadError, first_line
-from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes
+from drafter.target.attention import Packing
+from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import KVCache, LayerShape
-from drafter.target.packing import Packing
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors that a model's code may raise when called in an unsupported way."""
@@ -23,8 +23,11 @@ _PROMPTS, _STEPS = (11, 26), 4
 """Lengths of two prompts, and of the continuation of each. The second is longer than two windows of `PASSED` tokens."""
 _TREE, _PATH = (-1, 0, 0, 2, 2), (0, 2, 4)
 """Parents in the proof's trees, and the path of the true continuation; a decoy precedes each of its nodes."""
+_ROOTED, _CHAIN = (-1, 0, 0, 2), (-1, 0, 1, 2)
+"""Parents in small trees."""
 _LONG = 520
 """Tokens of a text that is long enough to be read in several parts."""
+Forward = Callable[[KVCache, TreeNodes], tuple[Tensor | None, Tensor]]
 
 
 class Candidate(Protocol):
@@ -50,13 +53,14 @@ class Candidate(Protocol):
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]: ...
 
+    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]: ...
+
 
 @dataclass(frozen=True)
 class PlainRun:
-    """Reference: two texts run the model's own way, each by itself.
+    """Reference: two texts `[P + 4]` run the model's own way, each by itself.
 
     Args:
-        texts: `[P + 4]` tokens of each.
         logits: `[P + 4, V]` of each.
         layer_shapes: Cached shape of each layer; None for a layer that caches nothing.
     """
@@ -91,7 +95,7 @@ def run_plainly(base: Candidate) -> PlainRun:
 
 
 def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Return the logits `[P, V]` of each text, and the cache's layers."""
+    """Return the logits `[P, V]` of each text, and the layers of the cache."""
     logits = []
     for text in texts:
         plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
@@ -154,12 +158,9 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
         widths.add(hidden.shape[-1])
         return logits[list(slots)]
 
-    ancestors = torch.eye(len(_TREE), dtype=torch.bool)
-    for node, parent in enumerate(_TREE[1:], start=1):
-        ancestors[node] |= ancestors[parent]
     next_ones = [text[-_STEPS:] for text in texts]
     decoyed = [torch.stack([some[0], some[3], some[1], some[0], some[2]]) for some in next_ones]
-    drafted = verify(decoyed, [0, 1, 1, 2, 2], ancestors, prompts)[:, list(_PATH)]
+    drafted = verify(decoyed, [0, 1, 1, 2, 2], _ancestors(_TREE), prompts)[:, list(_PATH)]
     cache.commit(
         torch.tensor([prompts[0], free, prompts[1]], device=device),
         torch.tensor([_PATH, (0, 0, 0), _PATH], device=device),
@@ -171,12 +172,7 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
 
 @torch.inference_mode()
 def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
-    """Compare two trees, and two prompts, of three and two tokens before and after a change of attention.
-
-    Args:
-        base: Model that can pack trees and prompts after the change.
-        change: Makes the change.
-    """
+    """Compare two trees, and two prompts, of three and two tokens before `change` and, packed, after it."""
     tokens = torch.arange(1, 7, device=base.device).view(2, 3) * 7919 % base.vocab_size
     lengths = torch.tensor([0, 1], device=base.device)
     depths = torch.tensor([[0, 1, 1], [0, 1, 1]], device=base.device)
@@ -198,70 +194,59 @@ def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
         after = [*trees(Packing.of(real)), base.prefill(base.new_cache(2, 8), 0, prompts, starts), *trees(None)]
     except _MODEL_ERRORS:
         return False
-    expected = [*before, apart, *before]
-    return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, expected, strict=True))
+    return _all_alike(after, [*before, apart, *before], base.dtype)
 
 
 @torch.inference_mode()
 def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
     """Compare trees, and single nodes, behind a long, short and empty text before and after a change of attention."""
-    long = min(_LONG, (base.max_positions or 2 * _LONG) // 2)
-    ids = torch.arange(1, long + 19, device=base.device) * 7919 % base.vocab_size
-    lengths = torch.tensor([long, 6, 0], device=base.device)
-    depths = torch.tensor([[0, 1, 1, 2]] * 3, device=base.device)
-    ancestors = torch.tensor(
-        [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]] * 3, dtype=torch.bool, device=base.device
-    )
-    cache = base.new_cache(3, 2 * long)
-    base.prefill(cache, 0, [ids[:long]])
-    base.prefill(cache, 1, [ids[long : long + 6]])
-    ids = ids[-12:].view(3, 4)
-
-    def verified() -> list[Tensor]:
-        sizes = [slice(0, 4), slice(0, 1)]
-        trees = [
-            TreeNodes(ids[:, some], lengths, depths[:, some], ancestors[:, some, some], long + 4) for some in sizes
-        ]
-        return [part for tree in trees for part in base.verify(cache, tree)]
-
-    before = verified()
+    lengths = (min(_LONG, (base.max_positions or 2 * _LONG) // 2), 6, 0)
+    before = _answers(base, base.forward, lengths)
     change()
     try:
-        after = verified()
+        after = _answers(base, base.forward, lengths)
     except _MODEL_ERRORS:
         return False
-    return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, before, strict=True))
+    return _all_alike(after, before, base.dtype)
 
 
 @torch.inference_mode()
 def executors_agree(base: Candidate, one: Executor, other: Executor) -> bool:
-    """Compare two executors on two prompts, a draft tree behind each, and the prompts' ends.
+    """Compare two executors on two prompts, trees and single nodes behind each, and the end of a prompt."""
+    ours, theirs = (_answers(base, executor.forward, (24, 16)) for executor in (one, other))
+    return _all_alike(ours, theirs, base.dtype)
 
-    The tokens are spread over the vocabulary, and the texts are long enough that positions matter.
-    """
-    ids = torch.arange(1, 61, device=base.device) * 7919 % base.vocab_size
-    prompts, starts = [ids[:24], ids[24:40]], [0, 0]
-    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]], device=base.device)
-    ancestors = torch.tensor(
-        [
-            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]],
-            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
-        ],
-        dtype=torch.bool,
-        device=base.device,
-    )
-    lengths = torch.tensor([24, 16], device=base.device)
-    results = []
-    for executor in (one, other):
-        cache = base.new_cache(2, 40)
-        hidden = [
-            executor.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1], (LM_HEAD_INPUT,))
-            for row in (0, 1)
-        ]
-        nodes = TreeNodes(ids[40:48].view(2, 4), lengths, depths, ancestors, 28)
-        end = executor.prefill_last(cache, 0, ids[48:], 24, (LM_HEAD_INPUT,))
-        results.append([*hidden, *end, *executor.verify(cache, nodes)])
-    return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(*results, strict=True))
+
+def _answers(base: Candidate, forward: Forward, lengths: Sequence[int]) -> list[Tensor]:
+    """Run texts of these lengths, trees and single nodes behind each, and the end of the first text."""
+    # The tokens are spread over the vocabulary.
+    ids = torch.arange(1, sum(lengths) + 4 * len(lengths) + 13, device=base.device) * 7919 % base.vocab_size
+    *texts, drafted, end = ids.split([*lengths, 4 * len(lengths), 12])
+    cache = base.new_cache(len(lengths), max(lengths) + 16)
+    last = (LM_HEAD_INPUT,)
+    answers = [forward(cache, prompt_nodes(row, [text], [0], last))[1] for row, text in enumerate(texts) if len(text)]
+    trees = [_ROOTED, _CHAIN, _ROOTED][: len(lengths)]
+    ancestors = torch.stack([_ancestors(tree) for tree in trees]).to(base.device)
+    depths = ancestors.sum(2) - 1
+    before = torch.tensor(lengths, device=base.device)
+    for size in (4, 1):
+        tokens = drafted.view(-1, 4)[:, :size]
+        nodes = TreeNodes(tokens, before, depths[:, :size], ancestors[:, :size, :size], max(lengths) + 4)
+        answers += [part for part in forward(cache, nodes) if part is not None]
+    found = forward(cache, prompt_nodes(0, [end], [lengths[0]], last, logits=True))
+    return [*answers, *(part for part in found if part is not None)]
+
+
+def _ancestors(parents: Sequence[int]) -> Tensor:
+    """Return `TreeNodes.ancestors` `[N, N]` of one tree."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        ancestors[node] |= ancestors[parent]
+    return ancestors
+
+
+def _all_alike(ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    return all(_alike(one, other, dtype) for one, other in zip(ours, theirs, strict=True))
 
 
 def _does_not_run(base: Candidate, error: BaseException) -> LoadError:

@@ -151,7 +151,7 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
 @pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "llama4_text"]))
 def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
     base = base_of(family)
     prompts = random_prompts(11, seed=12)
     prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]

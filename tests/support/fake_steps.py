@@ -15,8 +15,8 @@ from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.drafters.contract import Drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepShape
-from drafter.engine.runners import whole_step
-from drafter.engine.step import DeviceStep, StepOutcome
+from drafter.engine.engine import Engine
+from drafter.engine.step import DeviceStep, StepTensors
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
@@ -69,7 +69,7 @@ class FakeStep:
     other: SamplingParams | None = None
     verifier: Verifier = field(default_factory=ExactVerifier)
 
-    def run(self) -> StepOutcome:
+    def run(self) -> StepTensors:
         """Make a state and do the step."""
         return self.prepared()()
 
@@ -81,7 +81,7 @@ class FakeStep:
             step()
         return counts
 
-    def prepared(self) -> Callable[[], StepOutcome]:
+    def prepared(self) -> Callable[[], StepTensors]:
         state = BatchState(self.base, self.drafter, self.rows, self.kv_length, StageTimes())
         both = [self.sampling, self.other or self.sampling]
         some = [both[row % 2] for row in range(self.rows)]
@@ -90,7 +90,7 @@ class FakeStep:
         state.expect(some)
         biases = state.sampling.biases.shape[1] if state.mode.biased else 0
         shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, biases)
-        return partial(whole_step, DeviceStep(self.base, self.verifier, state, packs=False), shape)
+        return partial(Engine.decode_shape, DeviceStep(self.base, self.verifier, state, packs=False), shape)
 
 
 def on_gpu(module: nn.Module, device: torch.device) -> None:

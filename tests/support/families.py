@@ -22,9 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError, one_line
 from drafter.requests import Request, SamplingParams
-from drafter.target.architecture import max_positions, refuse_unsupported
+from drafter.target.architecture import max_positions, random_model, refuse_unsupported, small_config
 from drafter.target.model import BaseModel
-from drafter.target.small_copy import random_model, small_config
 from tests.support.models import OracleDrafter, generate_reference, run_engine
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

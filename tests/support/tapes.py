@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from drafter import devices
-from drafter.engine.cuda_graph import Step
-from drafter.engine.step import StepOutcome
+from drafter.engine.cuda_graph import Work
+from drafter.engine.step import StepTensors
 from drafter.target.model import BaseModel
 from tests.support.waits import why_it_copies, why_it_waits
 
@@ -76,7 +76,7 @@ class Tape(Waits):
         self.operations.append((func, args, kwargs or {}, result))
         return result
 
-    def repeat(self, report: StepOutcome) -> StepOutcome:
+    def repeat(self, report: StepTensors) -> StepTensors:
         """Repeat all operations. Return what `report` has become."""
         now: dict[int, Any] = {}
 
@@ -88,7 +88,7 @@ class Tape(Waits):
             for old, new in zip(tree_flatten(recorded)[0], tree_flatten(result)[0], strict=True):
                 if isinstance(old, torch.Tensor):
                     now[id(old)] = new
-        return StepOutcome(current(report.packed), current(report.log_probs), None)
+        return StepTensors(current(report.packed), current(report.log_probs))
 
 
 class Watch(Waits):
@@ -116,13 +116,13 @@ class TapeRecorder:
     def __call__(self, device: torch.device) -> TapeRecorder:
         return self
 
-    def watch(self, step: Step) -> tuple[StepOutcome, str | None]:
+    def watch(self, step: Work) -> tuple[StepTensors, str | None]:
         self.watched += 1
         with Watch() as watch:
             outcome = step()
         return outcome, watch.waits[0] if watch.waits else None
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: Work) -> Work:
         # Recording does the step, as it does not on a GPU: so it counts as the first time that it is repeated.
         tape = Tape()
         with tape:
@@ -130,7 +130,7 @@ class TapeRecorder:
         self.recorded += 1
         first = True
 
-        def repeat() -> StepOutcome:
+        def repeat() -> StepTensors:
             nonlocal first
             self.repeated += 1
             if first:
@@ -152,7 +152,7 @@ def queue_steps(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """
     recorder = TapeRecorder()
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
+    monkeypatch.setattr("drafter.engine.cuda_graph.CudaRecorder", recorder)
     own_code = property(lambda base: base._model_code, lambda base, executor: vars(base).update(_executor=executor))
     monkeypatch.setattr(BaseModel, "_executor", own_code, raising=False)
     return recorder

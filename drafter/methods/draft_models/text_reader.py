@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.drafters.contract import DraftContext
+from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing
 from drafter.tree.token_tree import Frontier, TokenTree
 
 _TEXTS = (

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan
 from drafter.errors import LoadError
+from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_places
 
 DEPTH = 8

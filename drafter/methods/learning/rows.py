@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.engine.tap import EndedRow
+from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.contract import RowSample
 from drafter.methods.learning.settings import LearnerSettings
 from drafter.training.targets import RegeneratedText

@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, MergedDrafter, PlainDecoding
-from drafter.engine import runners as graph_step
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, padded_length, padded_rows
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
-from drafter.engine.step import DeviceStep, StepOutcome
+from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import RequestTimeoutError
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
@@ -270,7 +269,7 @@ def test_running_out_of_memory_after_a_recording_has_failed(
     """A recording that is refused can leave CUDA's allocator unable to give memory back; no request suffers."""
     tried = 0
 
-    def refuse(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
+    def refuse(step: Callable[[], StepTensors]) -> Callable[[], StepTensors]:
         nonlocal tried
         tried += 1
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -283,9 +282,9 @@ def test_running_out_of_memory_after_a_recording_has_failed(
     monkeypatch.setattr(
         devices, "release_unused", lambda device, real=devices.release_unused: real(torch.device("cuda"))
     )
-    whole, calls = graph_step.whole_step, 0
+    whole, calls = Engine.decode_shape, 0
 
-    def step(device_step: DeviceStep, shape: StepShape) -> StepOutcome:
+    def step(device_step: DeviceStep, shape: StepShape) -> StepTensors:
         nonlocal calls
         calls += 1
         if calls in (9, 14):
@@ -294,7 +293,7 @@ def test_running_out_of_memory_after_a_recording_has_failed(
 
     requests = requests_of(7, SETTINGS[:1])
     expected = plainly(tiny_base, requests)
-    monkeypatch.setattr(graph_step, "whole_step", step)
+    monkeypatch.setattr(Engine, "decode_shape", staticmethod(step))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
@@ -309,23 +308,23 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
     tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """The rows may all have ended by then, and the one that enters is not in its slot as a whole."""
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     requests = [
         Request([5, 6, 7], SamplingParams(4, ignore_eos=True)),
         Request(list(range(8, 60)), SamplingParams(6, ignore_eos=True)),
     ]
     expected = plainly(tiny_base, requests)
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=96))
-    whole, calls = graph_step.whole_step, 0
+    whole, calls = Engine.decode_shape, 0
 
-    def step(device_step: DeviceStep, shape: StepShape) -> StepOutcome:
+    def step(device_step: DeviceStep, shape: StepShape) -> StepTensors:
         nonlocal calls
         calls += 1
         if calls == failing and len(engine.scheduler.in_slots) > 1:
             raise torch.OutOfMemoryError("no memory")
         return whole(device_step, shape)
 
-    monkeypatch.setattr(graph_step, "whole_step", step)
+    monkeypatch.setattr(Engine, "decode_shape", staticmethod(step))
     handles = [engine.submit(request, stream=True) for request in requests]
     while not engine.idle:
         engine.step()
@@ -355,18 +354,18 @@ class Scripted:
         self.waits: str | None = None
         self.problem: Exception | None = None
 
-    def report(self, what: str = "run") -> StepOutcome:
+    def report(self, what: str = "run") -> StepTensors:
         self.log.append(what)
-        return StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
+        return StepTensors(torch.zeros(1, 1), torch.zeros(1, 0))
 
-    def watch(self, step: Callable[[], StepOutcome]) -> tuple[StepOutcome, str | None]:
+    def watch(self, step: Callable[[], StepTensors]) -> tuple[StepTensors, str | None]:
         self.log.append("watch")
         return step(), self.waits
 
     def restart(self) -> None:
         self.log.append("restart")
 
-    def record(self, step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
+    def record(self, step: Callable[[], StepTensors]) -> Callable[[], StepTensors]:
         if self.problem is not None:
             try:
                 raise self.problem
@@ -383,50 +382,50 @@ def shape_of(rows: int, nodes: int = 0) -> StepShape:
 def test_a_shape_is_run_then_recorded_then_repeated() -> None:
     """And before the first of its kind is recorded, it is watched."""
     script = Scripted()
-    graphs = StepGraphs(script)
+    graphs = StepGraphs(script, lambda shape: script.report(f"run {shape.rows}"))
     for rows in (1, 1, 1, 2, 1, 2):
-        graphs.run(shape_of(rows), lambda rows=rows: script.report(f"run {rows}"))  # type: ignore[misc]
+        graphs.run(shape_of(rows))
     assert script.log == ["run 1", "watch", "run 1", "record", "repeat", "run 2", "repeat", "record", "repeat"]
 
 
 def test_what_waits_for_the_device_is_never_recorded(caplog: pytest.LogCaptureFixture) -> None:
     script = Scripted()
     script.waits = "model.py, line 7"
-    graphs = StepGraphs(script)
+    graphs = StepGraphs(script, lambda shape: script.report())
     for rows in (1, 2):
         for _ in range(3):
-            graphs.run(shape_of(rows, 4), script.report)
+            graphs.run(shape_of(rows, 4))
     assert script.log == ["run", "watch", *["run"] * 5]
     assert caplog.text.count("model.py, line 7") == 1
     script.waits = None
-    graphs.warm_up(shape_of(1), script.report)  # of another kind
+    graphs.warm_up(shape_of(1))  # of another kind
     assert script.log[7:] == ["run", "watch", "run", "record", "repeat"]
 
 
 def test_what_cannot_be_recorded_leaves_alone_what_could(caplog: pytest.LogCaptureFixture) -> None:
     """And names what went wrong first; memory that runs out is no reason to give up."""
     script = Scripted()
-    graphs = StepGraphs(script)
-    graphs.warm_up(shape_of(1), script.report)
+    graphs = StepGraphs(script, lambda shape: script.report())
+    graphs.warm_up(shape_of(1))
     script.problem = RuntimeError("the loop looks at a number")
-    graphs.warm_up(shape_of(1, 4), script.report)
+    graphs.warm_up(shape_of(1, 4))
     assert "the loop looks at a number" in caplog.text
     script.problem = torch.OutOfMemoryError("no memory")
-    graphs.warm_up(shape_of(2, 4), script.report)  # not tried any more
+    graphs.warm_up(shape_of(2, 4))  # not tried any more
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        graphs.warm_up(shape_of(2), script.report)
+        graphs.warm_up(shape_of(2))
     script.problem = None
-    graphs.warm_up(shape_of(2), script.report)
+    graphs.warm_up(shape_of(2))
     assert script.log.count("record") == 2
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepGraphs, "_MOST", 2)
+    monkeypatch.setattr("drafter.engine.cuda_graph.MOST_GRAPHS", 2)
     script = Scripted()
-    graphs = StepGraphs(script)
+    graphs = StepGraphs(script, lambda shape: script.report())
     for rows in (1, 2, 1, 3, 1, 2):  # the third takes the place of the second, which was used before the first
-        graphs.warm_up(shape_of(rows), script.report)
-        graphs.run(shape_of(rows), script.report)
+        graphs.warm_up(shape_of(rows))
+        graphs.run(shape_of(rows))
     assert script.log.count("record") == 4
 
 

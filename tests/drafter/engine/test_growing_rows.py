@@ -11,8 +11,8 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
+from drafter.target.kv_cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
-from drafter.target.paged_kv_cache import BLOCK, SPARE
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import (
@@ -82,7 +82,7 @@ def check_tokens(family: str) -> None:
 
 
 def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 16)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 16)
     prompts = [[3 + (row + place) % 90 for place in range(70 if row % 3 else 5)] for row in range(9)]
     requests = [
         Request(prompt, SamplingParams(4 + 3 * row, temperature=row % 2, seed=row, ignore_eos=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verif
 from drafter.budget.latency_table import LatencyTable
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepGraphs
+from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import with_load_costs
 from drafter.methods.ngram.drafter import NgramDrafter
@@ -25,12 +27,11 @@ from drafter.tree.token_tree import TokenTree
 TABLE = LatencyTable(np.array([1.0, 2.0, 4.0]), (0, 3, 7), np.ones((3, 3)), np.zeros((3, 3)))
 
 
-def measured(
-    base: BaseModel, patch: pytest.MonkeyPatch, verifier: Verifier, graphs: StepGraphs | None = None
-) -> LatencyTable:
+def measured(base: BaseModel, patch: pytest.MonkeyPatch, verifier: Verifier, *, queued: bool = False) -> LatencyTable:
     """Measure where a forward takes a second a position and node, and a drawn token 5 seconds, a filtered one 9."""
     state = BatchState(base, NgramDrafter(7, depth=4), 4, 96, StageTimes())
     step = DeviceStep(base, verifier, state, packs=False)
+    graphs = StepGraphs(None, partial(Engine.decode_shape, step)) if queued else None
     verify, accept, clock = step.verify, verifier.accept, 0.0
 
     def timed_verify(tree: TokenTree, kv_length: int) -> Verified:
@@ -81,7 +82,7 @@ def test_a_verifier_that_asks_at_all_nodes_does(tiny_base: BaseModel, monkeypatc
 def test_steps_that_are_queued_as_a_whole(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain step is timed, and says of trees what it says; all levels of a tree choose, whoever reads it."""
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    table = measured(tiny_base, monkeypatch, ExactVerifier(), StepGraphs(None))
+    table = measured(tiny_base, monkeypatch, ExactVerifier(), queued=True)
     assert table.longer is not None
     assert table.longer.tolist() == [1.0] * 3
     assert table.choices is not None

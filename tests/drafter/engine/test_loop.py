@@ -148,7 +148,7 @@ def test_a_common_beginning_is_counted_in_tokens() -> None:
 def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     engine = engine_of(tiny_base, max_num_seqs=3)
     settings = SamplingParams(max_new_tokens=50, ignore_eos=True)
     first = engine.submit(Request([5], settings), stream=stream)
@@ -167,7 +167,7 @@ def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
 
 
 def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 16)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 16)
     prefill, sizes = tiny_base.prefill, []
 
     def counted(cache: KVCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
 
 
 def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=4))
 
@@ -218,7 +218,7 @@ def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: 
 
 
 def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     engine = engine_of(tiny_base, max_num_seqs=2)
     settings = SamplingParams(max_new_tokens=9, ignore_eos=True)
     watched = engine.submit(Request([5], settings), stream=True)
@@ -237,7 +237,7 @@ def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monk
 def test_a_failure_reaches_the_request_whose_prompt_is_read(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     engine = engine_of(tiny_base, max_num_seqs=2)
     engine.submit(Request([5], SamplingParams(ignore_eos=True)), stream=True)
     engine.step()
@@ -481,7 +481,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
 def test_a_step_reads_no_more_of_prompts_because_it_drafts(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     engine = Engine(
         tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=4)
     )

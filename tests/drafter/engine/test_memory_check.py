@@ -10,13 +10,11 @@ import torch
 
 from drafter import devices
 from drafter.drafters.contract import Drafter, MergedDrafter, PlainDecoding
-from drafter.engine import warm_up as memory_check
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
-from drafter.engine.runners import whole_step
-from drafter.engine.step import DeviceStep, StepOutcome
-from drafter.engine.warm_up import engine_sizes
+from drafter.engine.memory import engine_sizes
+from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target.model import BaseModel
@@ -40,7 +38,7 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(devices, "free_bytes", lambda device: 1100 << 20)
-    with caplog.at_level(logging.INFO, "drafter.engine.warm_up"):
+    with caplog.at_level(logging.INFO, "drafter.engine.memory"):
         engine(tiny_base, NgramDrafter(7), num_draft_tokens=7)  # most of which is what 256 graphs are taken to need
         with pytest.raises(
             LoadError, match=r"an engine of 90,000 slots takes .* lower max_num_seqs to [\d,]+ .*KV cache"
@@ -53,11 +51,12 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
 def test_the_dearest_step_is_tried_and_leaves_nothing(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[StepShape] = []
 
-    def noted(step: DeviceStep, shape: StepShape) -> StepOutcome:
+    def noted(step: DeviceStep, shape: StepShape) -> StepTensors:
         tried.append(shape)
-        return whole_step(step, shape)
+        return whole(step, shape)
 
-    monkeypatch.setattr(memory_check, "whole_step", noted)
+    whole = Engine.decode_shape
+    monkeypatch.setattr(Engine, "decode_shape", staticmethod(noted))
     for drafter in (PlainDecoding(), NgramDrafter(7), make_head(tiny_base, "ctc").drafter(tiny_base, 7)):
         made = engine(tiny_base, drafter, num_draft_tokens=7)
         (shape,) = tried
@@ -75,7 +74,7 @@ def test_a_step_that_does_not_fit_is_refused_at_the_start(
     def fail(step: object, shape: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(memory_check, "whole_step", fail)
+    monkeypatch.setattr(Engine, "decode_shape", staticmethod(fail))
     with pytest.raises(
         LoadError, match=r"a step of 4 slots that samples with every setting does not fit .* lower max_num_seqs"
     ):

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from drafter.acceptance.contract import ExactVerifier
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
-from drafter.engine.memory import EngineSizes, plan_memory, slot_length, what_would_fit
-from drafter.engine.runners import step_shape, whole_step
+from drafter.engine.cuda_graph import step_shape
+from drafter.engine.engine import Engine
+from drafter.engine.memory import EngineSizes, engine_sizes, plan_memory, slot_length, what_would_fit
 from drafter.engine.step import DeviceStep
-from drafter.engine.warm_up import _DEAREST, engine_sizes
+from drafter.engine.warm_up import _DEAREST
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
 from tests.support.large_bases import LLAMA_8B, large_base
@@ -123,7 +124,7 @@ def test_steps_and_prompts_take_no_more_than_planned(shape: tuple[int, int, int]
         assert items["texts"] == state.tokens.nbytes
         state.mode = _DEAREST
         with LiveMemory() as step_memory:
-            whole_step(step, step_shape(step, slots, nodes, max_length))
+            Engine.decode_shape(step, step_shape(step, slots, nodes, max_length))
         with LiveMemory() as prompt_memory:
             prompt = torch.zeros(min(2048, max_length), dtype=torch.long, device=base.device)
             base.prefill(state.cache, 0, [prompt], [max_length - len(prompt)])

@@ -179,7 +179,7 @@ def test_memory_may_run_out_at_any_stage(
 
 
 def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
     requests = requests_of(6)
     requests[0] = replace(requests[0], prompt_ids=[5])
     requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))

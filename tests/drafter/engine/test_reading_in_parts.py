@@ -19,8 +19,8 @@ from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
+from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
-from drafter.engine.runners import step_shape
 from drafter.engine.step import DeviceStep
 from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.methods.draft_models.drafter import ModelDrafter
@@ -78,7 +78,7 @@ def test_the_same_tokens_as_plain_decoding(monkeypatch: pytest.MonkeyPatch, case
     recorder = TapeRecorder()
     if queued:
         monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
+        monkeypatch.setattr("drafter.engine.cuda_graph.CudaRecorder", recorder)
     base = BaseModel(random_model(family), native=False)
     engine = Engine(
         base,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.engine.step import StepOutcome
+from drafter.engine.step import StepTensors
 from tests.support.fake_gpus import fake_gpus
 from tests.support.tapes import Tape, Watch
 
@@ -75,5 +75,5 @@ def test_a_tape_repeats_what_it_has_recorded() -> None:
     total = torch.zeros(2)
     with torch.inference_mode(), Tape() as tape:
         total += 1
-        report = StepOutcome(total * 2, total[:0], None)
+        report = StepTensors(total * 2, total[:0])
     assert tape.repeat(report).packed.tolist() == [4.0, 4.0]

@@ -12,8 +12,8 @@ from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
+from drafter.target.kv_cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
-from drafter.target.paged_kv_cache import BLOCK, SPARE
 from tests.support.models import generate_reference, random_model
 
 

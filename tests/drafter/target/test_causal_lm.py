@@ -13,10 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from drafter.errors import LoadError
-from drafter.target.architecture import fingerprint, first_fingerprint
+from drafter.target.architecture import fingerprint, first_fingerprint, lengths_beyond, small_config
 from drafter.target.loading import load_base, pick_device, pick_dtype, require_data
 from drafter.target.model import BaseModel
-from drafter.target.small_copy import lengths_beyond, small_config
 from drafter.text.tokenizers import load_tokenizer
 from tests.support.models import random_model
 

@@ -51,7 +51,7 @@ def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyP
     """Also where committed positions are read apart, as on a GPU, and where a cache in blocks keeps them from it."""
     torch._dynamo.reset()
     monkeypatch.setattr("drafter.target.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
-    monkeypatch.setattr("drafter.target.model_code.torch.compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("drafter.target.forward.torch.compile", partial(torch.compile, backend="aot_eager"))
     model = random_model("llama").bfloat16()
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
     base = BaseModel(model)
@@ -75,7 +75,7 @@ def test_what_fails_outside_of_the_compilers_own_errors_is_a_load_error(
         raise fault
 
     monkeypatch.setitem(
-        vars(tiny_base), "compile", lambda: setattr(tiny_base, "_executor", SimpleNamespace(verify=verify))
+        vars(tiny_base), "compile", lambda: setattr(tiny_base, "_executor", SimpleNamespace(forward=verify))
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match=rf"cannot be compiled here: \w+Error: {fault} \(leave compile out\)"):
@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch
     monkeypatch.setattr(
         tiny_base,
         "compile",
-        lambda: setattr(tiny_base, "_executor", SimpleNamespace(verify=lambda *_: compiled(torch.ones(1)))),
+        lambda: setattr(tiny_base, "_executor", SimpleNamespace(forward=lambda *_: compiled(torch.ones(1)))),
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match="no compiler here"):

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafter.native import library
-from drafter.native.build import BuildError
-from drafter.native.library import gated_order
+from drafter.native import build
+from drafter.native.build import BuildError, gated_order
 from drafter.target import native_decoder
 from drafter.target.architecture import decoder_of
-from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
+from drafter.target.attention import Packing
+from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
+from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read_llama_like
-from drafter.target.packing import Packing
+from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
 from drafter.tree.token_tree import TokenTree
 from tests.support.models import random_prompts
 
@@ -63,8 +63,14 @@ def model_of(shape: str, dtype: torch.dtype = torch.float32, **others: Any) -> A
     return model
 
 
+def verified(executor: Executor, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+    logits, hidden = executor.forward(cache, nodes)
+    assert logits is not None
+    return logits, hidden
+
+
 def native_of(base: BaseModel) -> NativeDecoder:
-    return NativeDecoder(read_llama_like(base.model, base.decoder, base.config))
+    return NativeDecoder(base.model, base.decoder, base.config)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -121,12 +127,12 @@ def test_the_models_own_numbers(shape: str, dtype: torch.dtype) -> None:
     results = []
     for executor in (base._model_code, native):
         cache = base.new_cache(4, 40)
-        hidden = executor.prefill(cache, 1, PROMPTS, [0] * 3, layers)
+        hidden = executor.forward(cache, prompt_nodes(1, PROMPTS, [0] * 3, layers))[1]
         for row in range(3):
             cache.move(row + 1, row, 40)
-        packed = executor.verify(cache, nodes_of(TREES, lengths, Packing.of(real), hidden_layers=layers))
-        whole = executor.verify(cache, nodes_of(TREES, lengths, hidden_layers=()))
-        end = executor.prefill_last(cache, 0, torch.tensor([60, 61, 62]), lengths[0], layers)
+        packed = verified(executor, cache, nodes_of(TREES, lengths, Packing.of(real), hidden_layers=layers))
+        whole = verified(executor, cache, nodes_of(TREES, lengths, hidden_layers=()))
+        end = verified(executor, cache, prompt_nodes(0, [torch.tensor([60, 61, 62])], lengths[:1], layers, logits=True))
         results.append([hidden, packed[0][real], packed[1][real], whole[0], *end])
         assert whole[1].shape == (3, 7, 0)
     for ours, theirs in zip(*reversed(results), strict=True):
@@ -144,7 +150,7 @@ def test_rounding_is_that_of_single_precision(dtype: torch.dtype) -> None:
     native = native_of(base)
     for rows in (1, 5, 6, 11, 16, 17, 70):
         chain = tree_of([max(node - 1, 0) for node in range(rows)], text[:rows].tolist())
-        ours = native.verify(base.new_cache(1, rows), nodes_of([chain], [0]))[0][0]
+        ours = verified(native, base.new_cache(1, rows), nodes_of([chain], [0]))[0][0]
         assert (ours - exact[:rows]).abs().max() <= 3 * (theirs - exact).abs().max()
 
 
@@ -158,18 +164,18 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
     text = torch.tensor(data.draw(st.lists(st.integers(0, 96), min_size=2, max_size=30)))
     start = data.draw(st.integers(1, len(text) - 1))
     cache = base.new_cache(1, 64)
-    native.prefill(cache, 0, [text[:start]], [0], LAST)
+    native.forward(cache, prompt_nodes(0, [text[:start]], [0], LAST))
     plain = []
     for place in range(start, len(text)):
         root = tree_of([0], [int(text[place])])
-        plain.append(torch.cat(native.verify(cache, nodes_of([root], [place])), -1)[0, 0])
+        plain.append(torch.cat(verified(native, cache, nodes_of([root], [place])), -1)[0, 0])
 
     rows = data.draw(st.integers(1, 4))
     row = data.draw(st.integers(0, rows - 1))
     cache = base.new_cache(rows, 64)
     cuts = sorted(data.draw(st.sets(st.integers(1, start), max_size=3)) | {0, start})
     for begin, end in pairwise(cuts):
-        native.prefill(cache, row, [text[begin:end]], [begin], LAST)
+        native.forward(cache, prompt_nodes(row, [text[begin:end]], [begin], LAST))
     # The rest of the text is a path of a tree that has a decoy after each of its nodes.
     tokens, parents, path = [int(text[start])], [0], [0]
     for token in text[start + 1 :].tolist():
@@ -181,19 +187,19 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
     trees[row] = tree
     lengths = [data.draw(st.integers(0, 5)) for _ in range(rows)]
     lengths[row] = start
-    verified = torch.cat(native.verify(cache, nodes_of(trees, lengths)), -1)[row, path]
-    assert torch.equal(verified, torch.stack(plain))
+    accepted = torch.cat(verified(native, cache, nodes_of(trees, lengths)), -1)[row, path]
+    assert torch.equal(accepted, torch.stack(plain))
 
 
 @torch.inference_mode()
 def test_a_row_that_is_not_finite_harms_no_other(base: BaseModel, native: NativeDecoder) -> None:
     lengths, cache = [6, 6], base.new_cache(2, 24)
     for row in range(2):
-        native.prefill(cache, row, [PROMPTS[0][:6]], [0], LAST)
-    sound = native.verify(cache, nodes_of(TREES[:2], lengths))[0]
+        native.forward(cache, prompt_nodes(row, [PROMPTS[0][:6]], [0], LAST))
+    sound = verified(native, cache, nodes_of(TREES[:2], lengths))[0]
     for keys, _ in cache.layers():
         keys[2] = torch.nan
-    broken = native.verify(cache, nodes_of(TREES[:2], lengths))[0]
+    broken = verified(native, cache, nodes_of(TREES[:2], lengths))[0]
     assert broken[0].isnan().all()
     assert torch.equal(broken[1], sound[1])
 
@@ -203,8 +209,8 @@ def test_a_row_that_is_not_finite_harms_no_other(base: BaseModel, native: Native
 def test_threads_do_not_matter(base: BaseModel, native: NativeDecoder, threads: int) -> None:
     def run() -> Tensor:
         cache = base.new_cache(3, 40)
-        hidden = native.prefill(cache, 0, PROMPTS, [0] * 3, LAST)
-        return torch.cat([hidden.flatten(), native.verify(cache, nodes_of(TREES, [20, 9, 2]))[0].flatten()])
+        hidden = native.forward(cache, prompt_nodes(0, PROMPTS, [0] * 3, LAST))[1]
+        return torch.cat([hidden.flatten(), verified(native, cache, nodes_of(TREES, [20, 9, 2]))[0].flatten()])
 
     before, usual = run(), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -227,7 +233,7 @@ def test_what_cannot_run_natively_says_why(shape: str, others: dict[str, Any], r
     model = model_of(shape, **others)
     config = model.config.get_text_config(decoder=True)
     with pytest.raises(NotLlamaLikeError, match=reason):
-        NativeDecoder(read_llama_like(model, decoder_of(model), config))
+        NativeDecoder(model, decoder_of(model), config)
     assert BaseModel(model)._executor is not None
 
 
@@ -235,9 +241,9 @@ def test_what_cannot_run_natively_says_why(shape: str, others: dict[str, Any], r
 def test_what_does_not_fit_is_refused_and_writes_nothing(base: BaseModel, native: NativeDecoder) -> None:
     cache = base.new_cache(1, 8)
     with pytest.raises(IndexError, match="outside the KV cache"):
-        native.prefill(cache, 0, [PROMPTS[0][:6]], [3], LAST)
+        native.forward(cache, prompt_nodes(0, [PROMPTS[0][:6]], [3], LAST))
     with pytest.raises(IndexError, match="outside the vocabulary"):
-        native.prefill(cache, 0, [torch.tensor([1, 97])], [0], LAST)
+        native.forward(cache, prompt_nodes(0, [torch.tensor([1, 97])], [0], LAST))
     assert not any(buffer.any() for buffer in cache.buffers)
 
 
@@ -259,7 +265,7 @@ def test_without_a_compiler_the_models_own_code_runs_and_a_warning_says_so(
 
 
 def test_other_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(library, "gated_order", lambda size: gated_order(size).flip(0))
+    monkeypatch.setattr(build, "gated_order", lambda size: gated_order(size).flip(0))
     base = BaseModel(model_of("llama"))
     assert base._executor is base._model_code
     assert "gives other numbers" in caplog.text

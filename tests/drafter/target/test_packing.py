@@ -9,9 +9,9 @@ from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
+from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing
 from drafter.tree.token_tree import TokenTree
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.target.kv_cache import KVCache, LayerShape
-from drafter.target.paged_kv_cache import BLOCK, PagedKVCache, blocks_of
+from drafter.target.kv_cache import BLOCK, KVCache, LayerShape, PagedKVCache, blocks_of
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 3, 4, torch.float32, CPU), None, LayerShape(2, 3, 3, torch.float32, CPU)]

@@ -14,6 +14,7 @@ from torch import nn
 from drafter.target import attention as prefix_attention
 from drafter.target.attention import (
     CommittedLayers,
+    Packing,
     Prefix,
     additive,
     flash_prefix_attention,
@@ -27,7 +28,6 @@ from drafter.target.attention import (
 )
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing
 from tests.support.models import random_model
 
 
@@ -183,7 +183,7 @@ def test_compiled_it_has_no_more_variants_than_with_a_mask(in_parts: None, monke
         return graph.forward
 
     compile_ = partial(torch.compile, backend=backend)
-    monkeypatch.setattr("drafter.target.model_code.torch.compile", compile_)
+    monkeypatch.setattr("drafter.target.forward.torch.compile", compile_)
     base = BaseModel(random_model("llama"), native=False)
     assert base.allow_packing()
     assert base.reads_to_length

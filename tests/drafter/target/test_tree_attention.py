@@ -9,10 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from drafter.target.attention import TREE_ATTENTION, additive, folded, query_groups, tree_attention
+from drafter.target.attention import TREE_ATTENTION, Packing, additive, folded, query_groups, tree_attention
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing
 from tests.support.models import random_model
 
 BATCH, HEADS, SHARED, NODES, SEEN, DIM = 2, 6, 2, 5, 11, 8

@@ -114,7 +114,7 @@ def requests_of(count: int) -> list[Request]:
 @pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gemma2", "gpt2", "gpt_oss", "llama4_text"]))
 def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts come in pieces of four tokens; rows enter while others decode."""
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
     base, requests = model_of(family, 0), requests_of(5)
     expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     for name, drafter in stacks(base, family).items():

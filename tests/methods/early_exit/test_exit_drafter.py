@@ -16,11 +16,11 @@ from drafter.errors import LoadError
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import StageTimes
+from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
+from drafter.target.kv_cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
 from drafter.target.native_decoder import NativeDecoder
-from drafter.target.packing import Packing
-from drafter.target.paged_kv_cache import BLOCK, SPARE
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
 from tests.support.trees import check_slice_contract, nodes

@@ -9,7 +9,7 @@ import torch
 
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.tap import EndedRow
+from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.contract import RowSample
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.ngram.drafter import NgramDrafter

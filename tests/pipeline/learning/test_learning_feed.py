@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
-from drafter.engine.tap import EndedRow
+from drafter.engine.sequence import EndedRow
 from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
 from drafter.methods.learning.rows import SampleTap

@@ -12,7 +12,7 @@ from openai import OpenAI
 from torch import Tensor
 
 from drafter import EngineConfig, SpeculativeLM
-from drafter.engine.tap import EndedRow
+from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.drafter import Learning
 from drafter.methods.learning.settings import StartingHead
 from pipeline.serving.answers import Answers
