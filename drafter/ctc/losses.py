@@ -20,7 +20,7 @@ IMPOSSIBLE = -1e30
 
 
 def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
-    """Return which prefixes of `targets` `[N, U]` of `lengths` `[N]` CTC can emit in `frames` frames, `[N, U]` bool."""
+    """Return whether CTC can emit each prefix of `targets` `[N, U]` of `lengths` `[N]` in `frames`, `[N, U]` bool."""
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     repeats = _repeats(targets).long().cumsum(1)
     return (position <= lengths[:, None]) & (position + repeats <= frames)
@@ -29,14 +29,9 @@ def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
 def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossSum, Tensor]:
     """Return the CTC loss `−log P(Y|X)`: the frames collapse to exactly the target (Graves et al. 2006).
 
-    Args:
-        log_probs: `[N, T, V + 1]`, blank last.
-        targets: `[N, U]` labels; any valid id past a row's length.
-        lengths: `[N]` number of valid labels.
-
-    Returns:
-        The sum over rows, each of weight 1, and `masked` `[N]` bool: rows that do not count, because they have no
-            target or need more than `T` frames.
+    `log_probs` are `[N, T, V + 1]`, blank last, and `targets` `[N, U]` have any valid id past a row's `lengths` `[N]`.
+    Return the sum over rows, each of weight 1, and `[N]` bool: rows that do not count, because they have no target or
+    need more than `T` frames.
     """
     frames, labels = log_probs.shape[1], targets.shape[1]
     position = torch.arange(1, labels + 1, device=targets.device)
@@ -59,7 +54,6 @@ def prefix_loss(
         log_probs: `[N, T, V + 1]`, blank last.
         targets: `[N, U]` the text; any valid id past a row's length.
         lengths: `[N]` number of valid targets.
-        decay: Weight of a position relative to the one before it.
         labels: `[N, U, K]` what should follow each prefix of the text; None for the text itself.
     """
     frames = log_probs.shape[1]
@@ -97,7 +91,6 @@ def lattice_prefix_loss(
     Args:
         emit: `[N, U, B]` log-probability that the frame emits label `u + 1` of the text.
         blank: `[N, U, B]` log-probability that it emits a blank.
-        lengths: `[N]` number of valid labels.
         frames: T; entries of frames beyond it do not count.
         choices: Labels, if not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each label, and
             weights `[N, U, K]`.
@@ -117,9 +110,8 @@ def lattice_prefix_loss(
 def lattice_prefixes(emit: Tensor, blank: Tensor, frames: int) -> tuple[Tensor, Tensor]:
     """Run the recursion of `best_lattice_trie` along a text, with the arguments of `lattice_prefix_loss`.
 
-    Returns:
-        Log-probability `[N, U, B]` that exactly `u` labels of the text were emitted before frame `u + 1 + i`, and
-        `log π` `[N, U]` of each prefix of the text.
+    Return the log-probability `[N, U, B]` that exactly `u` labels of the text were emitted before frame `u + 1 + i`,
+    and `log π` `[N, U]` of each prefix of the text.
     """
     count, labels, band = emit.shape
     emit = emit + _in_time(emit, frames)
@@ -136,14 +128,14 @@ def lattice_prefixes(emit: Tensor, blank: Tensor, frames: int) -> tuple[Tensor, 
 
 
 def _in_time(emit: Tensor, frames: int) -> Tensor:
-    """Return 0 for entries `[U, B]` of frames that exist, and `IMPOSSIBLE` for the others."""
+    """Return `[U, B]`, 0 for entries of frames that exist and `IMPOSSIBLE` for others."""
     _, labels, band = emit.shape
     frame = torch.arange(labels, device=emit.device)[:, None] + torch.arange(1, band + 1, device=emit.device)
     return torch.where(frame > frames, IMPOSSIBLE, 0.0)
 
 
 def _repeats(targets: Tensor) -> Tensor:
-    """Return which labels equal the label before them, `[N, U]` bool."""
+    """Return whether each label equals the label before it, `[N, U]` bool."""
     same = targets[:, 1:] == targets[:, :-1]
     return torch.cat([torch.zeros_like(targets[:, :1], dtype=torch.bool), same], 1)
 
@@ -151,10 +143,9 @@ def _repeats(targets: Tensor) -> Tensor:
 def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run the recursion of `drafter.ctc.prefix_search` along a text.
 
-    Returns:
-        `n` and `b` `[N, T + 1, U + 1]`, before each frame and after the last: log-probability that the frames so far
-            collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]`
-            of each prefix of the text.
+    Return `n` and `b` `[N, T + 1, U + 1]`, before each frame and after the last: log-probability that the frames so far
+    collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]` of each
+    prefix of the text.
     """
     count, frames, symbols = log_probs.shape
     emit = log_probs.gather(2, targets[:, None].expand(-1, frames, -1))
@@ -179,13 +170,8 @@ def _conditional(
 ) -> LossSum:
     """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over reachable labels and prefixes.
 
-    Args:
-        scores: `[N, U, K]` log prefix probability of the text before a position with each label after it.
-        before: `[N, U]` log prefix probability of the text before the position alone.
-        reached: `[N, U]` bool: the frames can reach the text before the position.
-        possible: `[N, U, K]` bool: they can reach the label after it.
-        probs: `[N, U, K]` weights of the labels.
-        decay: Weight of a position relative to the one before it.
+    `scores` `[N, U, K]` are log prefix probabilities of the text before a position with each label after it, `before`
+    `[N, U]` without one. The frames can reach that text where `reached` `[N, U]`, and the label where `possible`.
     """
     counted = reached[..., None] & possible
     probs = probs * counted

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from drafter.errors import first_line
-from drafter.heads.checkpoint import WEIGHTS_FILE
+from drafter.heads.config import WEIGHTS_FILE
 
 _PICKLES = ("hydra_lm_head.pt", "medusa_lm_head.pt", "pytorch_model.bin")
 _SECONDS = 600
@@ -32,7 +32,7 @@ def convert(folder: Path) -> Path:
 
     Raises:
         ValueError: There are no pickled weights, converted ones exist, the restricted loader refuses them, or the
-            folder is not writable; the message says which.
+            folder is not writable.
     """
     found = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not found:
@@ -72,7 +72,6 @@ def convert_file(pickle: Path, target: Path) -> None:
 
 
 def _inside(pickle: Path, target: Path) -> None:
-    """Convert inside the restricted process."""
     import torch  # the process that waits does not need it
     from safetensors.torch import save
 

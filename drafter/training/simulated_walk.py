@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter.heads.contract import DraftHead, Tree
+from drafter.heads.config import Tree
+from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
 from drafter.target.model import BaseModel
 from drafter.training.settings import NODE_COUNTS
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch
 from drafter.tree.token_tree import TokenTree
 
 
@@ -30,7 +30,6 @@ class Walks:
 
     @property
     def beta(self) -> dict[int, float]:
-        """β by number of draft tokens."""
         return {nodes: self.tokens / steps for nodes, steps in self.steps.items()}
 
     @torch.no_grad()
@@ -79,13 +78,9 @@ def simulated_beta(
 
 
 def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_counts: Sequence[int]) -> Tensor:
-    """Return the acceptance length in each leading slice of each tree, `[len(node_counts), N]`.
+    """Return the acceptance length in each leading slice of each tree `[N, S]`, `[len(node_counts), N]`.
 
-    Args:
-        tree: `[N, S]`.
-        targets: `[N, U]` tokens that the target model generates after the root.
-        lengths: `[N]` number of valid targets.
-        node_counts: Draft tokens of each slice.
+    `targets` `[N, U]` are the tokens that the target model generates after the root, `lengths` `[N]` of them valid.
     """
     slot = (tree.depths - 1).clamp_min(0)
     right = (tree.tokens == targets.gather(1, slot)) & (tree.depths <= lengths[:, None])

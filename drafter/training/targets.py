@@ -1,4 +1,4 @@
-"""Anchors, targets and labels for training.
+"""Texts of the target model as batches with anchors, targets and labels.
 
 An anchor is the position of a pending token, as in decoding: the target model has run every token before it. The first
 anchor of a text is the last prompt token. All targets are the target model's own continuation.
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafter.heads.contract import DraftHead
-from drafter.heads.draft_vocabulary import likeliest_logits
-from drafter.heads.losses import DraftBatch, Labels
+from drafter.heads.losses import DraftBatch, Labels, likeliest_logits
+from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
 
 
@@ -46,9 +46,7 @@ def count_targets(texts: Iterable[RegeneratedText], vocab_size: int) -> Tensor:
 
 
 def anchor_draws(seed: int, step: int, places: Iterable[int]) -> list[random.Random]:
-    """Return the random generators that draw the anchors of texts at `places` of the whole step, the same on any
-    worker.
-    """
+    """Return the generators that draw the anchors of texts at `places` of the whole step, the same on any worker."""
     return [random.Random(f"{seed}/{step}/{place}") for place in places]
 
 
@@ -61,7 +59,7 @@ def draft_batch(
         texts: At least one text, each with at least one anchor.
         depth: U, targets of an anchor.
         most_anchors: Limit of anchors of a text. If it has more, some are drawn.
-        draws: Draws the anchors of each text; None takes the first ones.
+        draws: Generators that draw the anchors of each text; None takes the first ones.
     """
     chosen = []
     for row, text in enumerate(texts):
@@ -78,19 +76,22 @@ def draft_batch(
         anchors[row, : len(used)] = used
         lengths[row, : len(used)] = (len(text.tokens) - 1 - used).clamp_max(depth)
     hidden = [text.hidden for text in texts if text.hidden is not None]
+    after = anchors[:, :, None] + torch.arange(1, depth + 1)
     return DraftBatch(
         tokens[:, :width],
         anchors,
-        _after(tokens, anchors, depth),
+        tokens[:, None].expand(-1, count, -1).gather(2, after),
         lengths,
         pad_sequence(hidden, batch_first=True) if len(hidden) == len(texts) else None,
     )
 
 
-def _after(tokens: Tensor, anchors: Tensor, depth: int) -> Tensor:
-    """Return the tokens that follow each anchor, `[B, A, depth]`."""
-    index = anchors[:, :, None] + torch.arange(1, depth + 1)
-    return tokens[:, None].expand(-1, anchors.shape[1], -1).gather(2, index)
+@torch.no_grad()
+def base_hidden_states(base: BaseModel, tokens: Tensor, layers: tuple[int, ...] = (LM_HEAD_INPUT,)) -> Tensor:
+    """Return the hidden states `[B, L, K · d]` of right-padded tokens `[B, L]`; see `DraftSpec.hidden_layers`."""
+    base.layers.watch(layers)
+    last = base.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    return base.layers.take(layers, last, base.device)
 
 
 @torch.no_grad()
@@ -108,7 +109,6 @@ def teacher_labels(
     Args:
         hidden: `[B, L, d]` last hidden states of the texts.
         count: K. With 1 the label is the token that greedy decoding chooses.
-        temperature: Temperature of the softmax over the K logits.
     """
     # The state at a place gives the distribution of the next token: target u of an anchor comes from anchor + u - 1.
     depth = torch.arange(batch.targets.shape[2], device=hidden.device)
@@ -116,6 +116,5 @@ def teacher_labels(
     row = torch.arange(len(hidden), device=hidden.device)[:, None, None] * hidden.shape[1]
     # Anchors share most positions, and a prompt's are not needed.
     asked, where = (row + place).unique(return_inverse=True)
-    best = likeliest_logits(head.output(base), hidden.flatten(0, 1)[asked], count)
-    tokens, probs = head.base_tokens(best.tokens), best.values.div(temperature).softmax(1)
-    return Labels(tokens[where], probs[where])
+    logits, ids = likeliest_logits(head.output(base), hidden.flatten(0, 1)[asked], count)
+    return Labels(head.base_tokens(ids)[where], logits.div(temperature).softmax(1)[where])

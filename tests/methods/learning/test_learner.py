@@ -19,7 +19,6 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError, TrainingError
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.methods.learning.contract import HeadVersion, RowSample
 from drafter.methods.learning.drafter import ChangingHead, load_start
 from drafter.methods.learning.learner import Learner, Progress
@@ -261,7 +260,7 @@ def test_the_newest_version_is_saved_as_a_head_and_the_next_learner_goes_on_from
     learner.add(rows("medusa"))
     version = work_until_published(learner)
     learner.save_head(tmp_path / "head")
-    head = load_head(tmp_path / "head", base(), HEADS)
+    head = load_head(tmp_path / "head", base())
     assert all(torch.equal(tensor, version.weights[name]) for name, tensor in head.state_dict().items())
     assert head.provenance is not None
     learnt = head.provenance.training["learnt"]
