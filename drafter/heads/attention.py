@@ -1,4 +1,4 @@
-"""Attention draft module with rotary positions (arXiv 2104.09864), and readers that run it over the engine's slots."""
+"""Attention draft module with rotary positions (arXiv 2104.09864), and drafters that run it over the engine's slots."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.drafters.contract import DraftContext
+from drafter.drafters.contract import DraftContext, Loan
 from drafter.heads.frame_head import (
-    ContextReader,
+    ContextDrafter,
     DraftModule,
-    Entries,
-    FrameReader,
+    FrameDrafter,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -167,18 +166,18 @@ class AttentionModule(DraftModule):
         mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
         return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
 
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader with a KV cache of every slot's fused context."""
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+        """Return a drafter with a KV cache of every slot's fused context."""
         if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
-                return NativeAttentionReader(self, base, fresh)
+                return NativeAttentionDrafter(self, base, fresh)
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the head drafts without the native library, which is slower: %s", reason)
         prepack(self)
-        return AttentionReader(self, base, fresh)
+        return AttentionDrafter(self, base, fresh)
 
 
-class AttentionReader(ContextReader, FrameReader):
+class AttentionDrafter(ContextDrafter, FrameDrafter):
     """Computes the frames behind a KV cache of the fused context."""
 
     def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
@@ -197,12 +196,12 @@ class AttentionReader(ContextReader, FrameReader):
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         module, rows = self._module, context.tokens.shape[0]
         frames = count or module.num_frames
-        entries, ends = self._recent(rows)
-        positions, fused = self._fused(context, entries)
+        slots, back, ends = self._recent(rows)
+        positions, fused = self._fused(context, slots, back)
         ahead = context.lengths[:, None] + torch.arange(1, frames + 1, device=positions.device)
         # The frames' own keys and values go behind the pending token's, where later entries overwrite them.
         places = torch.cat(
-            [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
+            [positions + slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
         )
         seen: Tensor | Prefix
         if self._attend is not None:
@@ -221,21 +220,21 @@ class AttentionReader(ContextReader, FrameReader):
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
         return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
-        positions, fused = self._fused(context, entries)
-        places, rotation = positions + entries.slots * self._length, self._rotation[positions][None]
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        positions, fused = self._fused(context, slots, back)
+        places, rotation = positions + slots * self._length, self._rotation[positions][None]
         for index, layer in enumerate(self._module.layers):
             assert isinstance(layer, FrameLayer)
             self._store(places, index, *layer.project(fused[None], rotation)[1:])
 
-    def _fused(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
+    def _fused(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions `[E]` of entries and the fused entries `[E, d]`."""
-        positions, embeddings, hidden = self._inputs(context, entries)
+        positions, embeddings, hidden = self._inputs(context, slots, back)
         return positions, self._module.fuse(embeddings, hidden)
 
 
-class NativeAttentionReader(AttentionReader):
-    """An `AttentionReader` for frozen weights in fp32 on a CPU: one call of the native library per step.
+class NativeAttentionDrafter(AttentionDrafter):
+    """An `AttentionDrafter` for frozen weights in fp32 on a CPU: one call of the native library per step.
 
     Raises:
         BuildError: The library cannot be compiled here.
@@ -271,30 +270,29 @@ class NativeAttentionReader(AttentionReader):
             scale=size**-0.5,
         )
 
-    def open(self, slots: int, length: int) -> None:
-        super().open(slots, length)
+    def open(self, loan: Loan) -> None:
+        super().open(loan)
         half = self._rotation.shape[2] // 2
         self._struct.cosines = self._weights.address(self._rotation[:, 0, :half])
         self._struct.sines = self._weights.address(self._rotation[:, 1, half:])
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         frames = count or self._module.num_frames
-        entries, ends = self._recent(len(context.tokens))
-        return self._run(context, entries, ends, frames)
+        return self._run(context, *self._recent(len(context.tokens)), frames)
 
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
-        self._run(context, entries, entries.slots[:0], 0)
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        self._run(context, slots, back, slots[:0], 0)
 
-    def _run(self, context: DraftContext, entries: Entries, ends: Tensor, frames: int) -> Tensor:
+    def _run(self, context: DraftContext, slots: Tensor, back: Tensor, ends: Tensor, frames: int) -> Tensor:
         """Read entries; return frames `[B, F, d]` after the entries `ends` `[B]`."""
         hidden = context.hidden
         assert hidden is not None
         assert hidden.dtype == torch.float32
         assert hidden.stride()[1:] == (self._module.width, 1)
         # On a CPU the host knows all lengths, and numpy takes less time than PyTorch to index with a few numbers.
-        slots = entries.slots.numpy()
-        positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
-        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).float().contiguous()
+        slot = slots.numpy()
+        positions = (np.array(context.host_lengths)[slot] - back.numpy()).clip(0)
+        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slot, positions])).float().contiguous()
         states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
@@ -303,9 +301,9 @@ class NativeAttentionReader(AttentionReader):
             embeddings=embeddings.data_ptr(),
             hidden=hidden.data_ptr(),
             hidden_stride=hidden.stride(0),
-            slot=slots.ctypes.data,
+            slot=slot.ctypes.data,
             position=positions.ctypes.data,
-            entries=len(slots),
+            entries=len(slot),
             ends=ends.data_ptr(),
             rows=len(ends),
             frames=frames,

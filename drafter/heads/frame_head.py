@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,61 +23,6 @@ from drafter.heads.contract import DraftHead
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
-
-
-class SlotReader:
-    """A draft module's memory of the sequences in the engine's slots; empty by default. See `Drafter`'s methods."""
-
-    bounded = False
-    """Drafting reads `DraftContext.longest`."""
-    bytes_per_token = 0
-    """Memory kept for each position of a slot."""
-
-    def open(self, slots: int, length: int) -> None:
-        """Allocate memory for `slots` sequences of `length` tokens and their drafts. Called once."""
-
-    def enter(self, slot: int) -> None:
-        """Clear the slot for a new sequence."""
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the memory of the first `length` tokens."""
-
-    def move(self, source: int, target: int) -> None:
-        """Move a sequence to another slot."""
-
-    def clear(self, slot: int) -> None:
-        """Zero the slot's memory."""
-
-    def prepare(self, context: DraftContext) -> None:
-        """Do a step's work that drafting must not do."""
-
-
-class HeadDrafter(Drafter):
-    """Base class of drafters with a head: forwards slot changes to the reader of the head's module."""
-
-    def __init__(self, spec: DraftSpec, reader: SlotReader) -> None:
-        self.spec = replace(spec, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token)
-        self._slots = reader
-
-    def open(self, loan: Loan) -> None:
-        self._times = loan.times
-        self._slots.open(loan.slots, loan.length)
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._slots.enter(slot)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._slots.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        self._slots.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        self._slots.clear(slot)
-
-    def prepare(self, context: DraftContext) -> None:
-        self._slots.prepare(context)
-
 
 # Rotary positions (arXiv 2104.09864).
 
@@ -100,7 +45,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-# KV cache of every slot's context. An entry of it is a token and the target model's hidden state before it.
+# KV cache of every slot's context. An entry of it is a token and the target model's hidden state before it. E entries
+# of several texts are given by their slots `[E]`, and by their distances back `[E]` from the slots' pending tokens.
 
 _CONTEXT_BUCKET = 64
 """Context lengths are rounded up to a multiple of this, so that shapes repeat."""
@@ -108,15 +54,7 @@ _PROMPT_ENTRIES = 4096
 """Most prompt entries read in one forward."""
 
 
-@dataclass(frozen=True)
-class Entries:
-    """E entries of several texts: `[E]` slots, and `[E]` distances back from the slots' pending tokens."""
-
-    slots: Tensor
-    back: Tensor
-
-
-class ContextReader(SlotReader, ABC):
+class ContextDrafter(Drafter):
     """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into a KV cache, which is allocated once.
 
     Args:
@@ -139,12 +77,13 @@ class ContextReader(SlotReader, ABC):
         self._new = np.zeros(0, dtype=np.int64)  # entries of each row that the next step has to read
 
     @abstractmethod
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
         """Read entries into the cache."""
 
-    def open(self, slots: int, length: int) -> None:
-        device, dtype = self._base.device, self._base.dtype
-        self._length = length + self._behind + 1
+    def open(self, loan: Loan) -> None:
+        slots, device, dtype = loan.slots, self._base.device, self._base.dtype
+        self._times = loan.times
+        self._length = loan.length + self._behind + 1
         shape = (self._layers, 2, slots * self._length, self._heads, 2 * len(self._rates))
         self._cache = torch.zeros(shape, device=device, dtype=dtype)
         self._rotation = rotation_table(self._rates, self._length, dtype)
@@ -152,7 +91,7 @@ class ContextReader(SlotReader, ABC):
         self._slot = torch.arange(slots, device=device)
         self._cached = [0] * slots
 
-    def enter(self, slot: int) -> None:
+    def enter(self, slot: int, text: Ids) -> None:
         self._cached[slot] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -177,7 +116,7 @@ class ContextReader(SlotReader, ABC):
             slots, back = _last_entries(late.nonzero()[0], new[late])
             for first in range(0, len(slots), _PROMPT_ENTRIES):
                 some = slice(first, first + _PROMPT_ENTRIES)
-                self._remember(context, self._sent(slots[some], back[some]))
+                self._remember(context, *self._sent(slots[some], back[some]))
         # The step reads the pending token's entry in any case, because drafting starts from it.
         self._new = np.where(late, 1, new.clip(1))
         self._cached[: len(known)] = (known + 1).tolist()
@@ -193,29 +132,28 @@ class ContextReader(SlotReader, ABC):
         self._cache[layer, 0].index_copy_(0, places, keys[0])
         self._cache[layer, 1].index_copy_(0, places, values[0])
 
-    def _inputs(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return positions `[E]`, embeddings `[E, d]` and the hidden states before the entries `[E, K · d]`.
 
         The hidden state before the beginning of a text is zero.
         """
         assert context.hidden is not None
-        slots = entries.slots
         # A text shorter than `_usual` has its first entry asked for several times; it is the same each time.
-        positions = (context.lengths[slots] - entries.back).clamp_min(0)
+        positions = (context.lengths[slots] - back).clamp_min(0)
         hidden = context.hidden[slots, (positions - 1).clamp_min(0)].to(self._base.dtype) * (positions > 0)[:, None]
         return positions, self._base.embed(context.tokens[slots, positions]), hidden
 
-    def _recent(self, rows: int) -> tuple[Entries, Tensor]:
+    def _recent(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the possibly new entries of `rows` rows, and the indices of the pending tokens' entries, `[rows]`."""
         if not self._late:
-            return self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
+            return *self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
         back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
         slots = self._slot[:rows, None].expand(-1, self._usual)
-        return Entries(slots.flatten(), back.repeat(rows)), (self._slot[:rows] + 1) * self._usual - 1
+        return slots.flatten(), back.repeat(rows), (self._slot[:rows] + 1) * self._usual - 1
 
-    def _sent(self, slots: Ids, back: Ids) -> Entries:
+    def _sent(self, slots: Ids, back: Ids) -> tuple[Tensor, Tensor]:
         device = self._base.device
-        return Entries(*(devices.send(torch.from_numpy(part), device) for part in (slots, back)))
+        return devices.send(torch.from_numpy(slots), device), devices.send(torch.from_numpy(back), device)
 
 
 def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:
@@ -224,7 +162,10 @@ def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:
     return slots.repeat(counts), ends.repeat(counts) - 1 - np.arange(counts.sum())
 
 
-# Draft modules and their readers.
+# Draft modules, and drafters that compute their frames.
+
+Search = Callable[[Tensor, Tensor, int, float], TokenTree]
+"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
 
 
 class DraftModule(nn.Module, ABC):
@@ -244,19 +185,41 @@ class DraftModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader that computes frames step by step, on the target model's device and in its dtype.
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+        """Return a drafter, still without its head, on the target model's device and in its dtype.
 
         An ordinary step adds at most `fresh` tokens to a sequence.
         """
 
 
-class FrameReader(SlotReader, ABC):
-    """Computes frames for the engine's slots."""
+class FrameDrafter(Drafter):
+    """Computes a module's frames for the engine's slots, step by step, and searches them for trees."""
+
+    bounded = False
+    bytes_per_token = 0
+
+    def with_head(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> FrameDrafter:
+        """Return this drafter, with a head; see `DraftHead.drafter`."""
+        needs = DraftSpec(nodes, head.config.depth, head.hidden_layers)
+        self.spec = replace(needs, bounded=self.bounded, bytes_per_token=self.bytes_per_token)
+        self._recent_tokens = head.recent_tokens
+        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
+        self._frames_for = partial(head.frames_for, tree=tree)
+        return self
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         """Return the first `count` frames (default: all) of the context's rows, `[B, F, d]`; see `Drafter.propose`."""
+
+    def open(self, loan: Loan) -> None:
+        self._times = loan.times
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        size = ask.nodes + 1
+        states = self.read(context, self._frames_for(size))
+        self._times.mark("draft")
+        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
+        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
 
 
 def all_hidden_before(hidden: Tensor) -> Tensor:
@@ -282,12 +245,12 @@ class LastHidden(DraftModule):
         """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
         return hidden.unsqueeze(-2)
 
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
         prepack(self)
-        return _LastHiddenReader(self, base.dtype)
+        return _LastHiddenDrafter(self, base.dtype)
 
 
-class _LastHiddenReader(FrameReader):
+class _LastHiddenDrafter(FrameDrafter):
     def __init__(self, module: LastHidden, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
 
@@ -313,12 +276,6 @@ class ResidualBlocks(LastHidden):
 
     def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
-
-
-# Heads.
-
-Search = Callable[[Tensor, Tensor, int, float], TokenTree]
-"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
 
 
 class FrameHead(DraftHead):
@@ -347,7 +304,7 @@ class FrameHead(DraftHead):
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
     def prepack_search(self) -> None:
-        """Prepack the weights that a search in PyTorch reads. The module's reader prepacks the module's."""
+        """Prepack the weights that a search in PyTorch reads. The module's drafter prepacks the module's."""
         for part in self.children():
             if part is not self.module:
                 prepack(part)
@@ -367,26 +324,7 @@ class FrameHead(DraftHead):
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         self.refuse_tree(tree)
-        return FrameDrafter(self, base, nodes, tree)
-
-
-class FrameDrafter(HeadDrafter):
-    """Drafts with a `FrameHead`; see `DraftHead.drafter`."""
-
-    def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
-        spec = DraftSpec(nodes, head.config.depth, hidden_layers=head.hidden_layers)
-        self._reader = head.module.reader(base, spec.max_depth + 1)
-        super().__init__(spec, self._reader)
-        self._recent_tokens = head.recent_tokens
-        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
-        self._frames_for = partial(head.frames_for, tree=tree)
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        size = ask.nodes + 1
-        states = self._reader.read(context, self._frames_for(size))
-        self._times.mark("draft")
-        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
+        return self.module.drafter(base, self.config.depth + 1).with_head(self, base, nodes, tree)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

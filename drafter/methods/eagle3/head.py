@@ -20,9 +20,7 @@ from drafter.errors import shown
 from drafter.heads.config import HeadConfig, Tree, check_sizes
 from drafter.heads.contract import DraftHead, check_hidden_layers
 from drafter.heads.frame_head import (
-    ContextReader,
-    Entries,
-    HeadDrafter,
+    ContextDrafter,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -381,42 +379,34 @@ class Eagle3Head(DraftHead):
         return self.name_nodes(tree)
 
 
-class Eagle3Drafter(HeadDrafter):
+class Eagle3Drafter(ContextDrafter):
+    """Reads each sequence's new tokens into the layer's KV cache, and grows drafts behind them."""
+
     def __init__(self, head: Eagle3Head, base: BaseModel, nodes: int) -> None:
-        spec = DraftSpec(nodes, min(nodes, head.config.depth), hidden_layers=head.hidden_layers)
-        self._reader = _Reader(head, base, spec.max_depth + 1)
-        super().__init__(spec, self._reader)
-        self._head, self._base = head, base
+        config, rates = head.config, head.config.rotary_rates(base.device)
+        depth = min(nodes, config.depth)
+        # Nothing is written behind the pending token, but drafts have rotary positions there.
+        super().__init__(base, depth + 1, rates, layers=1, heads=config.kv_heads, behind=config.depth)
+        self.spec = DraftSpec(
+            nodes, depth, head.hidden_layers, bounded=self.bounded, bytes_per_token=self.bytes_per_token
+        )
+        self._head = head
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        rollout = self._reader.rollout(context)
+        rows = context.tokens.shape[0]
+        slots, back, ends = self._recent(rows)
+        new = self._read(context, slots, back)
+        keys, values = self._texts(rows, context.longest + 1)[0]
+        texts = KnownTexts(keys, values, sees_entries(self._place[: keys.shape[1]], context.lengths))
+        rollout = Rollout(self._head.layer, texts, new[ends], self._rotation)
         self._times.mark("draft")
         return self._head.best_tree(self._base, rollout, context.pending, context.lengths, ask)
 
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        self._read(context, slots, back)
 
-class _Reader(ContextReader):
-    """Reads each sequence's new tokens into the layer's KV cache, and starts drafts behind them."""
-
-    def __init__(self, head: Eagle3Head, base: BaseModel, fresh: int) -> None:
-        config, rates = head.config, head.config.rotary_rates(base.device)
-        # Nothing is written behind the pending token, but drafts have rotary positions there.
-        super().__init__(base, fresh, rates, layers=1, heads=config.kv_heads, behind=config.depth)
-        self._fusion, self._layer = head.fusion, head.layer
-
-    def rollout(self, context: DraftContext) -> Rollout:
-        """Read the new entries; return drafts that start at the pending tokens, one per row."""
-        rows = context.tokens.shape[0]
-        entries, ends = self._recent(rows)
-        new = self._read(context, entries)
-        keys, values = self._texts(rows, context.longest + 1)[0]
-        sees = sees_entries(self._place[: keys.shape[1]], context.lengths)
-        return Rollout(self._layer, KnownTexts(keys, values, sees), new[ends], self._rotation)
-
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
-        self._read(context, entries)
-
-    def _read(self, context: DraftContext, entries: Entries) -> Projected:
-        positions, embeddings, hidden = self._inputs(context, entries)
-        new = self._layer.project(embeddings, self._fusion(hidden), self._rotation[positions])
-        self._store(positions + entries.slots * self._length, 0, new.keys[None], new.values[None])
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> Projected:
+        positions, embeddings, hidden = self._inputs(context, slots, back)
+        new = self._head.layer.project(embeddings, self._head.fusion(hidden), self._rotation[positions])
+        self._store(positions + slots * self._length, 0, new.keys[None], new.values[None])
         return new

@@ -18,11 +18,10 @@ from drafter.drafters.contract import DraftContext
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.contract import check_hidden_layers
 from drafter.heads.frame_head import (
-    ContextReader,
+    ContextDrafter,
     DraftModule,
-    Entries,
+    FrameDrafter,
     FrameHead,
-    FrameReader,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -135,34 +134,34 @@ class SpecFormerModule(DraftModule):
         frames = self.frames(entries[row, anchors].flatten(0, 1), read.flatten(0, 1), count)
         return frames.view(*anchors.shape, *frames.shape[1:])
 
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
         prepack(self)
-        return _SpecFormerReader(self, base, fresh)
+        return _SpecFormerDrafter(self, base, fresh)
 
 
-class _SpecFormerReader(ContextReader, FrameReader):
+class _SpecFormerDrafter(ContextDrafter, FrameDrafter):
     def __init__(self, module: SpecFormerModule, base: BaseModel, fresh: int) -> None:
         super().__init__(base, fresh, module.rates(base.device), layers=1, heads=module.text_attention.num_heads)
         self._module = module
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         rows = context.tokens.shape[0]
-        entries, ends = self._recent(rows)
-        fused, queries = self._read(context, entries)
+        slots, back, ends = self._recent(rows)
+        fused, queries = self._read(context, slots, back)
         keys, values = self._texts(rows, context.longest + 1)[0]
         seen = (self._place[: keys.shape[1]] <= context.lengths[:, None])[:, None]
         read = self._module.text_attention.mix(queries[ends][:, None], keys, values, seen)
         return self._module.frames(fused[ends], read[:, 0], count)
 
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
-        self._read(context, entries)
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        self._read(context, slots, back)
 
-    def _read(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
         """Cache the keys and values of entries; return the entries `[E, d]` and their queries `[E, H, D]`."""
-        positions, embeddings, hidden = self._inputs(context, entries)
+        positions, embeddings, hidden = self._inputs(context, slots, back)
         fused = self._module.fuse(embeddings, hidden)
         queries, keys, values = self._module.project(fused, self._rotation[positions])
-        self._store(positions + entries.slots * self._length, 0, keys[None], values[None])
+        self._store(positions + slots * self._length, 0, keys[None], values[None])
         return fused, queries
 
 
