@@ -41,8 +41,7 @@ from drafter.heads.frame_head import last_tokens
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch
+from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
 from drafter.tree.token_tree import TokenTree
 
 NODES = (15, 63)

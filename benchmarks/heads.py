@@ -30,8 +30,7 @@ from drafter.heads.contract import DraftHead
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, simulated_beta
 
 NODES = (8, 16, 32, 64)
 HEADS_FILE = "heads.json"

@@ -22,8 +22,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep, train
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, draft_batch, simulated_beta
 from tests.support.models import random_prompts, run_engine
 from tests.support.paths import ROOT
 

@@ -186,11 +186,9 @@ MOST_ENTRIES = 1 << 25
 
 
 class FrameLattice:
-    """`LabelModel` that runs the head as it is. The state of a path is its last `c` tokens, as ids of the target model.
+    """`LabelModel` that runs the head as it is on frame states `[B, F, d]`.
 
-    Args:
-        states: `[B, F, d]` frame states.
-        recent: `[B, c]` last tokens of each text, the pending token last.
+    The state of a path is its last `c` tokens, as ids of the target model, at first `recent` `[B, c]`.
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
@@ -260,15 +258,11 @@ def _centred(head: CTCFrames, states: Tensor) -> Tensor:
 
 
 class NativeSearch:
-    """Lattice search in the native library, one call per step, for a head with frozen weights.
-
-    Args:
-        head: A head with a label context, in fp32 on a CPU.
-        beam: Prefixes kept at each depth.
+    """Lattice search in the native library, one call per step, for a head with a label context and frozen weights.
 
     Raises:
         BuildError: The library cannot be compiled here.
-        UnsuitableError: The weights are on another device, or the table of label terms would be too large.
+        UnsuitableError: The weights are not fp32 on a CPU, or the table of label terms would be too large.
     """
 
     @torch.no_grad()

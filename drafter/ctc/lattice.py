@@ -20,15 +20,10 @@ class LabelModel(Protocol):
         """Return the state `[B, ...]` of each row's empty path."""
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distributions of frames `first..stop-1` (from 0) after M paths.
+        """Return the distributions of frames `first..stop-1` (from 0) after M paths, by their `rows` and `state`.
 
-        Args:
-            rows: `[M]` row of the batch that each path belongs to.
-            state: `[M, ...]` state of each path.
-
-        Returns:
-            Shares of the V tokens that may be drafted, fp32 `[M, stop - first, V]`, given that one is emitted; and the
-                blank's probability `[M, stop - first]`.
+        They are shares of the V tokens that may be drafted, fp32 `[M, stop - first, V]`, given that one is emitted; and
+        the blank's probability `[M, stop - first]`.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:

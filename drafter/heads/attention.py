@@ -69,15 +69,10 @@ class FrameLayer(nn.Module):
         return queries, keys, qkv[:, :, 2]
 
     def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | Prefix) -> Tensor:
-        """Return the frames `[B, F, d]` after the layer.
+        """Return the frames `[B, F, d]` after the layer, of frames `[B, F, d]` and their queries `[B, F, H, D]`.
 
-        Args:
-            frames: `[B, F, d]`.
-            queries: `[B, F, H, D]`.
-            keys: `[C, S', H, D]`; if `C` is not `B`, the frames belong to C texts, one after another. `[S · L, H, D]`
-                with a `Prefix`.
-            values: As `keys`.
-            seen: A mask, broadcastable to `[C, 1, B·F/C, S']`, or the visible prefix of each of C texts.
+        Keys and values are `[C, S', H, D]`; if `C` is not `B`, the frames belong to C texts, one after another. `seen`
+        is a mask, broadcastable to `[C, 1, B·F/C, S']`; or the visible prefix of each text, of keys `[S · L, H, D]`.
         """
         if isinstance(seen, Prefix):
             queries = queries.reshape(len(seen.lengths), -1, *queries.shape[2:])

@@ -56,9 +56,8 @@ def new_head(
 
     Args:
         algorithm: A key of `HEADS`.
-        settings: Fields of the algorithm's configuration, without `hidden_size` and `vocab_size`.
-        token_counts: `[V]` token frequencies in the training texts, which choose the draft vocabulary. Needed with a
-            `draft_vocab_size` only.
+        settings: Fields of its configuration, without `hidden_size` and `vocab_size`.
+        token_counts: `[V]` token frequencies in the training texts, which choose the draft vocabulary.
 
     Raises:
         LoadError: The algorithm or a field is unknown, or a value is invalid.
@@ -81,11 +80,7 @@ def new_head(
 
 
 def save_head(head: DraftHead, folder: str | Path) -> None:
-    """Write a head's folder, replacing the files of an earlier head.
-
-    Raises:
-        ValueError: `provenance` is not set.
-    """
+    """Write a head's folder, replacing the files of an earlier head; raise `ValueError` without `provenance`."""
     if head.provenance is None:
         raise ValueError("a head is saved with its provenance: set head.provenance first")
     folder = Path(folder)
@@ -114,8 +109,7 @@ def _replace(target: Path, write: Callable[[Path], object]) -> None:
 def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
     """Convert a folder that `save_head` has written to the layout that vLLM reads, in an existing folder.
 
-    Raises:
-        LoadError: The layout cannot hold this algorithm or configuration.
+    It raises what `exportable` does.
     """
     saved = json.loads((source / CONFIG_FILE).read_bytes())
     layout, shape = exportable(saved["algorithm"], saved["head"])
@@ -162,11 +156,7 @@ def load_head(name_or_path: str | Path, base: BaseModel) -> DraftHead:
 
 
 def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
-    """Return whether a draft head, in a folder or by hub id, was trained for this target model.
-
-    Raises:
-        LoadError: The head does not exist, or its `config.json` cannot be read.
-    """
+    """Return whether a draft head was trained for this target model; raise `LoadError` if it cannot be read."""
     name = str(name_or_path)
     return base.has_fingerprint(_read_config(name, _find_files(name)[0]).base_model.fingerprint)
 

@@ -57,8 +57,7 @@ class DraftVocabulary(nn.Module):
     def borrow(self, base: BaseModel) -> None:
         """Copy the tokens' rows of the target model's LM head to its device and dtype. They are not saved.
 
-        Raises:
-            ValueError: `tokens` has a duplicate, or a token outside the target model's vocabulary.
+        A duplicate among `tokens`, or one outside the target model's vocabulary, raises `ValueError`.
         """
         tokens = self.tokens
         if int(tokens.min()) < 0 or int(tokens.max()) >= len(self.ids) or len(tokens.unique()) < len(tokens):
@@ -165,23 +164,16 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the training loss of one batch.
+        """Return the training loss of one batch of `labels` `[B, A, U, K]`. Anchors without a target do not count.
 
-        Args:
-            batch: B texts with A anchors each. Anchors without a target do not count.
-            hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
-            labels: `[B, A, U, K]` what the head should predict for each target.
+        `hidden` `[B, L, K · d]` are the hidden states of `hidden_layers`.
         """
 
     @abstractmethod
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Drafter:
         """Return a drafter with the head's present weights, on the target model's device and in its dtype.
 
-        Args:
-            nodes: Draft tokens of the largest tree.
-
-        Raises:
-            ValueError: The head has no such tree; the message says why.
+        `nodes` are the draft tokens of its largest tree. It raises what `refuse_tree` does.
         """
 
     def weights_changed(self, base: BaseModel) -> None:
@@ -191,13 +183,7 @@ class DraftHead(nn.Module, ABC):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Return the trees that decoding would propose at many positions of known text, `[B * A, size]`.
+        """Return the trees `[B * A, size]` that decoding would propose at `anchors` `[B, A]` of tokens `[B, L]`.
 
-        Args:
-            tokens: `[B, L]`.
-            hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
-            anchors: `[B, A]` positions of the pending tokens.
-
-        Raises:
-            ValueError: As in `drafter`.
+        `hidden` `[B, L, K · d]` are the hidden states of `hidden_layers`. It raises what `refuse_tree` does.
         """

@@ -175,13 +175,10 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Return frames for many anchors of known texts, `[B, A, F, d]`, equal to those of decoding.
+        """Return frames `[B, A, F, d]` at many `anchors` `[B, A]` of known texts, equal to those of decoding.
 
-        Args:
-            embeddings: `[B, L, d]` frozen token embeddings.
-            hidden: `[B, L, K · d]` hidden states of `DraftHead.hidden_layers`.
-            anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
-            count: F, number of leading frames; None for all T. Among frames, a frame sees only these F.
+        `embeddings` `[B, L, d]` are the tokens', `hidden` `[B, L, K · d]` the states of `DraftHead.hidden_layers`,
+        which are not read from an anchor on. Of T frames only the first F = `count` are computed, or see each other.
         """
 
     @abstractmethod
@@ -289,9 +286,8 @@ class FrameHead(DraftHead):
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """Return trees `[B, size]` whose draft tokens are draft ids; see `DraftVocabulary`.
 
-        Args:
-            states: `[B, F, d]` the frames that `frames_for` asks for.
-            recent: `[B, recent_tokens]`, the pending token last.
+        `states` `[B, F, d]` are the frames that `frames_for` asks for; `recent` `[B, recent_tokens]` ends with the
+        pending token.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:

@@ -64,7 +64,8 @@ class Layout:
     Args:
         algorithm: A key of `HEADS`.
         recognises: Tells whether a `config.json` is in this layout.
-        read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model.
+        read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model, or raises
+            `LoadError`.
         check_exportable: Raises `LoadError` for a configuration that the layout cannot hold.
         export: Returns the layout's configuration and weights for a head; None if heads are only read.
     """
@@ -88,11 +89,7 @@ def public_config(file: Path) -> Json | None:
 
 
 def read_public(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
-    """Convert a published head.
-
-    Raises:
-        LoadError: It belongs to another target model, or its kind is not supported.
-    """
+    """Convert a published head; raise `LoadError` if it is of another target model or of an unsupported kind."""
     if (layout := _layout_of(config)) is None:
         kind = config["speculators_model_type"]
         raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")
@@ -112,11 +109,7 @@ def _layout_of(config: Json) -> Layout | None:
 
 
 def number(name: str, config: Json, key: str, default: float | None = None) -> int | float:
-    """Return a number of a published configuration.
-
-    Raises:
-        LoadError: It is missing without a default, or not a number.
-    """
+    """Return a number of a published configuration; raise `LoadError` if it is none, or missing without a default."""
     value = config.get(key)
     if value is None:
         value = default

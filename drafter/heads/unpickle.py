@@ -28,12 +28,7 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM
 
 
 def convert(folder: Path) -> Path:
-    """Convert a folder's pickled weights; return the path of the new `model.safetensors`.
-
-    Raises:
-        ValueError: There are no pickled weights, converted ones exist, the restricted loader refuses them, or the
-            folder is not writable.
-    """
+    """Convert a folder's pickled weights; return the path of the new `model.safetensors`. Raise `ValueError` if not."""
     found = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not found:
         raise ValueError(f"{folder} has none of {', '.join(_PICKLES)}: give the folder of a draft head")

@@ -73,8 +73,7 @@ class Optimiser(Protocol):
     def update(self, parts: Sequence[DraftBatch]) -> Update:
         """Apply one step to this worker's share of each of its micro-batches: forward, backward, clip, update.
 
-        Raises:
-            TrainingError: The loss or its gradient is not finite. The parameters have not changed.
+        If the loss or its gradient is not finite, raise `TrainingError` and change nothing.
         """
 
 
@@ -147,13 +146,8 @@ def train(
 ) -> Iterator[StepDone]:
     """Train from step `done + 1` to the last step. The caller logs and saves between the steps.
 
-    Args:
-        optimiser: An optimiser that has taken `done` steps.
-        steps: This worker's micro-batches of each step, from step `done + 1` on.
-        evaluate: Measures held-out β by number of draft tokens.
-
-    Raises:
-        TrainingError: The loss is not finite.
+    `steps` are this worker's micro-batches of each step, from step `done + 1` on; `evaluate` measures held-out β by
+    number of draft tokens. It raises what `Optimiser.update` does.
     """
     for step, parts in zip(range(done + 1, settings.steps + 1), steps, strict=False):
         update = optimiser.update(parts)

@@ -18,8 +18,7 @@ from drafter.heads.losses import DraftBatch
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.training.loop import StepDone, TrainingStep, train, training_layers
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import anchor_draws, draft_batch
+from drafter.training.targets import anchor_draws, draft_batch, simulated_beta
 from pipeline.errors import InputError
 from pipeline.training.board import progress_line
 from pipeline.training.checkpoints import SavedRun, TrainingState, report, restore

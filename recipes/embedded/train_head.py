@@ -34,8 +34,14 @@ from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep, train, training_layers
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, anchor_draws, base_hidden_states, count_targets, draft_batch
+from drafter.training.targets import (
+    RegeneratedText,
+    anchor_draws,
+    base_hidden_states,
+    count_targets,
+    draft_batch,
+    simulated_beta,
+)
 
 HEADS = Path(__file__).with_name("heads.yaml")
 HELD_OUT = 60

@@ -15,8 +15,7 @@ from drafter.heads.config import head_config
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, simulated_beta
 from recipes.embedded import train_head
 from recipes.embedded.train_head import HeadRecipe, read_recipes
 from tests.support.models import random_model

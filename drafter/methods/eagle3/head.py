@@ -108,8 +108,7 @@ def fused_layers(count: int) -> tuple[int, ...]:
 def scaled_rates(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Return the rates `[D / 2]` as a configuration's `rope_scaling` changes them, by its `rope_type` (or `type`).
 
-    Raises:
-        ValueError: The kind is unknown, or a number is missing.
+    An unknown kind or a missing number raises `ValueError`.
     """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     try:
@@ -217,11 +216,8 @@ class DraftLayer(nn.Module):
 def attend(queries: Tensor, texts: KnownTexts, keys: Tensor, values: Tensor, sees: Tensor) -> Tensor:
     """Attend to texts and to the drafts behind them with one softmax; return `[R, F, H · D]`.
 
-    Args:
-        queries: `[R, F, H, D]` of the F nodes run per draft.
-        keys: `[R, P, G, D]` of the drafts' own nodes.
-        values: `[R, P, G, D]`.
-        sees: `[R, F, P]` bool attention mask over own nodes.
+    `queries` `[R, F, H, D]` are of the F nodes run per draft, `keys` and `values` `[R, P, G, D]` of the drafts' own
+    nodes, over which `sees` `[R, F, P]` is a bool mask.
     """
     count, length, groups, size = texts.keys.shape
     queries = queries.reshape(count, -1, queries.shape[1], groups, queries.shape[2] // groups, size) * size**-0.5
@@ -255,13 +251,10 @@ class Rollout:
         return self._layer.finish(pending.residual[:, None], mixed)
 
     def grow(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
-        """Return the outputs `[R, F, d]` at new nodes.
+        """Return the outputs `[R, F, d]` at new nodes, from the embeddings of their tokens and the outputs at their
+        parents `[R, F, d]`.
 
-        Args:
-            embeddings: `[R, F, d]` of their tokens.
-            hidden: `[R, F, d]` outputs at their parents.
-            positions: `[R, F]`.
-            sees: `[R, F, P]` bool mask over the P nodes so far, themselves included.
+        `sees` `[R, F, P]` is a bool mask over the P nodes so far, themselves included.
         """
         new = self._layer.project(embeddings, hidden, self._rotation[positions])
         self._keys, self._values = torch.cat([self._keys, new.keys], 1), torch.cat([self._values, new.values], 1)

@@ -38,17 +38,10 @@ _AT_ONCE = 16
 
 
 class ExitDrafter(Drafter):
-    """Drafts with the first layers of the target model.
+    """Drafts with the first `layers` of the target model; raises `LoadError` if it does not have so many.
 
-    Args:
-        layers: N, layers that draft.
-        nodes: Draft tokens of the largest tree.
-        depth: Deepest level of a tree.
-        network: Maps states behind the final norm `[..., d]` to the LM head's input; None is the identity. It must not
-            change afterwards.
-
-    Raises:
-        LoadError: The target model does not have so many layers.
+    `network` maps states behind the final norm `[..., d]` to the LM head's input; None is the identity. It must not
+    change afterwards.
     """
 
     def __init__(
@@ -120,11 +113,7 @@ class _Growth:
 
 
 def named_exit(rest: str, loading: Loading) -> Drafter:
-    """Return the drafter `exit:rest`.
-
-    Raises:
-        LoadError: `rest` is no number of layers that the target model has.
-    """
+    """Return the drafter `exit:rest`; raise `LoadError` if `rest` is no number of layers of the target model."""
     base = loading.base
     if not (rest.isascii() and rest.isdigit() and 1 <= int(rest) <= base.num_layers):
         raise LoadError(

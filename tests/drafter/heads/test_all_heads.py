@@ -24,8 +24,7 @@ from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import draft_batch
+from drafter.training.targets import draft_batch, simulated_beta
 from tests.support.heads import (
     DEPTH,
     KINDS,

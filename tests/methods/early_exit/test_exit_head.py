@@ -22,8 +22,7 @@ from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch
+from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
 from tests.support.heads import random_texts
 from tests.support.models import generate_reference, random_model, random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract

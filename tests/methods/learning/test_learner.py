@@ -29,8 +29,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel
 from drafter.training.loop import TorchOptimiser, Update
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, simulated_beta
 from tests.support.heads import DEPTH, KINDS
 from tests.support.marks import slow_but
 from tests.support.models import SpellingTokenizer, random_model, run_engine

@@ -18,8 +18,7 @@ from drafter.heads.losses import DraftBatch
 from drafter.target.model import BaseModel
 from drafter.training.loop import Optimiser, TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
+from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch, simulated_beta
 from pipeline.training.checkpoints import SavedRun, read, write
 from pipeline.training.config import ShardingConfig
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
