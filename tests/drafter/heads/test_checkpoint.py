@@ -16,7 +16,7 @@ from drafter.ctc.frames import CTCHeadConfig
 from drafter.ctc.head import CTCHead
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import HEADS, load_head, save_head
+from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
 from drafter.target.architecture import first_fingerprint
@@ -72,7 +72,7 @@ def test_a_head_of_an_earlier_release_is_checked_by_the_fingerprint_of_its_time(
     change("base_model.fingerprint", first)(saved)
     assert load_head(saved, tiny_base).provenance is not None
     with pytest.raises(LoadError, match=f"fingerprint {first}"):
-        load_head(saved, BaseModel(random_model("llama", seed=5)), HEADS)
+        load_head(saved, BaseModel(random_model("llama", seed=5)))
 
 
 def change(key: str, value: Any) -> Callable[[Path], None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import HEADS, load_head
+from drafter.heads.checkpoint import load_head
 from drafter.heads.frame_head import ResidualBlocks
 from drafter.methods.medusa.head import MedusaHead
 from drafter.target.model import BaseModel
@@ -125,7 +125,7 @@ def test_output_layers_that_do_not_match_are_refused(base: BaseModel, tmp_path: 
 def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
     other = base_with_embeddings(VOCABULARY + 1, WIDTH)
     with pytest.raises(LoadError, match="to the target model 'some/base', not to 'the base': its vocab_size is 23"):
-        load_head(write_head(tmp_path, PUBLISHED, published()), other, HEADS)
+        load_head(write_head(tmp_path, PUBLISHED, published()), other)
 
 
 def test_heads_are_counted_where_they_are(base: BaseModel, tmp_path: Path) -> None:
