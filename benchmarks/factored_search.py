@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
-from drafter.ctc.frames import FactoredLattice, label_factor
+from drafter.ctc.frames import FrameLattice, label_factor
 from drafter.ctc.head import CTCHead
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
@@ -57,7 +57,7 @@ class FactoredCTCHead(CTCHead):
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """See `FrameHead.search`."""
         config, factor = self.config, label_factor(self, base)
-        model = FactoredLattice(self, base, states, recent, factor)
+        model = FrameLattice(self, base, states, recent, factor)
         with as_on_a_gpu():
             return best_lattice_trie(
                 model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM

@@ -186,15 +186,21 @@ MOST_ENTRIES = 1 << 25
 
 
 class FrameLattice:
-    """`LabelModel` that runs the head as it is on frame states `[B, F, d]`.
+    """`LabelModel` that runs the head on frame states `[B, F, d]`.
 
-    The state of a path is its last `c` tokens, as ids of the target model, at first `recent` `[B, c]`.
+    The state of a path is its last `c` tokens, as ids of the target model, at first `recent` `[B, c]`. With a factor of
+    `label_factor` it reads the LM head once per draft, not once per tree level. The search must then extend all paths
+    of a level: they come ordered by row, the same number for each.
     """
 
-    def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        self._head, self._base, self._recent = head, base, recent
-        self._states = states
+    def __init__(
+        self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor, factor: Tensor | None = None
+    ) -> None:
+        self._head, self._states, self._recent, self._factor = head, states, recent, factor
+        self._base, self._lm_head = base, head.output(base).lm_head
         self._frame_terms: Tensor = head.joint_frames(states)
+        if factor is not None:
+            self._frame_logits = self._lm_head(_centred(head, states))
 
     def start(self) -> Tensor:
         return self._recent
@@ -204,18 +210,33 @@ class FrameLattice:
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         head = self._head
-        states = head.norm(head.joint(self._states[rows, first:stop], self._terms(first, stop, rows, state)))
-        shares = head.output(self._base).lm_head(states).softmax(-1, dtype=torch.float32)
-        return shares, head.blank(states)[..., 0].float().sigmoid()
+        terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
+        states, activations = head.joint_activations(self._states[rows, first:stop], terms)
+        normed = head.norm(states)
+        if self._factor is None:
+            logits = self._lm_head(normed)
+        else:
+            logits = self._factored_logits(self._factor, first, states, activations)
+        return logits.softmax(-1, dtype=torch.float32), head.blank(normed)[..., 0].float().sigmoid()
 
-    def _terms(self, first: int, stop: int, rows: Tensor, state: Tensor) -> Tensor:
-        """Return the pre-activation of the joint network's first layer, `[M, stop - first, joint_size]`."""
-        return self._frame_terms[rows, first:stop] + self._head.label_terms(self._base, state)[:, None]
+    def _factored_logits(self, factor: Tensor, first: int, states: Tensor, activations: list[Tensor]) -> Tensor:
+        """Return the logits `[M, frames, V]` up to rounding."""
+        paths, frames = states.shape[:2]
+        scale = (states.float().var(-1, correction=0, keepdim=True) + self._head.norm.eps).rsqrt().to(states)
+        known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
+        # A row's paths share its frames: `own` selects the logits of each path's frame.
+        own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
+        logits = (known.flatten(0, 1) @ factor).unflatten(0, (len(self._states), -1))
+        logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first : first + frames])
+        return logits.view(paths, frames, -1)
 
 
 @torch.no_grad()
 def label_factor(head: CTCFrames, base: BaseModel) -> Tensor:
-    """Return the LM head applied to the joint network's output weights: `[R + 1, V]`, `(W·c(O))ᵀ`, then `W·β`."""
+    """Return the LM head applied to the joint network's output weights: `[R + 1, V]`, `(W·c(O))ᵀ`, then `W·β`.
+
+    The LM head must have no bias.
+    """
     spans = _centred(head, head.joint_spans.T)
     return head.output(base).lm_head(torch.cat([spans, head.norm.bias[None]]))
 
@@ -224,32 +245,6 @@ def is_factored(head: CTCFrames, base: BaseModel) -> bool:
     """Return whether the logits can be factored, and a level then reads less."""
     spans = head.joint_spans
     return head.output(base).lm_head_bias is None and _SMALLER * (spans.shape[1] + 1) <= len(spans)
-
-
-class FactoredLattice(FrameLattice):
-    """`FrameLattice` up to rounding, but reads the LM head, which has no bias, once per draft, not once per tree level.
-
-    The search must extend all paths of a level: they come ordered by row, the same number for each.
-    """
-
-    def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor, factor: Tensor) -> None:
-        super().__init__(head, base, states, recent)
-        self._factor = factor
-        self._frame_logits = head.output(base).lm_head(_centred(head, states))
-
-    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        head, frames = self._head, stop - first
-        told, activations = head.joint_activations(
-            self._states[rows, first:stop], self._terms(first, stop, rows, state)
-        )
-        scale = (told.float().var(-1, correction=0, keepdim=True) + head.norm.eps).rsqrt().to(told)
-        known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
-        # A row's paths share its frames: `own` selects the logits of each path's frame.
-        own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
-        logits = (known.flatten(0, 1) @ self._factor).unflatten(0, (len(self._states), -1))
-        logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first:stop])
-        shares = logits.view(len(rows), frames, -1).softmax(-1, dtype=torch.float32)
-        return shares, head.blank(head.norm(told))[..., 0].float().sigmoid()
 
 
 def _centred(head: CTCFrames, states: Tensor) -> Tensor:

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.ctc.frames import (
-    CTCFrames,
-    CTCHeadConfig,
-    FactoredLattice,
-    FrameLattice,
-    NativeSearch,
-    is_factored,
-    label_factor,
-)
+from drafter.ctc.frames import CTCFrames, CTCHeadConfig, FrameLattice, NativeSearch, is_factored, label_factor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.ctc.losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.prefix_search import best_trie, static_tree
@@ -141,10 +133,7 @@ class CTCHead(CTCFrames):
         base: BaseModel,
         factor: Tensor | None = None,
     ) -> TokenTree:
-        if factor is None:
-            model = FrameLattice(self, base, states, recent)
-        else:
-            model = FactoredLattice(self, base, states, recent, factor)
+        model = FrameLattice(self, base, states, recent, factor)
         band, depth = self.config.band, self.config.depth
         return best_lattice_trie(model, recent[:, -1], states.shape[1], band, depth, size, LATTICE_BEAM, least)
 

@@ -59,7 +59,6 @@ def prefix_loss(
     frames = log_probs.shape[1]
     labels = labels or hard_labels(targets)
     n, b, prefixes = _recursion(log_probs, targets)
-    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
     reached = torch.cat([lengths[:, None] > 0, reachable(targets, lengths, frames)[:, :-1]], 1)
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     reached = reached & (position <= lengths[:, None])
@@ -73,7 +72,7 @@ def prefix_loss(
     scores = (waiting + emit).logsumexp(1)
     repeats = _repeats(targets).long()
     needed = (position + repeats.cumsum(1) - repeats)[:, :, None] + again
-    return _conditional(scores, before, reached, needed <= frames, labels.probs, decay)
+    return _conditional(scores, prefixes, reached[..., None] & (needed <= frames), labels.probs, decay)
 
 
 def lattice_prefix_loss(
@@ -101,10 +100,9 @@ def lattice_prefix_loss(
         label_emit, probs = choices
         scores = (masses + _in_time(emit, frames))[..., None] + label_emit
         scores = scores.logsumexp(2)
-    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
     position = torch.arange(1, emit.shape[1] + 1, device=emit.device)
     reached = (position <= lengths[:, None]) & (position <= frames)
-    return _conditional(scores, before, reached, torch.ones_like(probs, dtype=torch.bool), probs, decay)
+    return _conditional(scores, prefixes, reached[..., None], probs, decay)
 
 
 def lattice_prefixes(emit: Tensor, blank: Tensor, frames: int) -> tuple[Tensor, Tensor]:
@@ -165,17 +163,14 @@ def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     return torch.stack(ns, 1), torch.stack(bs, 1), torch.stack(arrivals).logsumexp(0)
 
 
-def _conditional(
-    scores: Tensor, before: Tensor, reached: Tensor, possible: Tensor, probs: Tensor, decay: float
-) -> LossSum:
-    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over reachable labels and prefixes.
+def _conditional(scores: Tensor, prefixes: Tensor, counted: Tensor, probs: Tensor, decay: float) -> LossSum:
+    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over the `counted` `[N, U, K]` labels.
 
-    `scores` `[N, U, K]` are log prefix probabilities of the text before a position with each label after it, `before`
-    `[N, U]` without one. The frames can reach that text where `reached` `[N, U]`, and the label where `possible`.
+    `scores` `[N, U, K]` are log prefix probabilities of the text before a position with each label after it, `prefixes`
+    `[N, U]` those of the text with its own.
     """
-    counted = reached[..., None] & possible
-    probs = probs * counted
+    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
     terms = torch.where(counted, scores - before[..., None], 0.0)
     depth = torch.arange(scores.shape[1], device=scores.device, dtype=scores.dtype)
-    weights = (decay**depth)[:, None] * probs
+    weights = (decay**depth)[:, None] * probs * counted
     return LossSum(-(weights * terms).sum(), weights.sum())
