@@ -137,7 +137,7 @@ def covered(head: CTCHead, base: BaseModel, texts: Sequence[RegeneratedText], no
         states = head.module(base.embed(batch.tokens), hidden, batch.anchors).flatten(0, 1)
         recent = last_tokens(batch.tokens, batch.anchors, head.recent_tokens).flatten(0, 1)
         terms = head.joint_frames(states) + head.label_terms(base, recent)[:, None]
-        likely = head.token_log_probs(head.joint(states, terms), output.lm_head).amax(1)
+        likely = head.token_log_probs(head.joint(states, terms)[0], output.lm_head).amax(1)
         tree = head.search(states, recent, base, nodes + 1, "exact")
         real = tree.tokens[:, 1:] >= 0
         drafted += int(real.sum())

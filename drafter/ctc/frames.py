@@ -148,16 +148,12 @@ class CTCFrames(FrameHead):
         """Return what the last labels `[..., c]`, newest last, add to the joint network's first layer."""
         return self.joint_labels(self.label_norm(base.embed(labels)).flatten(-2))  # type: ignore[no-any-return]
 
-    def joint(self, states: Tensor, terms: Tensor) -> Tensor:
+    def joint(self, states: Tensor, terms: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return frame states with a label context, `[..., d]`: `s_j + MLP[s_j; e(y)]`, then residual layers.
 
         `terms` `[..., joint_size]` is the first layer's pre-activation: `joint_frames` of the states plus
-        `label_terms`.
+        `label_terms`. Return also the activations of the layers, which `joint_spans` multiplies.
         """
-        return self.joint_activations(states, terms)[0]
-
-    def joint_activations(self, states: Tensor, terms: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the result of `joint`, and the activations of its layers, which `joint_spans` multiplies."""
         activations = [F.silu(terms)]
         states = states + self.joint_out(activations[0])
         for layer in self.joint_layers:
@@ -211,7 +207,7 @@ class FrameLattice:
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         head = self._head
         terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
-        states, activations = head.joint_activations(self._states[rows, first:stop], terms)
+        states, activations = head.joint(self._states[rows, first:stop], terms)
         normed = head.norm(states)
         if self._factor is None:
             logits = self._lm_head(normed)

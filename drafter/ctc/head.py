@@ -67,7 +67,7 @@ class CTCHead(CTCFrames):
         log_probs = torch.cat([chosen + emit, blank], 2)
         target_places, label_places = places.tensor_split([targets.shape[1]], 1)
         if config.loss == "ctc":
-            return ctc_loss(log_probs, target_places, lengths)[0]
+            return ctc_loss(log_probs, target_places, lengths)
         labels = Labels(label_places.view(labels.tokens.shape), labels.probs)
         return prefix_loss(log_probs, target_places, lengths, config.depth_decay, labels)
 
@@ -87,7 +87,7 @@ class CTCHead(CTCFrames):
         known = self.label_norm(base.embed(text)).unfold(1, config.label_context, 1)[:, :depth]
         label_terms = self.joint_labels(known.transpose(2, 3).flatten(2))
         terms = self.joint_frames(states)[:, band] + label_terms[:, :, None]
-        states = self.norm(self.joint(states[:, band], terms))
+        states = self.norm(self.joint(states[:, band], terms)[0])
         blank, emit = self.blank_log_probs(states)
         tokens = torch.cat([targets[:, :, None], labels.tokens], 2)
         chosen = chosen_log_probs(self.output(base), states, tokens[:, :, None].expand(-1, -1, config.band, -1)) + emit

@@ -26,12 +26,11 @@ def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
     return (position <= lengths[:, None]) & (position + repeats <= frames)
 
 
-def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossSum, Tensor]:
+def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> LossSum:
     """Return the CTC loss `−log P(Y|X)`: the frames collapse to exactly the target (Graves et al. 2006).
 
     `log_probs` are `[N, T, V + 1]`, blank last, and `targets` `[N, U]` have any valid id past a row's `lengths` `[N]`.
-    Return the sum over rows, each of weight 1, and `[N]` bool: rows that do not count, because they have no target or
-    need more than `T` frames.
+    Each row has weight 1, or 0 if it has no target or needs more than `T` frames.
     """
     frames, labels = log_probs.shape[1], targets.shape[1]
     position = torch.arange(1, labels + 1, device=targets.device)
@@ -39,7 +38,7 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossS
     counted = reached & (lengths > 0)
     n, b, _ = _recursion(log_probs, targets)
     complete = torch.logaddexp(b[:, -1], n[:, -1]).gather(1, lengths[:, None])[:, 0]
-    return LossSum(-torch.where(counted, complete, 0.0).sum(), counted.sum().to(log_probs.dtype)), ~counted
+    return LossSum(-torch.where(counted, complete, 0.0).sum(), counted.sum().to(log_probs.dtype))
 
 
 def prefix_loss(

@@ -183,7 +183,6 @@ def _find_files(name: str) -> tuple[Path, Path]:
 
 
 def _only_pickles(folder: Path) -> str:
-    """Return a hint if the folder has only pickled weights."""
     found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if not found:
         return ""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from drafter.heads.config import Tree
@@ -53,16 +55,15 @@ def anchor_draws(seed: int, step: int, places: Iterable[int]) -> list[random.Ran
     return [random.Random(f"{seed}/{step}/{place}") for place in places]
 
 
+_padded = partial(pad_sequence, batch_first=True)
+
+
 def draft_batch(
     texts: Sequence[RegeneratedText], depth: int, most_anchors: int, draws: Sequence[random.Random] | None = None
 ) -> DraftBatch:
-    """Return texts as a batch.
+    """Return texts, each with at least one anchor, as a batch with U = `depth` targets of an anchor.
 
-    Args:
-        texts: At least one text, each with at least one anchor.
-        depth: U, targets of an anchor.
-        most_anchors: Limit of anchors of a text. If it has more, some are drawn.
-        draws: Generators that draw the anchors of each text; None takes the first ones.
+    If a text has more than `most_anchors`, its generator draws some; without `draws` the first ones are taken.
     """
     chosen = []
     for row, text in enumerate(texts):
@@ -70,23 +71,13 @@ def draft_batch(
         if len(places) > most_anchors:
             places = sorted(draws[row].sample(places, most_anchors)) if draws else places[:most_anchors]
         chosen.append(torch.tensor(places))
-    width, count = max(len(text.tokens) for text in texts), max(map(len, chosen))
-    tokens = torch.zeros(len(texts), width + depth, dtype=torch.long)
-    anchors = torch.zeros(len(texts), count, dtype=torch.long)
-    lengths = torch.zeros_like(anchors)
-    for row, (text, used) in enumerate(zip(texts, chosen, strict=True)):
-        tokens[row, : len(text.tokens)] = torch.as_tensor(text.tokens)
-        anchors[row, : len(used)] = used
-        lengths[row, : len(used)] = (len(text.tokens) - 1 - used).clamp_max(depth)
-    hidden = [text.hidden for text in texts if text.hidden is not None]
+    tokens = _padded([torch.as_tensor(text.tokens, dtype=torch.long) for text in texts])
+    anchors = _padded(chosen)
+    left = [(len(text.tokens) - 1 - used).clamp_max(depth) for text, used in zip(texts, chosen, strict=True)]
     after = anchors[:, :, None] + torch.arange(1, depth + 1)
-    return DraftBatch(
-        tokens[:, :width],
-        anchors,
-        tokens[:, None].expand(-1, count, -1).gather(2, after),
-        lengths,
-        pad_sequence(hidden, batch_first=True) if len(hidden) == len(texts) else None,
-    )
+    targets = F.pad(tokens, (0, depth))[:, None].expand(-1, anchors.shape[1], -1).gather(2, after)
+    hidden = [text.hidden for text in texts if text.hidden is not None]
+    return DraftBatch(tokens, anchors, targets, _padded(left), _padded(hidden) if len(hidden) == len(texts) else None)
 
 
 @torch.no_grad()
