@@ -152,7 +152,7 @@ class CTCFrames(FrameHead):
         """Return frame states with a label context, `[..., d]`: `s_j + MLP[s_j; e(y)]`, then residual layers.
 
         `terms` `[..., joint_size]` is the first layer's pre-activation: `joint_frames` of the states plus
-        `label_terms`. Return also the activations of the layers, which `joint_spans` multiplies.
+        `label_terms`. Return also the activations of the layers; `joint` adds `joint_spans` times them.
         """
         activations = [F.silu(terms)]
         states = states + self.joint_out(activations[0])
@@ -164,9 +164,7 @@ class CTCFrames(FrameHead):
 
     @property
     def joint_spans(self) -> Tensor:
-        """Output weights of all layers of the joint network, concatenated, `[d, R]`: `joint` adds them times the R
-        activations.
-        """
+        """Output weights of all layers of the joint network, concatenated, `[d, R]`."""
         spans = [self.joint_out.weight]
         for layer in self.joint_layers:
             *_, out = layer.children()

@@ -60,10 +60,7 @@ class FrameLayer(nn.Module):
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
     def project(self, entries: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, queries and keys rotated.
-
-        `rotation` is `[B, S, 2, D]`, cosine and signed sine at their positions.
-        """
+        """Return queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, rotated by `[B, S, 2, D]`."""
         qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
         queries, keys = rotate(qkv[:, :, :2], *rotation[:, :, None, None].unbind(4)).unbind(2)
         return queries, keys, qkv[:, :, 2]
@@ -118,23 +115,20 @@ class AttentionModule(DraftModule):
         return self.fusion(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden_before)], -1))  # type: ignore[no-any-return]
 
     def rates(self, device: torch.device) -> Tensor:
-        """See `rotary_rates`."""
         return rotary_rates(self.rope_theta, self.width // self.num_heads, device)
 
     def frames(
         self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, seen: Tensor | Prefix, memory: Memory
     ) -> Tensor:
-        """Return the last states of the first F frames of each anchor, `[B, A, F, d]`, before any output norm.
+        """Return the last states of the first F = `count` frames of each anchor, `[B, A, F, d]`, before any norm.
 
         Args:
             context: `[B, W, d]` fused entries that are not in the memory yet.
             starts: `[B, A, d]` fused entry of each anchor's pending token. In decoding B is 1 and the rows are its
                 anchors.
-            count: F.
             rotation: `[B, W + A·F, 2, D]` cosine and signed sine at the entries' positions, context first.
             seen: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
                 returns for C texts; or a `Prefix`, if all frames of a text see the same.
-            memory: Takes a layer's new keys and values, returns those to attend to.
         """
         frames = (starts[:, :, None] + self.slots[:count]).flatten(1, 2)
         for index, layer in enumerate(self.layers):

@@ -64,10 +64,8 @@ def hard_labels(targets: Tensor) -> Labels:
 def cross_entropy(log_probs: Tensor, labels: Labels, lengths: Tensor, decay: float) -> LossSum:
     """Return `−Σ_u decay^u Σ_k q_uk log p_u(v_uk)`, for heads whose `u`-th distribution predicts the `u`-th token.
 
-    Args:
-        log_probs: `[N, U, K]` log-probabilities of the labels.
-        labels: `[N, U, K]`. A position whose labels all have probability 0 does not count.
-        lengths: `[N]` number of valid positions.
+    `log_probs` `[N, U, K]` are those of the labels, valid at the first `lengths` `[N]` positions. A position whose
+    labels all have probability 0 does not count.
     """
     place = torch.arange(log_probs.shape[1], device=lengths.device)
     counted = (place < lengths[:, None]) & (labels.probs > 0).any(2)
@@ -115,10 +113,7 @@ def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Ten
 
 @torch.no_grad()
 def likeliest_logits(output: OutputLayer, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the K = `count` most probable tokens under an LM head for states `[M, d]`.
-
-    They are float32 logits `[M, K]`, descending, and int64 ids `[M, K]`.
-    """
+    """Return logits, descending, and ids of the K most probable tokens, both `[M, K]`, for states `[M, d]`."""
     rows = max(1, _RANKED // len(output.lm_head_weight))
     best = [output.lm_head(part).float().topk(count, dim=1) for part in states.split(rows)]
     return torch.cat([part.values for part in best]), torch.cat([part.indices for part in best])

@@ -47,10 +47,7 @@ def convert(folder: Path) -> Path:
 def convert_file(pickle: Path, target: Path) -> None:
     """Convert one pickled file of named tensors in another process, then rename it to `target`.
 
-    Raises:
-        ValueError: The restricted loader does not read it.
-        subprocess.TimeoutExpired: It took too long.
-        OSError: The file cannot be written.
+    `ValueError` if the restricted loader does not read it, `TimeoutExpired` if that takes too long, `OSError` of files.
     """
     temporary = target.with_name(target.name + ".tmp")
     temporary.touch()

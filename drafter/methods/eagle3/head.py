@@ -194,10 +194,7 @@ class DraftLayer(nn.Module):
         self.down = nn.Linear(config.intermediate_size, width, bias=False)
 
     def project(self, embeddings: Tensor, hidden: Tensor, rotation: Tensor) -> Projected:
-        """Return entries of token embeddings `[..., d]` and the hidden states before them `[..., d]`.
-
-        `rotation` is `[..., 2, D]`, cosine and signed sine at their positions.
-        """
+        """Return entries of token embeddings and the hidden states before them `[..., d]`, rotated by `[..., 2, D]`."""
         normed = self.hidden_norm(hidden)
         heads = self.qkv(torch.cat([self.token_norm(embeddings), normed], -1)).unflatten(-1, (-1, self._size))
         queries, keys, values = heads.split(self._heads, -2)
@@ -251,8 +248,7 @@ class Rollout:
         return self._layer.finish(pending.residual[:, None], mixed)
 
     def grow(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
-        """Return the outputs `[R, F, d]` at new nodes, from the embeddings of their tokens and the outputs at their
-        parents `[R, F, d]`.
+        """Return the outputs `[R, F, d]` at new nodes, from their tokens' embeddings and their parents' outputs.
 
         `sees` `[R, F, P]` is a bool mask over the P nodes so far, themselves included.
         """
@@ -307,7 +303,6 @@ class Eagle3Head(DraftHead):
         return self.output_layer(self.norm(states)).float().log_softmax(-1)  # type: ignore[no-any-return]
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the depth-weighted cross-entropy of steps along the text; see `DraftHead.forward`."""
         drafted, labels = self.in_draft_ids(batch, labels)
         real = drafted.lengths > 0
         labels = labels[real]

@@ -104,7 +104,6 @@ class SpecFormerModule(DraftModule):
         return self.fusion(torch.cat(normed, -1))  # type: ignore[no-any-return]
 
     def rates(self, device: torch.device) -> Tensor:
-        """See `rotary_rates`."""
         return rotary_rates(self._config.rope_theta, self._config.hidden_size // self._config.num_heads, device)
 
     def project(self, entries: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
