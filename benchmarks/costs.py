@@ -33,7 +33,7 @@ from drafter.errors import LoadError
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.registry import new_head
+from drafter.heads.checkpoint import new_head
 from drafter.statistics import StageTimes
 from drafter.target.forward import TreeNodes
 from drafter.target.kv_cache import KVCache

@@ -18,14 +18,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
+from drafter.ctc.frames import FrameLattice, label_factor
 from drafter.ctc.head import CTCHead
-from drafter.ctc.label_model import FactoredLattice, LabelFactor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError
@@ -33,15 +34,14 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import QuestionError
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.checkpoint import load_head
-from drafter.heads.contract import DraftHead, Tree
+from drafter.heads.checkpoint import HEADS, load_head
+from drafter.heads.config import Tree
+from drafter.heads.contract import DraftHead
 from drafter.heads.frame_head import last_tokens
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
 from drafter.tree.token_tree import TokenTree
 
 NODES = (15, 63)
@@ -56,8 +56,8 @@ class FactoredCTCHead(CTCHead):
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """See `FrameHead.search`."""
-        config, factor = self.config, LabelFactor.of(self, base)
-        model = FactoredLattice(self, base, states, recent, factor)
+        config, factor = self.config, label_factor(self, base)
+        model = FrameLattice(self, base, states, recent, factor)
         with as_on_a_gpu():
             return best_lattice_trie(
                 model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM
@@ -99,7 +99,8 @@ def measure(model: str, folder: Path, questions: int, max_new_tokens: int, comma
         base = load_base(model, device="cpu", dtype=dtype)
         texts = answers(base, load_tokenizer(model), questions, max_new_tokens)
         for way, kind in WAYS.items():
-            head = load_head(folder, base, {"ctc": kind})
+            with patch.dict(HEADS, {"ctc": kind}):
+                head = load_head(folder, base)
             if not head.config.label_context:
                 raise LoadError(f"{folder} is a CTC head without a label context: it reads the LM head once as it is")
             beta = simulated_beta(head, base, texts, NODES)
@@ -109,7 +110,7 @@ def measure(model: str, folder: Path, questions: int, max_new_tokens: int, comma
             )
             print(record["arms"][-1], file=sys.stderr)
         if "shortlists" not in record:
-            head = load_head(folder, base, {"ctc": CTCHead})
+            head = load_head(folder, base)
             assert isinstance(head, CTCHead)
             record["environment"] = environment(base, command)
             record["vocabulary"] = len(head.output(base).lm_head_weight)
@@ -136,7 +137,7 @@ def covered(head: CTCHead, base: BaseModel, texts: Sequence[RegeneratedText], no
         states = head.module(base.embed(batch.tokens), hidden, batch.anchors).flatten(0, 1)
         recent = last_tokens(batch.tokens, batch.anchors, head.recent_tokens).flatten(0, 1)
         terms = head.joint_frames(states) + head.label_terms(base, recent)[:, None]
-        likely = head.token_log_probs(head.joint(states, terms), output.lm_head).amax(1)
+        likely = head.token_log_probs(head.joint(states, terms)[0], output.lm_head).amax(1)
         tree = head.search(states, recent, base, nodes + 1, "exact")
         real = tree.tokens[:, 1:] >= 0
         drafted += int(real.sum())

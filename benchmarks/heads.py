@@ -24,14 +24,13 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import QuestionError, prompts_of, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.checkpoint import CONFIG_FILE, load_head
+from drafter.heads.checkpoint import load_head
+from drafter.heads.config import CONFIG_FILE
 from drafter.heads.contract import DraftHead
-from drafter.heads.registry import HEADS
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, simulated_beta
 
 NODES = (8, 16, 32, 64)
 HEADS_FILE = "heads.json"
@@ -88,7 +87,7 @@ def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
     found |= {file.parents[1].name: file.parent for file in folder.glob(f"*/head/{CONFIG_FILE}")}
     if not found:
         raise LoadError(f"{folder} has no draft heads: give a folder that holds a head's folder for each arm")
-    return {name: load_head(found[name], base, HEADS) for name in sorted(found)}
+    return {name: load_head(found[name], base) for name in sorted(found)}
 
 
 def answers(

@@ -25,7 +25,6 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(base: BaseModel, rows: int) -> list[HostWork]:
     """Decode in each way."""
-    head = load_head(EMBEDDED_HEADS / "ctc", base, HEADS)
+    head = load_head(EMBEDDED_HEADS / "ctc", base)
     return [
         _decoded("plain", base, PlainDecoding(), rows),
         _decoded("plain, streamed", base, PlainDecoding(), rows, stream=True),

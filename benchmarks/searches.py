@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.heads import answers
+from drafter.ctc.frames import NativeSearch
 from drafter.ctc.head import CTCHead
-from drafter.ctc.label_model import NativeSearch
 from drafter.ctc.lattice import LATTICE_BEAM
 from drafter.devices import in_passing_thread
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
@@ -32,13 +32,11 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.frame_head import last_tokens
-from drafter.heads.registry import HEADS
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.text.tokenizers import load_tokenizer
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import draft_batch
+from drafter.training.targets import base_hidden_states, draft_batch
 
 SEARCHES_FILE, TABLE_FILE = "searches.json", "searches.md"
 NODES, ROWS = (7, 15), (1, 4, 16)
@@ -80,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     base = in_passing_thread(lambda: load_base(EMBEDDED_BASE, device="cpu"))
-    head = load_head(EMBEDDED_HEADS / "ctc", base, HEADS)
+    head = load_head(EMBEDDED_HEADS / "ctc", base)
     assert isinstance(head, CTCHead)
     prepack(head)
     record = {

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from drafter.heads.checkpoint import load_head, save_head
-from drafter.heads.registry import HEADS
 from drafter.target.model import BaseModel
 
 
@@ -22,7 +21,7 @@ def ship(trained: Path, base: BaseModel, base_name: str, target: Path) -> None:
     Raises:
         LoadError: There is no head, or it belongs to another base.
     """
-    head = load_head(trained, base, HEADS).bfloat16()
+    head = load_head(trained, base).bfloat16()
     assert head.provenance is not None
     head.provenance = replace(head.provenance, base_name=base_name)
     save_head(head, target)

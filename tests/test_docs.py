@@ -15,17 +15,14 @@ import pytest
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
-from drafter.heads.checkpoint import save_head
+from drafter.heads.checkpoint import HEADS, new_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.registry import HEADS, new_head
 from drafter.plugins import methods, resolved
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser, train
+from drafter.training.loop import TorchOptimiser, TrainingStep, train
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, draft_batch, simulated_beta
 from tests.support.models import random_prompts, run_engine
 from tests.support.paths import ROOT
 

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.ctc.frames import CTCFrames, CTCHeadConfig
-from drafter.ctc.label_model import FactoredLattice, FrameLattice, LabelFactor, NativeSearch, is_factored
+from drafter.ctc.frames import CTCFrames, CTCHeadConfig, FrameLattice, NativeSearch, is_factored, label_factor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.ctc.losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.prefix_search import best_trie, static_tree
-from drafter.heads.contract import Tree
-from drafter.heads.draft_vocabulary import chosen_log_probs
+from drafter.heads.config import Tree
 from drafter.heads.frame_head import Search, last_tokens
-from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
+from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
 from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
@@ -37,19 +35,19 @@ class CTCHead(CTCFrames):
 
     algorithm = "ctc"
     config_class = CTCHeadConfig
-    _factor: LabelFactor | None = None
+    _factor: Tensor | None = None
     """Derived from the weights for the search in decoding."""
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the loss that the configuration names; see `DraftHead.forward`."""
         config = self.config
-        told = self.draft_targets(batch, labels)
+        drafted, labels = self.in_draft_ids(batch, labels)
         # Cross-entropy treats each token by itself; the other losses end where a tree cannot go on.
-        lengths = batch.lengths if config.loss == "ce" else told.lengths
+        lengths = batch.lengths if config.loss == "ce" else drafted.lengths
         real = lengths > 0
         count = self.frames_for(config.depth + 1, "exact")
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors, count)[real]
-        targets, lengths, labels = told.tokens[real], lengths[real], told.labels[real]
+        targets, lengths, labels = drafted.targets[real], lengths[real], labels[real]
         if config.label_context:
             known = last_tokens(batch.tokens, batch.anchors, config.label_context)[real]
             text = torch.cat([known, batch.targets[real]], 1)
@@ -67,21 +65,17 @@ class CTCHead(CTCFrames):
         log_probs = torch.cat([chosen + emit, blank], 2)
         target_places, label_places = places.tensor_split([targets.shape[1]], 1)
         if config.loss == "ctc":
-            return ctc_loss(log_probs, target_places, lengths)[0]
+            return ctc_loss(log_probs, target_places, lengths)
         labels = Labels(label_places.view(labels.tokens.shape), labels.probs)
         return prefix_loss(log_probs, target_places, lengths, config.depth_decay, labels)
 
     def _lattice_loss(
         self, base: BaseModel, states: Tensor, text: Tensor, targets: Tensor, lengths: Tensor, labels: Labels
     ) -> LossSum:
-        """Return the prefix loss of frames with a label context.
+        """Return the prefix loss of frames `[N, F, d]` with a label context.
 
-        Args:
-            states: `[N, F, d]` frame states.
-            text: `[N, c + U]` tokens around each anchor: `c` up to the pending token, then the targets.
-            targets: `[N, U]` draft ids of the targets.
-            lengths: `[N]` number of valid targets.
-            labels: `[N, U, K]` in draft ids.
+        `text` `[N, c + U]` has `c` tokens up to the pending one, then the targets; `targets` `[N, U]` and `labels`
+        `[N, U, K]` are in draft ids.
         """
         config = self.config
         depth, frames = config.depth, states.shape[1]
@@ -91,7 +85,7 @@ class CTCHead(CTCFrames):
         known = self.label_norm(base.embed(text)).unfold(1, config.label_context, 1)[:, :depth]
         label_terms = self.joint_labels(known.transpose(2, 3).flatten(2))
         terms = self.joint_frames(states)[:, band] + label_terms[:, :, None]
-        states = self.norm(self.joint(states[:, band], terms))
+        states = self.norm(self.joint(states[:, band], terms)[0])
         blank, emit = self.blank_log_probs(states)
         tokens = torch.cat([targets[:, :, None], labels.tokens], 2)
         chosen = chosen_log_probs(self.output(base), states, tokens[:, :, None].expand(-1, -1, config.band, -1)) + emit
@@ -102,15 +96,13 @@ class CTCHead(CTCFrames):
         config, pending = self.config, recent[:, -1]
         if config.label_context:
             return self._search_lattice(states, recent, size, 0.0, base)
-        if config.loss == "ce":
-            log_probs = self.token_log_probs(states, self.output(base).lm_head)
-            if tree == "static":
-                return static_tree(log_probs, pending, config.depth, size, blank=False)
-            return best_product_trie(log_probs, pending, size)
-        log_probs = self.log_probs(states, self.output(base).lm_head)
+        blank = config.loss != "ce"
+        log_probs = (self.log_probs if blank else self.token_log_probs)(states, self.output(base).lm_head)
         if tree == "static":
-            return static_tree(log_probs, pending, config.depth, size)
-        return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
+            return static_tree(log_probs, pending, config.depth, size, blank=blank)
+        if blank:
+            return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
+        return best_product_trie(log_probs, pending, size)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         if not self.config.label_context:
@@ -123,12 +115,12 @@ class CTCHead(CTCFrames):
         self.prepack_search()
         # On a CPU improbable paths are pruned, so the LM head is read for few and a factor does not pay.
         if devices.is_asynchronous(base.device) and is_factored(self, base):
-            self._factor = LabelFactor.of(self, base)
+            self._factor = label_factor(self, base)
         return partial(self._search_lattice, base=base, factor=self._factor)
 
     def weights_changed(self, base: BaseModel) -> None:
         if self._factor is not None:
-            self._factor.logits.copy_(LabelFactor.of(self, base).logits)
+            self._factor.copy_(label_factor(self, base))
 
     def _search_lattice(
         self,
@@ -137,17 +129,11 @@ class CTCHead(CTCFrames):
         size: int,
         least: float,
         base: BaseModel,
-        factor: LabelFactor | None = None,
+        factor: Tensor | None = None,
     ) -> TokenTree:
-        config = self.config
-        model = (
-            FrameLattice(self, base, states, recent)
-            if factor is None
-            else FactoredLattice(self, base, states, recent, factor)
-        )
-        return best_lattice_trie(
-            model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM, least
-        )
+        model = FrameLattice(self, base, states, recent, factor)
+        band, depth = self.config.band, self.config.depth
+        return best_lattice_trie(model, recent[:, -1], states.shape[1], band, depth, size, LATTICE_BEAM, least)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         config = self.config
@@ -155,8 +141,3 @@ class CTCHead(CTCFrames):
         if config.label_context:
             return min(levels + config.band - 1, config.num_frames)
         return levels if config.loss == "ce" and tree == "exact" else None
-
-    def refuse_tree(self, tree: Tree) -> None:
-        """Raise `ValueError` for the static tree if frames depend on labels."""
-        if tree == "static" and self.config.label_context:
-            raise ValueError("the static tree needs frames that do not depend on labels: label_context 0")

@@ -20,15 +20,10 @@ class LabelModel(Protocol):
         """Return the state `[B, ...]` of each row's empty path."""
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distributions of frames `first..stop-1` (from 0) after M paths.
+        """Return the distributions of frames `first..stop-1` (from 0) after M paths, by their `rows` and `state`.
 
-        Args:
-            rows: `[M]` row of the batch that each path belongs to.
-            state: `[M, ...]` state of each path.
-
-        Returns:
-            Distribution over the V tokens that may be drafted, fp32 `[M, stop - first, V]`, given that one is emitted;
-                and the blank's probability `[M, stop - first]`.
+        They are shares of the V tokens that may be drafted, fp32 `[M, stop - first, V]`, given that one is emitted; and
+        the blank's probability `[M, stop - first]`.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
@@ -53,7 +48,6 @@ def best_lattice_trie(
     """Find the `size`-node trie of the most probable prefixes. Each frame emits one new token or a blank.
 
     Args:
-        model: Gives each token's probability after a path.
         frames: T, number of frames.
         band: Number of frames that may hold a label.
         beam: Prefixes kept at each depth. None keeps as many as the tree could hold, which makes the search exact.
@@ -62,18 +56,21 @@ def best_lattice_trie(
     Returns:
         Trees `[B, size]`; rows with fewer possible prefixes are padded.
     """
-    paths = _roots(model, len(pending), pending.device)
+    rows = torch.arange(len(pending), device=pending.device)
+    whole = torch.ones(len(pending), dtype=torch.float32, device=pending.device)
+    # The empty path of each row. All its mass arrives before the first frame.
+    paths = _Paths(rows, None, 1, torch.full_like(rows, -1), whole, [whole], model.start(), before=0)
     levels: list[_Level] = []
     for level in range(min(depth, frames)):
         keep = min(size - 1 - level, beam or size)
         if keep < 1:
             break
-        emissions = _emissions(model, range(level, min(level + band, frames)), paths)
-        levels.append(_best_of_rows(emissions, paths, len(pending), keep))
+        masses, shares = _emissions(model, level, min(level + band, frames), paths)
+        levels.append(_best_of_rows(masses, shares, paths, len(pending), keep))
         chosen = None if devices.is_asynchronous(pending.device) else _promising(levels, size, least)
         if chosen is not None and not len(chosen):
             break
-        paths = _extended(model, paths, emissions, levels[-1], chosen)
+        paths = _extended(model, paths, masses, shares, levels[-1], chosen)
     if not levels:
         return root_only(pending)
     tokens, parents, probs = (
@@ -86,71 +83,36 @@ def best_lattice_trie(
 
 @dataclass(frozen=True)
 class _Paths:
-    """M of the B · W paths of one level, ordered by row, which the next level extends.
+    """M of the B · W paths of one level, ordered by row, which the next level extends."""
 
-    Args:
-        rows: `[M]` row of each path.
-        places: `[M]` index of each path among the B · W; None if M is all of them.
-        width: W.
-        nodes: `[M]` index of its last node among all candidates of its row; -1 for the root.
-        probs: `[M]` prefix probability of the path.
-        arrival: One `[M]` for each frame of the band: probability mass that arrives at the frame with the path's last
-            token. Frames past the end of the list have none.
-        state: `[M, ...]` state of the label model.
-        before: Candidates of each row at this level and the levels above.
-    """
-
-    rows: Tensor
-    places: Tensor | None
-    width: int
-    nodes: Tensor
-    probs: Tensor
-    arrival: Sequence[Tensor]
-    state: Tensor
-    before: int
-
-
-@dataclass(frozen=True)
-class _Emissions:
-    """Emissions of the first K frames of a band after each of M paths.
-
-    Args:
-        masses: K times `[M]`: probability that the path is complete before the frame and that the frame emits a token.
-        shares: `[M, K, V]`: each token's share of that mass.
-    """
-
-    masses: Sequence[Tensor]
-    shares: Tensor
+    rows: Tensor  # `[M]` row of each path
+    places: Tensor | None  # `[M]` its index among the B · W; None if M is all of them
+    width: int  # W
+    nodes: Tensor  # `[M]` index of its last node among all candidates of its row; -1 for the root
+    probs: Tensor  # `[M]` its prefix probability
+    arrival: Sequence[Tensor]  # `[M]` for each frame of the band: mass that arrives there with the path's last token
+    state: Tensor  # `[M, ...]` state of the label model
+    before: int  # candidates of each row at this level and the levels above
 
 
 @dataclass(frozen=True)
 class _Level:
-    """The candidates of one depth.
+    """The K candidates of one depth, each `[B, K]`."""
 
-    Args:
-        tokens: `[B, K]` last token of each candidate.
-        parents: `[B, K]` index of its parent among all candidates of the row; -1 for the root.
-        probs: `[B, K]` its prefix probability; 0 where a row has fewer candidates.
-        paths: `[B, K]` the path that it extends.
+    tokens: Tensor  # last token
+    parents: Tensor  # index of the parent among all candidates of the row; -1 for the root
+    probs: Tensor  # prefix probability; 0 where a row has fewer candidates
+    paths: Tensor  # the path that it extends
+
+
+def _emissions(model: LabelModel, first: int, stop: int, paths: _Paths) -> tuple[list[Tensor], Tensor]:
+    """Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away.
+
+    Return for each of K frames `[M]`, the probability that the path is complete before the frame and that the frame
+    emits a token; and each token's share of that mass, `[M, K, V]`.
     """
-
-    tokens: Tensor
-    parents: Tensor
-    probs: Tensor
-    paths: Tensor
-
-
-def _roots(model: LabelModel, batch: int, device: torch.device) -> _Paths:
-    """Return the empty path of each row. All its mass arrives before the first frame."""
-    rows = torch.arange(batch, device=device)
-    whole = torch.ones(batch, dtype=torch.float32, device=device)
-    return _Paths(rows, None, 1, torch.full_like(rows, -1), whole, [whole], model.start(), before=0)
-
-
-def _emissions(model: LabelModel, band: range, paths: _Paths) -> _Emissions:
-    """Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away."""
     # All frames are scored at once: few large kernels take less time than many small ones.
-    shares, blanks = model.score(band.start, band.stop, paths.rows, paths.state)
+    shares, blanks = model.score(first, stop, paths.rows, paths.state)
     masses: list[Tensor] = []
     reached = paths.arrival[0]
     for place, blank in enumerate(blanks.unbind(1), start=1):
@@ -158,13 +120,13 @@ def _emissions(model: LabelModel, band: range, paths: _Paths) -> _Emissions:
         reached = reached * blank
         if place < len(paths.arrival):
             reached = reached + paths.arrival[place]
-    return _Emissions(masses, shares)
+    return masses, shares
 
 
-def _best_of_rows(emissions: _Emissions, paths: _Paths, batch: int, keep: int) -> _Level:
+def _best_of_rows(masses: list[Tensor], shares: Tensor, paths: _Paths, batch: int, keep: int) -> _Level:
     """Find the best continuations of each row. Selecting the best of each path first leaves far less to sort."""
     # One product reads the shares once.
-    scores = torch.bmm(torch.stack(list(emissions.masses), 1)[:, None], emissions.shares)[:, 0]
+    scores = torch.bmm(torch.stack(masses, 1)[:, None], shares)[:, 0]
     best, names = scores.topk(min(keep, scores.shape[1]))
     options = best.shape[1]
     path_at = torch.arange(batch * paths.width, device=best.device)
@@ -193,7 +155,9 @@ def _promising(levels: Sequence[_Level], size: int, least: float) -> Tensor:
     return wanted.flatten().nonzero()[:, 0]
 
 
-def _extended(model: LabelModel, paths: _Paths, emissions: _Emissions, level: _Level, chosen: Tensor | None) -> _Paths:
+def _extended(
+    model: LabelModel, paths: _Paths, masses: list[Tensor], shares: Tensor, level: _Level, chosen: Tensor | None
+) -> _Paths:
     """Return the paths to the `chosen` candidates of a level; None for all."""
     batch, width = level.paths.shape
     nodes = (paths.before + torch.arange(width, device=level.paths.device)).repeat(batch)
@@ -206,7 +170,7 @@ def _extended(model: LabelModel, paths: _Paths, emissions: _Emissions, level: _L
         width=width,
         nodes=nodes,
         probs=probs,
-        arrival=[mass[path] * emissions.shares[path, at, token] for at, mass in enumerate(emissions.masses)],
+        arrival=[mass[path] * shares[path, at, token] for at, mass in enumerate(masses)],
         state=model.extend(paths.state.index_select(0, path), token),
         before=paths.before + width,
     )

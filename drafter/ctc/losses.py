@@ -20,23 +20,17 @@ IMPOSSIBLE = -1e30
 
 
 def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
-    """Return which prefixes of `targets` `[N, U]` of `lengths` `[N]` CTC can emit in `frames` frames, `[N, U]` bool."""
+    """Return whether CTC can emit each prefix of `targets` `[N, U]` of `lengths` `[N]` in `frames`, `[N, U]` bool."""
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     repeats = _repeats(targets).long().cumsum(1)
     return (position <= lengths[:, None]) & (position + repeats <= frames)
 
 
-def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossSum, Tensor]:
+def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> LossSum:
     """Return the CTC loss `−log P(Y|X)`: the frames collapse to exactly the target (Graves et al. 2006).
 
-    Args:
-        log_probs: `[N, T, V + 1]`, blank last.
-        targets: `[N, U]` labels; any valid id past a row's length.
-        lengths: `[N]` number of valid labels.
-
-    Returns:
-        The sum over rows, each of weight 1, and `masked` `[N]` bool: rows that do not count, because they have no
-            target or need more than `T` frames.
+    `log_probs` are `[N, T, V + 1]`, blank last, and `targets` `[N, U]` have any valid id past a row's `lengths` `[N]`.
+    Each row has weight 1, or 0 if it has no target or needs more than `T` frames.
     """
     frames, labels = log_probs.shape[1], targets.shape[1]
     position = torch.arange(1, labels + 1, device=targets.device)
@@ -44,7 +38,7 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossS
     counted = reached & (lengths > 0)
     n, b, _ = _recursion(log_probs, targets)
     complete = torch.logaddexp(b[:, -1], n[:, -1]).gather(1, lengths[:, None])[:, 0]
-    return LossSum(-torch.where(counted, complete, 0.0).sum(), counted.sum().to(log_probs.dtype)), ~counted
+    return LossSum(-torch.where(counted, complete, 0.0).sum(), counted.sum().to(log_probs.dtype))
 
 
 def prefix_loss(
@@ -59,13 +53,11 @@ def prefix_loss(
         log_probs: `[N, T, V + 1]`, blank last.
         targets: `[N, U]` the text; any valid id past a row's length.
         lengths: `[N]` number of valid targets.
-        decay: Weight of a position relative to the one before it.
         labels: `[N, U, K]` what should follow each prefix of the text; None for the text itself.
     """
     frames = log_probs.shape[1]
     labels = labels or hard_labels(targets)
     n, b, prefixes = _recursion(log_probs, targets)
-    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
     reached = torch.cat([lengths[:, None] > 0, reachable(targets, lengths, frames)[:, :-1]], 1)
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     reached = reached & (position <= lengths[:, None])
@@ -79,7 +71,7 @@ def prefix_loss(
     scores = (waiting + emit).logsumexp(1)
     repeats = _repeats(targets).long()
     needed = (position + repeats.cumsum(1) - repeats)[:, :, None] + again
-    return _conditional(scores, before, reached, needed <= frames, labels.probs, decay)
+    return _conditional(scores, prefixes, reached[..., None] & (needed <= frames), labels.probs, decay)
 
 
 def lattice_prefix_loss(
@@ -97,7 +89,6 @@ def lattice_prefix_loss(
     Args:
         emit: `[N, U, B]` log-probability that the frame emits label `u + 1` of the text.
         blank: `[N, U, B]` log-probability that it emits a blank.
-        lengths: `[N]` number of valid labels.
         frames: T; entries of frames beyond it do not count.
         choices: Labels, if not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each label, and
             weights `[N, U, K]`.
@@ -108,18 +99,16 @@ def lattice_prefix_loss(
         label_emit, probs = choices
         scores = (masses + _in_time(emit, frames))[..., None] + label_emit
         scores = scores.logsumexp(2)
-    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
     position = torch.arange(1, emit.shape[1] + 1, device=emit.device)
     reached = (position <= lengths[:, None]) & (position <= frames)
-    return _conditional(scores, before, reached, torch.ones_like(probs, dtype=torch.bool), probs, decay)
+    return _conditional(scores, prefixes, reached[..., None], probs, decay)
 
 
 def lattice_prefixes(emit: Tensor, blank: Tensor, frames: int) -> tuple[Tensor, Tensor]:
     """Run the recursion of `best_lattice_trie` along a text, with the arguments of `lattice_prefix_loss`.
 
-    Returns:
-        Log-probability `[N, U, B]` that exactly `u` labels of the text were emitted before frame `u + 1 + i`, and
-        `log π` `[N, U]` of each prefix of the text.
+    Return the log-probability `[N, U, B]` that exactly `u` labels of the text were emitted before frame `u + 1 + i`,
+    and `log π` `[N, U]` of each prefix of the text.
     """
     count, labels, band = emit.shape
     emit = emit + _in_time(emit, frames)
@@ -136,14 +125,14 @@ def lattice_prefixes(emit: Tensor, blank: Tensor, frames: int) -> tuple[Tensor, 
 
 
 def _in_time(emit: Tensor, frames: int) -> Tensor:
-    """Return 0 for entries `[U, B]` of frames that exist, and `IMPOSSIBLE` for the others."""
+    """Return `[U, B]`, 0 for entries of frames that exist and `IMPOSSIBLE` for others."""
     _, labels, band = emit.shape
     frame = torch.arange(labels, device=emit.device)[:, None] + torch.arange(1, band + 1, device=emit.device)
     return torch.where(frame > frames, IMPOSSIBLE, 0.0)
 
 
 def _repeats(targets: Tensor) -> Tensor:
-    """Return which labels equal the label before them, `[N, U]` bool."""
+    """Return whether each label equals the label before it, `[N, U]` bool."""
     same = targets[:, 1:] == targets[:, :-1]
     return torch.cat([torch.zeros_like(targets[:, :1], dtype=torch.bool), same], 1)
 
@@ -151,10 +140,9 @@ def _repeats(targets: Tensor) -> Tensor:
 def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run the recursion of `drafter.ctc.prefix_search` along a text.
 
-    Returns:
-        `n` and `b` `[N, T + 1, U + 1]`, before each frame and after the last: log-probability that the frames so far
-            collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]`
-            of each prefix of the text.
+    Return `n` and `b` `[N, T + 1, U + 1]`, before each frame and after the last: log-probability that the frames so far
+    collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]` of each
+    prefix of the text.
     """
     count, frames, symbols = log_probs.shape
     emit = log_probs.gather(2, targets[:, None].expand(-1, frames, -1))
@@ -174,22 +162,14 @@ def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     return torch.stack(ns, 1), torch.stack(bs, 1), torch.stack(arrivals).logsumexp(0)
 
 
-def _conditional(
-    scores: Tensor, before: Tensor, reached: Tensor, possible: Tensor, probs: Tensor, decay: float
-) -> LossSum:
-    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over reachable labels and prefixes.
+def _conditional(scores: Tensor, prefixes: Tensor, counted: Tensor, probs: Tensor, decay: float) -> LossSum:
+    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over the `counted` `[N, U, K]` labels.
 
-    Args:
-        scores: `[N, U, K]` log prefix probability of the text before a position with each label after it.
-        before: `[N, U]` log prefix probability of the text before the position alone.
-        reached: `[N, U]` bool: the frames can reach the text before the position.
-        possible: `[N, U, K]` bool: they can reach the label after it.
-        probs: `[N, U, K]` weights of the labels.
-        decay: Weight of a position relative to the one before it.
+    `scores` `[N, U, K]` are log prefix probabilities of the text before a position with each label after it, `prefixes`
+    `[N, U]` those of the text with its own.
     """
-    counted = reached[..., None] & possible
-    probs = probs * counted
+    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
     terms = torch.where(counted, scores - before[..., None], 0.0)
     depth = torch.arange(scores.shape[1], device=scores.device, dtype=scores.dtype)
-    weights = (decay**depth)[:, None] * probs
+    weights = (decay**depth)[:, None] * probs * counted
     return LossSum(-(weights * terms).sum(), weights.sum())

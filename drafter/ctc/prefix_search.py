@@ -139,16 +139,11 @@ def static_tree(
 
 
 def collapse(alignments: Tensor, log_probs: Tensor, blank: int, depth: int) -> tuple[Tensor, Tensor]:
-    """Remove repeats, then blanks, and close the gaps.
+    """Remove repeats, then blanks, from alignments `[..., T]`, and close the gaps.
 
-    Args:
-        alignments: `[..., T]` symbols.
-        log_probs: `[..., T]` log-probability of each alignment up to each frame.
-        depth: Most tokens of a path; later tokens are dropped.
-
-    Returns:
-        Paths `[..., depth]`, `PAD_TOKEN` past their ends; and the log-probability of each prefix `[..., depth]`, that
-            of the alignment up to the frame that completes it, -inf past the end.
+    `log_probs` `[..., T]` are of each alignment up to each frame. Return paths `[..., depth]`, `PAD_TOKEN` past their
+    ends, without later tokens; and the log-probability `[..., depth]` of the alignment up to the frame that completes
+    each prefix, -inf past the end.
     """
     before = torch.cat([torch.full_like(alignments[..., :1], blank), alignments[..., :-1]], -1)
     emitted = (alignments != blank) & (alignments != before)
@@ -160,7 +155,6 @@ def collapse(alignments: Tensor, log_probs: Tensor, blank: int, depth: int) -> t
     return paths[..., :depth], prefix_probs[..., :depth]
 
 
-@functools.cache
 def rank_paths(frames: int, top_k: int, count: int) -> list[list[int]]:
     """Return the fixed tree: up to `count` rank vectors `[T]`, by ascending sum of ranks, early deviations first."""
     paths: list[list[int]] = []

@@ -11,8 +11,7 @@ from drafter.drafters.contract import ChoosingDrafter, Drafter, Loading, MergedD
 from drafter.drafters.names import candidates, check_name, kind_and_rest, merged_names
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import is_head_of, load_head
-from drafter.heads.registry import HEADS
+from drafter.heads.checkpoint import HEADS, is_head_of, load_head
 from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
@@ -61,7 +60,7 @@ def _load(name: str, loading: Loading) -> Drafter:
     check_name(name)
     if name in SHIPPED:
         name = str(EMBEDDED_HEADS / name)
-    return load_head(name, loading.base, HEADS).drafter(loading.base, loading.nodes)
+    return load_head(name, loading.base).drafter(loading.base, loading.nodes)
 
 
 def _automatic(loading: Loading) -> Drafter:

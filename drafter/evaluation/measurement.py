@@ -20,9 +20,8 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.questions import Prompt, Question, check_batches, prompts_of
 from drafter.evaluation.results import Cell, Results, Setting, Skipped, StageSums
-from drafter.heads.checkpoint import load_head
+from drafter.heads.checkpoint import HEADS, load_head
 from drafter.heads.contract import DraftHead
-from drafter.heads.registry import HEADS
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts, total
 from drafter.target.model import BaseModel
@@ -245,7 +244,7 @@ def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
 def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     """Return the head of that name; None for a drafter that is not a single head."""
     if name in HEADS:
-        return load_head(EMBEDDED_HEADS / name, base, HEADS)
+        return load_head(EMBEDDED_HEADS / name, base)
     if name == "auto" or name in TRAINING_FREE or kind_and_rest(name)[0] or len(merged_names(name)) > 1:
         return None
-    return load_head(name, base, HEADS)
+    return load_head(name, base)

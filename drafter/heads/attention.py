@@ -1,13 +1,10 @@
-"""Attention draft module with rotary positions (arXiv 2104.09864), and readers that run it over the engine's slots."""
+"""Attention draft module with rotary positions (arXiv 2104.09864), and drafters that run it over the engine's slots."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,9 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.drafters.contract import DraftContext
-from drafter.heads.context_reader import CacheShape, ContextReader, Entries
-from drafter.heads.frame_head import DraftModule, FrameReader
+from drafter.drafters.contract import DraftContext, Loan
+from drafter.heads.frame_head import (
+    ContextDrafter,
+    DraftModule,
+    FrameDrafter,
+    all_hidden_before,
+    rotary_rates,
+    rotate,
+    rotation_table,
+)
 from drafter.native.build import (
     BuildError,
     FrameLayersStruct,
@@ -32,61 +36,7 @@ from drafter.target.attention import Prefix, parts_of, prefix_attention_agrees, 
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 
-SCALINGS = ("default", "linear", "llama3")
-"""Supported `rope_type` values, named as in transformers."""
-
-
-def rotary_rates(theta: float, size: int, device: torch.device) -> Tensor:
-    """Return the rotation angle per position, `[size / 2]` float64, for heads of width `size`."""
-    half = size // 2
-    return theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
-
-
-def scaled_rates(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Return the rates `[D / 2]` as a configuration's `rope_scaling` changes them.
-
-    Args:
-        scaling: Has `rope_type` (or `type`), one of `SCALINGS`, and the numbers that it needs.
-
-    Raises:
-        ValueError: The kind is unknown, or a number is missing.
-    """
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    try:
-        match kind:
-            case "default":
-                return rates
-            case "linear":
-                return rates / float(scaling["factor"])
-            case "llama3":
-                return _llama3(rates, scaling)
-    except KeyError as error:
-        raise ValueError(f"rope_scaling {kind!r} needs {error.args[0]!r}") from error
-    raise ValueError(f"rope_scaling {kind!r} is not known: known are {', '.join(SCALINGS)}")
-
-
-def _llama3(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Scale the rates as Llama 3.1 does."""
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    # Slow rates are divided by the factor, fast ones stay, those between are mixed.
-    turns = float(scaling["original_max_position_embeddings"]) * rates / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * rates + (1.0 - kept) * rates / float(scaling["factor"])
-
-
-def rotation_table(rates: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return cosine and signed sine (first half negative) of positions `0..length-1`, `[length, 2, D]`."""
-    angles = torch.arange(length, device=rates.device)[:, None] * rates
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1).to(dtype)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads `[..., D]` to their positions; `cos` and `sin` (first half negative) must broadcast to them."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
-
-
-# Layers: training and decoding share this forward.
+_log = logging.getLogger(__name__)
 
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to; see `FrameLayer.forward`."""
@@ -109,26 +59,17 @@ class FrameLayer(nn.Module):
         self.gate_up = nn.Linear(width, 2 * intermediate_size, bias=False)
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
-    def project(self, entries: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, queries and keys rotated to their
-        positions.
-
-        `cos` and `sin` are `[B, S, 1, 1, D]`, the first half of `sin` negative.
-        """
+    def project(self, entries: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, rotated by `[B, S, 2, D]`."""
         qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
-        queries, keys = rotate(qkv[:, :, :2], cos, sin).unbind(2)
+        queries, keys = rotate(qkv[:, :, :2], *rotation[:, :, None, None].unbind(4)).unbind(2)
         return queries, keys, qkv[:, :, 2]
 
     def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | Prefix) -> Tensor:
-        """Return the frames `[B, F, d]` after the layer.
+        """Return the frames `[B, F, d]` after the layer, of frames `[B, F, d]` and their queries `[B, F, H, D]`.
 
-        Args:
-            frames: `[B, F, d]`.
-            queries: `[B, F, H, D]`.
-            keys: `[C, S', H, D]`; if `C` is not `B`, the frames belong to C texts, one after another. `[S · L, H, D]`
-                with a `Prefix`.
-            values: As `keys`.
-            seen: A mask, broadcastable to `[C, 1, B·F/C, S']`, or the visible prefix of each of C texts.
+        Keys and values are `[C, S', H, D]`; if `C` is not `B`, the frames belong to C texts, one after another. `seen`
+        is a mask, broadcastable to `[C, 1, B·F/C, S']`; or the visible prefix of each text, of keys `[S · L, H, D]`.
         """
         if isinstance(seen, Prefix):
             queries = queries.reshape(len(seen.lengths), -1, *queries.shape[2:])
@@ -143,17 +84,11 @@ class FrameLayer(nn.Module):
         return frames + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-class AttentionLayers(nn.Module):
-    """Layers whose frames attend to the whole text and to each other.
+class AttentionModule(DraftModule):
+    """The attention draft module (Wen, Gui, Feng 2024, arXiv 2412.00061, section 3.1).
 
-    Args:
-        width: d.
-        num_frames: T.
-        num_layers: Transformer layers.
-        num_heads: Attention heads of a layer; each has an even width.
-        intermediate_size: Inner width of the gated MLP.
-        rope_theta: Base of the rotary positions.
-        causal: Hide later frames from a frame.
+    Its T = `num_frames` frames attend to the whole text and to each other, or if `causal` to no later frame. Attention
+    heads have an even width.
     """
 
     def __init__(
@@ -179,76 +114,83 @@ class AttentionLayers(nn.Module):
         """Fuse embeddings `e(x_i)` `[..., d]` and hidden states `h_{i-1}` `[..., d]` to entries `[..., d]`."""
         return self.fusion(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden_before)], -1))  # type: ignore[no-any-return]
 
-    def rotation(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """See `rotation_table`."""
-        return rotation_table(rotary_rates(self.rope_theta, self.width // self.num_heads, device), length, dtype)
+    def rates(self, device: torch.device) -> Tensor:
+        return rotary_rates(self.rope_theta, self.width // self.num_heads, device)
 
     def frames(
         self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, seen: Tensor | Prefix, memory: Memory
     ) -> Tensor:
-        """Return the last states of the first F frames of each anchor, `[B, A, F, d]`, before any output norm.
+        """Return the last states of the first F = `count` frames of each anchor, `[B, A, F, d]`, before any norm.
 
         Args:
             context: `[B, W, d]` fused entries that are not in the memory yet.
             starts: `[B, A, d]` fused entry of each anchor's pending token. In decoding B is 1 and the rows are its
                 anchors.
-            count: F.
             rotation: `[B, W + A·F, 2, D]` cosine and signed sine at the entries' positions, context first.
             seen: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
                 returns for C texts; or a `Prefix`, if all frames of a text see the same.
-            memory: Takes a layer's new keys and values, returns those to attend to.
         """
         frames = (starts[:, :, None] + self.slots[:count]).flatten(1, 2)
-        cos, sin = rotation[:, :, None, None].unbind(4)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, FrameLayer)
-            queries, keys, values = layer.project(torch.cat([context, frames], 1), cos, sin)
+            queries, keys, values = layer.project(torch.cat([context, frames], 1), rotation)
             frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), seen)
         return frames.view(frames.shape[0], starts.shape[1], count, -1)
 
-    def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Pass each layer's keys and values `[B, W, H, D]` of entries `[B, W, d]` to `store`, for later frames.
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        batch, length, _ = embeddings.shape
+        frames = count or self.num_frames
+        context = self.fuse(embeddings, all_hidden_before(hidden))
+        starts = context.gather(1, anchors[:, :, None].expand(-1, -1, context.shape[-1]))
+        place = torch.arange(length, device=anchors.device)
+        own = torch.arange(1, frames + 1, device=anchors.device)
+        positions = torch.cat([place.expand(batch, -1), (anchors[:, :, None] + own).flatten(1)], 1)
+        rotation = rotation_table(self.rates(hidden.device), length + frames, context.dtype)[positions]
+        sees_context = (place <= anchors[:, :, None]).repeat_interleave(frames, 1)
+        anchor = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(frames)
+        sees_frames = anchor[:, None] == anchor
+        if self.causal:
+            number = own.repeat(anchors.shape[1])
+            sees_frames = sees_frames & (number <= number[:, None])
+        mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
+        return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
 
-        `rotation` is `[B, W, 2, D]`, cosine and signed sine at their positions.
-        """
-        cos, sin = rotation[:, :, None, None].unbind(4)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, FrameLayer)
-            store(index, *layer.project(context, cos, sin)[1:])
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+        """Return a drafter with a KV cache of every slot's fused context."""
+        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+            try:
+                return NativeAttentionDrafter(self, base, fresh)
+            except (BuildError, UnsuitableError) as reason:
+                _log.warning("the head drafts without the native library, which is slower: %s", reason)
+        prepack(self)
+        return AttentionDrafter(self, base, fresh)
 
 
-# Decoding: frames behind a KV cache of the fused context.
+class AttentionDrafter(ContextDrafter, FrameDrafter):
+    """Computes the frames behind a KV cache of the fused context."""
 
-
-class AttentionReader(ContextReader, FrameReader):
-    """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into the cache and computes the frames."""
-
-    def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
-        size = module.width // module.num_heads
-        super().__init__(base, fresh, CacheShape(len(module.layers), module.num_heads, size, module.num_frames))
+    def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
+        heads, rates = module.num_heads, module.rates(base.device)
+        super().__init__(base, fresh, rates, layers=len(module.layers), heads=heads, behind=module.num_frames)
         self._module = module
         attend = prefix_attention_on(base.device, base.dtype)
         # Where all frames of a text see the same of it, they need no mask if something reads to its end.
         proved = (
             attend is not None
             and not module.causal
-            and prefix_attention_agrees(attend, module.num_heads, size, base.device, base.dtype)
+            and prefix_attention_agrees(attend, heads, 2 * len(rates), base.device, base.dtype)
         )
         self._attend, self.bounded = (attend, False) if proved else (None, True)
 
-    def _rotation_table(self, length: int) -> Tensor:
-        return self._module.rotation(length, self._base.device, self._base.dtype)
-
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        """Read the new entries and return the first `count` frames (default: all), `[B, F, d]`."""
         module, rows = self._module, context.tokens.shape[0]
         frames = count or module.num_frames
-        entries, ends = self._recent(rows)
-        positions, fused = self._fused(context, entries)
+        slots, back, ends = self._recent(rows)
+        positions, fused = self._fused(context, slots, back)
         ahead = context.lengths[:, None] + torch.arange(1, frames + 1, device=positions.device)
         # The frames' own keys and values go behind the pending token's, where later entries overwrite them.
         places = torch.cat(
-            [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
+            [positions + slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
         )
         seen: Tensor | Prefix
         if self._attend is not None:
@@ -267,29 +209,28 @@ class AttentionReader(ContextReader, FrameReader):
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
         return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
-        positions, fused = self._fused(context, entries)
-        store = partial(self._store, positions + entries.slots * self._length)
-        self._module.remember(fused[None], self._rotation[positions][None], store)
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        positions, fused = self._fused(context, slots, back)
+        places, rotation = positions + slots * self._length, self._rotation[positions][None]
+        for index, layer in enumerate(self._module.layers):
+            assert isinstance(layer, FrameLayer)
+            self._store(places, index, *layer.project(fused[None], rotation)[1:])
 
-    def _fused(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
+    def _fused(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions `[E]` of entries and the fused entries `[E, d]`."""
-        positions, embeddings, hidden = self._inputs(context, entries)
+        positions, embeddings, hidden = self._inputs(context, slots, back)
         return positions, self._module.fuse(embeddings, hidden)
 
 
-# Decoding on a CPU: the layers run in the native library, one call per step.
-
-
-class NativeAttentionReader(AttentionReader):
-    """An `AttentionReader` for frozen weights in fp32 on a CPU.
+class NativeAttentionDrafter(AttentionDrafter):
+    """An `AttentionDrafter` for frozen weights in fp32 on a CPU: one call of the native library per step.
 
     Raises:
         BuildError: The library cannot be compiled here.
         UnsuitableError: The weights are on another device, the frames are causal, or the library lacks the head size.
     """
 
-    def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
+    def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
         super().__init__(module, base, fresh)
         if module.causal:
             raise UnsuitableError("the library has no frames that leave out later ones")
@@ -318,30 +259,29 @@ class NativeAttentionReader(AttentionReader):
             scale=size**-0.5,
         )
 
-    def open(self, slots: int, length: int) -> None:
-        super().open(slots, length)
+    def open(self, loan: Loan) -> None:
+        super().open(loan)
         half = self._rotation.shape[2] // 2
         self._struct.cosines = self._weights.address(self._rotation[:, 0, :half])
         self._struct.sines = self._weights.address(self._rotation[:, 1, half:])
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         frames = count or self._module.num_frames
-        entries, ends = self._recent(len(context.tokens))
-        return self._run(context, entries, ends, frames)
+        return self._run(context, *self._recent(len(context.tokens)), frames)
 
-    def _remember(self, context: DraftContext, entries: Entries) -> None:
-        self._run(context, entries, entries.slots[:0], 0)
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        self._run(context, slots, back, slots[:0], 0)
 
-    def _run(self, context: DraftContext, entries: Entries, ends: Tensor, frames: int) -> Tensor:
+    def _run(self, context: DraftContext, slots: Tensor, back: Tensor, ends: Tensor, frames: int) -> Tensor:
         """Read entries; return frames `[B, F, d]` after the entries `ends` `[B]`."""
         hidden = context.hidden
         assert hidden is not None
         assert hidden.dtype == torch.float32
         assert hidden.stride()[1:] == (self._module.width, 1)
         # On a CPU the host knows all lengths, and numpy takes less time than PyTorch to index with a few numbers.
-        slots = entries.slots.numpy()
-        positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
-        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).float().contiguous()
+        slot = slots.numpy()
+        positions = (np.array(context.host_lengths)[slot] - back.numpy()).clip(0)
+        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slot, positions])).float().contiguous()
         states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
@@ -350,9 +290,9 @@ class NativeAttentionReader(AttentionReader):
             embeddings=embeddings.data_ptr(),
             hidden=hidden.data_ptr(),
             hidden_stride=hidden.stride(0),
-            slot=slots.ctypes.data,
+            slot=slot.ctypes.data,
             position=positions.ctypes.data,
-            entries=len(slots),
+            entries=len(slot),
             ends=ends.data_ptr(),
             rows=len(ends),
             frames=frames,
@@ -364,39 +304,3 @@ class NativeAttentionReader(AttentionReader):
 
     def _norm(self, norm: nn.LayerNorm) -> LayerNormStruct:
         return LayerNormStruct(self._weights.address(norm.weight), self._weights.address(norm.bias))
-
-
-_log = logging.getLogger(__name__)
-
-
-class AttentionModule(AttentionLayers, DraftModule):
-    """The attention draft module (Wen, Gui, Feng 2024, arXiv 2412.00061, section 3.1)."""
-
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        batch, length, _ = embeddings.shape
-        frames = count or self.num_frames
-        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
-        context = self.fuse(embeddings, before)
-        starts = context.gather(1, anchors[:, :, None].expand(-1, -1, context.shape[-1]))
-        place = torch.arange(length, device=anchors.device)
-        own = torch.arange(1, frames + 1, device=anchors.device)
-        positions = torch.cat([place.expand(batch, -1), (anchors[:, :, None] + own).flatten(1)], 1)
-        rotation = self.rotation(length + frames, hidden.device, context.dtype)[positions]
-        sees_context = (place <= anchors[:, :, None]).repeat_interleave(frames, 1)
-        anchor = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(frames)
-        sees_frames = anchor[:, None] == anchor
-        if self.causal:
-            number = own.repeat(anchors.shape[1])
-            sees_frames = sees_frames & (number <= number[:, None])
-        mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
-        return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
-
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader with a KV cache of every slot's fused context."""
-        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
-            try:
-                return NativeAttentionReader(self, base, fresh)
-            except (BuildError, UnsuitableError) as reason:
-                _log.warning("the head drafts without the native library, which is slower: %s", reason)
-        prepack(self)
-        return AttentionReader(self, base, fresh)

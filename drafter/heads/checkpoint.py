@@ -1,4 +1,4 @@
-"""Saves and loads draft heads: `config.json` and `model.safetensors` in a folder or on the hub."""
+"""Draft heads by algorithm: new ones, and those saved in a folder or on the hub; export to layouts of others."""
 
 from __future__ import annotations
 
@@ -18,32 +18,162 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError, first_line
-from drafter.heads.config import head_config
-from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.layouts import public_config, read_public
-from drafter.heads.published import refuse_other_base
+from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, head_config
+from drafter.heads.contract import DraftHead, Provenance, most_frequent
+from drafter.heads.published import (
+    Json,
+    Layout,
+    TargetOfExport,
+    Weights,
+    public_config,
+    read_public,
+    refuse_other_base,
+)
 from drafter.hub import hub_file, not_found
+from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
-"""Accepted names of the weights file."""
+HEADS: dict[str, type[DraftHead]] = {CTCHead.algorithm: CTCHead, **resolved("heads")}
+"""Draft heads by the name of their algorithm."""
 UNPICKLE = "python -m drafter.heads.unpickle"
 """Converts pickled weights in a restricted process."""
+_PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_FORMAT_VERSION = 1
+_CALLS_PER_TENSOR = 1000
+"""Limit of torch calls per tensor while a head is built; a dozen is usual."""
+_REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+"""Accepted dtypes in a file; they are converted to the head's."""
 
 
-def find_files(name: str) -> tuple[Path, Path]:
-    """Return the paths of configuration and weights in a folder or of a hub id (`HF_HUB_OFFLINE` is respected).
+def new_head(
+    algorithm: str, base: BaseModel, settings: Mapping[str, Any], token_counts: Tensor | None = None
+) -> DraftHead:
+    """Return an untrained head on the target model's device, in float32.
+
+    Args:
+        algorithm: A key of `HEADS`.
+        settings: Fields of its configuration, without `hidden_size` and `vocab_size`.
+        token_counts: `[V]` token frequencies in the training texts, which choose the draft vocabulary.
 
     Raises:
-        LoadError: The head does not exist, or lacks one of the files.
+        LoadError: The algorithm or a field is unknown, or a value is invalid.
+        ValueError: There is a `draft_vocab_size`, but no `token_counts`.
     """
+    if algorithm not in HEADS:
+        raise LoadError(f"no draft head {algorithm!r}: known are {', '.join(HEADS)}")
+    sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+    head_class = HEADS[algorithm]
+    fields = {**head_class.defaults(base.config.num_hidden_layers), **settings, **sizes}
+    head = head_class(head_config(algorithm, head_class.config_class, fields))
+    head.to(base.device)
+    if head.vocabulary is not None:
+        if token_counts is None:
+            raise ValueError("a draft vocabulary is chosen by how often tokens occur: give token_counts")
+        head.vocabulary.tokens.copy_(most_frequent(token_counts, len(head.vocabulary.tokens)))
+        head.vocabulary.borrow(base)
+    head.start_from(base)
+    return head
+
+
+def save_head(head: DraftHead, folder: str | Path) -> None:
+    """Write a head's folder, replacing the files of an earlier head; raise `ValueError` without `provenance`."""
+    if head.provenance is None:
+        raise ValueError("a head is saved with its provenance: set head.provenance first")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = head.provenance
+    config = {
+        "format_version": _FORMAT_VERSION,
+        "algorithm": head.algorithm,
+        "base_model": {"name": origin.base_name, "fingerprint": origin.base_fingerprint},
+        "head": dataclasses.asdict(head.config),
+        "training": dict(origin.training),
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    _replace(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    _replace(folder / CONFIG_FILE, lambda file: file.write_text(text))
+
+
+def _replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Write atomically: to a temporary file beside `target`, then rename."""
+    temporary = target.with_name(target.name + ".tmp")
+    write(temporary)
+    temporary.replace(target)
+
+
+def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
+    """Convert a folder that `save_head` has written to the layout that vLLM reads, in an existing folder.
+
+    It raises what `exportable` does.
+    """
+    saved = json.loads((source / CONFIG_FILE).read_bytes())
+    layout, shape = exportable(saved["algorithm"], saved["head"])
+    assert layout.export is not None
+    config, tensors = layout.export(shape, load_file(source / WEIGHTS_FILE), base)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, target / WEIGHTS_FILE, {"format": "pt"})
+    (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def exportable(algorithm: str, fields: Mapping[str, Any]) -> tuple[Layout, Any]:
+    """Return a head's export layout and its configuration; raise `LoadError` if the head cannot be exported."""
+    exported: dict[str, Layout] = {one.algorithm: one for one in resolved("layouts").values() if one.export is not None}
+    if algorithm not in exported:
+        raise LoadError(f"heads of algorithm {algorithm!r} have no layout that others read; {', '.join(exported)} have")
+    shape = head_config(algorithm, HEADS[algorithm].config_class, fields)
+    exported[algorithm].check_exportable(shape)
+    return exported[algorithm], shape
+
+
+def load_head(name_or_path: str | Path, base: BaseModel) -> DraftHead:
+    """Load a draft head from a folder or hub id in evaluation mode, on the target model's device and in its dtype.
+
+    Raises:
+        LoadError: The head does not exist, its algorithm or configuration is unknown, its weights are damaged, missing,
+            misshapen or pickled, or it belongs to another target model. The message names the head and what to do.
+    """
+    name = str(name_or_path)
+    config_file, weights_file = _find_files(name)
+    if (public := public_config(config_file)) is not None:
+        head, tensors = _published(name, public, _read_weights(name, weights_file), base)
+    else:
+        head, tensors = _own(name, _read_config(name, config_file), weights_file, base)
+    for key, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise LoadError(f"draft head {name!r}: tensor {key!r} holds values that are not finite")
+    head.load_state_dict(tensors)
+    head.to(base.device, base.dtype).eval().requires_grad_(False)
+    if head.vocabulary is not None:
+        try:
+            head.vocabulary.borrow(base)
+        except ValueError as error:
+            raise LoadError(f"draft head {name!r}: {error}") from error
+    return head
+
+
+def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
+    """Return whether a draft head was trained for this target model; raise `LoadError` if it cannot be read."""
+    name = str(name_or_path)
+    return base.has_fingerprint(_read_config(name, _find_files(name)[0]).base_model.fingerprint)
+
+
+# Files.
+
+
+def _find_files(name: str) -> tuple[Path, Path]:
+    """Return the paths of configuration and weights in a folder or of a hub id (`HF_HUB_OFFLINE` is respected)."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _in_folder(name, folder)
+        if not (folder / CONFIG_FILE).is_file():
+            raise LoadError(f"draft head {name!r} has no {CONFIG_FILE}: give a folder that a draft head was saved in")
+        weights = next((folder / one for one in _PUBLISHED_WEIGHTS if (folder / one).is_file()), None)
+        if weights is None:
+            raise LoadError(f"draft head {name!r} has no {WEIGHTS_FILE}{_only_pickles(folder)}")
+        return folder / CONFIG_FILE, weights
     if folder.exists():
         raise LoadError(f"draft head {name!r} is a file: give the folder that holds it")
     hint = f"give a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a hub id"
@@ -52,13 +182,13 @@ def find_files(name: str) -> tuple[Path, Path]:
     return _on_hub(name, hint)
 
 
-def _in_folder(name: str, folder: Path) -> tuple[Path, Path]:
-    if not (folder / CONFIG_FILE).is_file():
-        raise LoadError(f"draft head {name!r} has no {CONFIG_FILE}: give a folder that a draft head was saved in")
-    weights = next((folder / one for one in PUBLISHED_WEIGHTS if (folder / one).is_file()), None)
-    if weights is None:
-        raise LoadError(f"draft head {name!r} has no {WEIGHTS_FILE}{_only_pickles(folder)}")
-    return folder / CONFIG_FILE, weights
+def _only_pickles(folder: Path) -> str:
+    found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if not found:
+        return ""
+    return (
+        f", only {found[0]}: pickles are never loaded, because loading one runs code; `{UNPICKLE} {folder}` converts it"
+    )
 
 
 def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
@@ -68,39 +198,17 @@ def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
         raise LoadError(
             f"no draft head at {name!r}: no such folder, and as a hub id: {not_found(error)}; {hint}"
         ) from error
-    for weights in PUBLISHED_WEIGHTS:
+    for weights in _PUBLISHED_WEIGHTS:
         try:
             return config_file, hub_file(name, weights)
         except EntryNotFoundError as error:
-            missing = error
+            missing: Exception = error
         except (OSError, ValueError, RuntimeError) as error:
             raise LoadError(f"draft head {name!r}: {weights} cannot be downloaded: {first_line(error)}") from error
-    reason = "is not in the local cache, and the hub cannot be reached"
-    if not _is_offline(missing):
-        reason = f"is not there; pickled weights are never loaded: `hf download {name}`, then `{UNPICKLE} FOLDER`"
+    reason = f"is not there; pickled weights are never loaded: `hf download {name}`, then `{UNPICKLE} FOLDER`"
+    if isinstance(missing, LocalEntryNotFoundError):
+        reason = "is not in the local cache, and the hub cannot be reached"
     raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} {reason}") from missing
-
-
-def _is_offline(error: BaseException) -> bool:
-    return isinstance(error, LocalEntryNotFoundError)
-
-
-def _only_pickles(folder: Path) -> str:
-    """Return a hint if the folder has only pickled weights."""
-    found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if not found:
-        return ""
-    return (
-        f", only {found[0]}: pickles are never loaded, because loading one runs code; `{UNPICKLE} {folder}` converts it"
-    )
-
-
-FORMAT_VERSION = 1
-_CALLS_PER_TENSOR = 1000
-"""Limit of torch calls per tensor while a head is built; a dozen is usual."""
-_REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int64, torch.int32)
-"""Accepted dtypes in a file; they are converted to the head's."""
 
 
 @dataclass(frozen=True)
@@ -120,167 +228,6 @@ class _HeadFile:
     training: dict[str, Any] = field(default_factory=dict)
 
 
-def save_head(head: DraftHead, folder: str | Path) -> None:
-    """Write a head's folder, replacing the files of an earlier head.
-
-    Raises:
-        ValueError: `provenance` is not set.
-    """
-    if head.provenance is None:
-        raise ValueError("a head is saved with its provenance: set head.provenance first")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    origin = head.provenance
-    config = _HeadFile(
-        format_version=FORMAT_VERSION,
-        algorithm=head.algorithm,
-        base_model=_BaseOfHead(origin.base_name, origin.base_fingerprint),
-        head=dataclasses.asdict(head.config),
-        training=dict(origin.training),
-    )
-    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    _replace(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
-    _replace(folder / CONFIG_FILE, lambda file: file.write_text(text))
-
-
-def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str, type[DraftHead]]) -> DraftHead:
-    """Load a draft head from a folder or hub id in evaluation mode, on the target model's device and in its dtype.
-
-    Raises:
-        LoadError: The head does not exist, its algorithm or configuration is unknown, its weights are damaged, missing,
-            misshapen or pickled, or it belongs to another target model. The message names the head and what to do.
-    """
-    name = str(name_or_path)
-    config_file, weights_file = find_files(name)
-    if (public := public_config(config_file)) is not None:
-        return _ready(name, *_published(name, public, _read_weights(name, weights_file), base, algorithms), base)
-    config = _read_config(name, config_file)
-    if config.algorithm not in algorithms:
-        known = ", ".join(sorted(algorithms))
-        raise LoadError(f"draft head {name!r} is of algorithm {config.algorithm!r}; known here: {known}")
-    trained_for = config.base_model
-    if not base.has_fingerprint(trained_for.fingerprint):
-        raise LoadError(
-            f"draft head {name!r} belongs to the target model {trained_for.name!r} (fingerprint "
-            f"{trained_for.fingerprint}), not to {base.name!r} ({base.fingerprint}): train a head for this model, or "
-            "load the other one"
-        )
-    tensors = _read_weights(name, weights_file)
-    head = _new_head(name, algorithms[config.algorithm], config.head, tensors, base, trained_for.name)
-    head.provenance = Provenance(trained_for.name, trained_for.fingerprint, config.training)
-    return _ready(name, head, tensors, base)
-
-
-def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
-    """Return whether a draft head, in a folder or by hub id, was trained for this target model.
-
-    Raises:
-        LoadError: The head does not exist, or its `config.json` cannot be read.
-    """
-    name = str(name_or_path)
-    return base.has_fingerprint(_read_config(name, find_files(name)[0]).base_model.fingerprint)
-
-
-def _published(
-    name: str,
-    config: Mapping[str, Any],
-    tensors: dict[str, Tensor],
-    base: BaseModel,
-    algorithms: Mapping[str, type[DraftHead]],
-) -> tuple[DraftHead, dict[str, Tensor]]:
-    """Return a published head, without its weights, and the weights."""
-    try:
-        found = read_public(name, config, tensors, base)
-        head = _new_head(name, algorithms[found.algorithm], found.fields, found.tensors, base, found.made_for)
-    except (LoadError, torch.OutOfMemoryError):
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Both files are untrusted; not every fault in them has its own message.
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise LoadError(
-            f"draft head {name!r}: its {CONFIG_FILE} and weights are not as published ones: {why}"
-        ) from error
-    head.provenance = Provenance(found.made_for or "", base.fingerprint, {"layout": found.layout})
-    return head, found.tensors
-
-
-class _AtMost(TorchFunctionMode):
-    """Limits the number of torch calls in a `with` block."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self._left = calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError(f"it has more layers than {WEIGHTS_FILE} has tensors for")
-        return func(*args, **(kwargs or {}))
-
-
-def _new_head(
-    name: str,
-    head_class: type[DraftHead],
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    base: BaseModel,
-    made_for: str | None,
-) -> DraftHead:
-    """Return a head for the target model, before its weights are loaded.
-
-    A configuration may claim any size. So the head is first built on the meta device, and the tensors, which take no
-    memory until their file is read, must have its names, shapes and types.
-
-    Raises:
-        LoadError: The configuration is invalid, or does not fit the tensors or the target model.
-    """
-    config = head_config(name, head_class.config_class, fields)
-    refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
-    with _building(name), torch.device("meta"), _AtMost(_CALLS_PER_TENSOR * (1 + len(tensors))):
-        skeleton = head_class(config)
-    if skeleton.deepest_layer >= base.num_layers:
-        raise LoadError(
-            f"draft head {name!r} reads layer {skeleton.deepest_layer} of its target model, counted from 0, and "
-            f"{base.name!r} has {base.num_layers} layers: load the target model that it was trained for"
-        )
-    _refuse_other_tensors(name, skeleton.state_dict(), tensors)
-    with _building(name):  # initial values are set here: on the meta device any number is good
-        return head_class(config)
-
-
-@contextmanager
-def _building(name: str) -> Iterator[None]:
-    """Turn what a configuration makes PyTorch raise into `LoadError`."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        why = first_line(error)
-        raise LoadError(f"draft head {name!r}: no head can be built as its {CONFIG_FILE} says: {why}") from error
-
-
-def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseModel) -> DraftHead:
-    """Load the weights into the head and make it ready to draft."""
-    for key, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise LoadError(f"draft head {name!r}: tensor {key!r} holds values that are not finite")
-    head.load_state_dict(tensors)
-    head.to(base.device, base.dtype).eval().requires_grad_(False)
-    if head.vocabulary is not None:
-        try:
-            head.vocabulary.borrow(base)
-        except ValueError as error:
-            raise LoadError(f"draft head {name!r}: {error}") from error
-    return head
-
-
-def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write atomically: to a temporary file beside `target`, then rename."""
-    temporary = target.with_name(target.name + ".tmp")
-    write(temporary)
-    temporary.replace(target)
-
-
 def _read_config(name: str, file: Path) -> _HeadFile:
     try:
         config = TypeAdapter(_HeadFile).validate_json(file.read_bytes(), strict=True)
@@ -297,14 +244,14 @@ def _read_config(name: str, file: Path) -> _HeadFile:
                 needed = ", ".join(one.name for one in dataclasses.fields(_HeadFile))
                 reason = f"is not a draft head's (which has {needed})"
         raise LoadError(f"draft head {name!r}: {CONFIG_FILE} {reason}") from error
-    if config.format_version != FORMAT_VERSION:
+    if config.format_version != _FORMAT_VERSION:
         raise LoadError(
-            f"draft head {name!r} is of format version {config.format_version}; this release reads {FORMAT_VERSION}"
+            f"draft head {name!r} is of format version {config.format_version}; this release reads {_FORMAT_VERSION}"
         )
     return config
 
 
-def _read_weights(name: str, file: Path) -> dict[str, Tensor]:
+def _read_weights(name: str, file: Path) -> Weights:
     try:
         return load_file(file)  # type: ignore[no-any-return]
     except (OSError, SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -312,7 +259,90 @@ def _read_weights(name: str, file: Path) -> dict[str, Tensor]:
         raise LoadError(f"draft head {name!r} has damaged weights: {first_line(error)}") from error
 
 
-def _refuse_other_tensors(name: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+# Heads before their weights are loaded, and the weights.
+
+
+def _own(name: str, config: _HeadFile, weights_file: Path, base: BaseModel) -> tuple[DraftHead, Weights]:
+    if config.algorithm not in HEADS:
+        known = ", ".join(sorted(HEADS))
+        raise LoadError(f"draft head {name!r} is of algorithm {config.algorithm!r}; known here: {known}")
+    trained_for = config.base_model
+    if not base.has_fingerprint(trained_for.fingerprint):
+        raise LoadError(
+            f"draft head {name!r} belongs to the target model {trained_for.name!r} (fingerprint "
+            f"{trained_for.fingerprint}), not to {base.name!r} ({base.fingerprint}): train a head for this model, or "
+            "load the other one"
+        )
+    tensors = _read_weights(name, weights_file)
+    head = _empty_head(name, config.algorithm, config.head, tensors, base, trained_for.name)
+    head.provenance = Provenance(trained_for.name, trained_for.fingerprint, config.training)
+    return head, tensors
+
+
+def _published(name: str, config: Json, tensors: Weights, base: BaseModel) -> tuple[DraftHead, Weights]:
+    try:
+        found = read_public(name, config, tensors, base)
+        head = _empty_head(name, found.algorithm, found.fields, found.tensors, base, found.made_for)
+    except (LoadError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Both files are untrusted; not every fault in them has its own message.
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise LoadError(
+            f"draft head {name!r}: its {CONFIG_FILE} and weights are not as published ones: {why}"
+        ) from error
+    head.provenance = Provenance(found.made_for or "", base.fingerprint, {"layout": found.layout})
+    return head, found.tensors
+
+
+def _empty_head(
+    name: str, algorithm: str, fields: Mapping[str, Any], tensors: Weights, base: BaseModel, made_for: str | None
+) -> DraftHead:
+    """Return a head for the target model.
+
+    A configuration may claim any size. So the head is first built on the meta device, and the tensors, which take no
+    memory until their file is read, must have its names, shapes and types.
+    """
+    head_class = HEADS[algorithm]
+    config = head_config(name, head_class.config_class, fields)
+    refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
+    with _building(name), torch.device("meta"), _AtMost(_CALLS_PER_TENSOR * (1 + len(tensors))):
+        skeleton = head_class(config)
+    if skeleton.deepest_layer >= base.num_layers:
+        raise LoadError(
+            f"draft head {name!r} reads layer {skeleton.deepest_layer} of its target model, counted from 0, and "
+            f"{base.name!r} has {base.num_layers} layers: load the target model that it was trained for"
+        )
+    _refuse_other_tensors(name, skeleton.state_dict(), tensors)
+    with _building(name):  # initial values are set here: on the meta device any number is good
+        return head_class(config)
+
+
+class _AtMost(TorchFunctionMode):
+    """Limits the number of torch calls in a `with` block."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self._left = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"it has more layers than {WEIGHTS_FILE} has tensors for")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Turn what a configuration makes PyTorch raise into `LoadError`."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        why = first_line(error)
+        raise LoadError(f"draft head {name!r}: no head can be built as its {CONFIG_FILE} says: {why}") from error
+
+
+def _refuse_other_tensors(name: str, expected: Weights, tensors: Weights) -> None:
     """Raise `LoadError` unless the tensors have the expected names, shapes and compatible dtypes."""
     if missing := sorted(set(expected) - set(tensors)):
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from {WEIGHTS_FILE}")

@@ -4,69 +4,107 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from drafter.drafters.contract import Drafter
-from drafter.heads.config import Tree as Tree
-from drafter.heads.draft_vocabulary import DraftTargets, DraftVocabulary, OutputLayer, draft_vocabulary
-from drafter.heads.losses import DraftBatch, Labels, LossSum
+from drafter.heads.config import Tree
+from drafter.heads.losses import DraftBatch, Labels, LossSum, OutputLayer
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
-MOST_DEPTH = 256
-"""Levels of a draft tree. Buffers are allocated for the depth that a configuration claims, and no tensor proves it."""
-
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of a head.
-
-    Args:
-        base_name: Hub id or path of its target model.
-        base_fingerprint: `BaseModel.fingerprint` of that model.
-        training: Recipe, data, steps, seed, results, versions: anything that JSON can hold.
-    """
+    """Origin of a head: its target model, and how it was trained, as anything that JSON can hold."""
 
     base_name: str
     base_fingerprint: str
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_sizes(config: Any, *names: str) -> None:
-    """Raise `ValueError` for the first of the fields `names` that is below 1, or for a `depth` that no tree has."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
-        if name == "depth" and config.depth > MOST_DEPTH:
-            raise ValueError(f"depth must be at most {MOST_DEPTH}, not {config.depth}")
-
-
-def check_draft_vocab(config: Any) -> None:
-    """Raise `ValueError` if `draft_vocab_size` is not a part of the vocabulary."""
-    size, whole = config.draft_vocab_size, config.vocab_size
-    if size is not None and not 1 <= size <= whole:
-        raise ValueError(f"draft_vocab_size must be from 1 to the size of the vocabulary, {whole}, not {size}")
-
-
-def check_hidden_layers(config: Any) -> None:
-    """Raise `ValueError` if `hidden_layers` is empty or has an invalid layer."""
-    if not config.hidden_layers or min(config.hidden_layers) < LM_HEAD_INPUT:
+def check_hidden_layers(layers: tuple[int, ...]) -> None:
+    """Raise `ValueError` if a configuration's `hidden_layers` are none or have an invalid one."""
+    if not layers or min(layers) < LM_HEAD_INPUT:
         raise ValueError(f"hidden_layers must name at least one layer, and none below {LM_HEAD_INPUT}")
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """Return the `size` most frequent tokens by `counts` `[V]`, sorted by id; ties go to the lower id."""
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+class DraftVocabulary(nn.Module):
+    """Part of the target model's vocabulary that a head may draft: K = `size` of V = `whole` tokens. No parameters.
+
+    `tokens` `[K]` int64, the token of each draft id, is saved with the head. `ids` `[V]` int64 is the draft id of each
+    token, -1 for a token outside.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+
+    def __init__(self, size: int, whole: int) -> None:
+        super().__init__()
+        self.register_buffer("tokens", torch.arange(size))
+        self.register_buffer("ids", torch.full((whole,), -1), persistent=False)
+
+    @torch.no_grad()
+    def borrow(self, base: BaseModel) -> None:
+        """Copy the tokens' rows of the target model's LM head to its device and dtype. They are not saved.
+
+        A duplicate among `tokens`, or one outside the target model's vocabulary, raises `ValueError`.
+        """
+        tokens = self.tokens
+        if int(tokens.min()) < 0 or int(tokens.max()) >= len(self.ids) or len(tokens.unique()) < len(tokens):
+            raise ValueError(f"its draft vocabulary must be different tokens from 0 to {len(self.ids) - 1}")
+        self.ids.fill_(-1)
+        self.ids[tokens] = torch.arange(len(tokens), device=tokens.device)
+        weight, bias = base.lm_head_weight, base.lm_head_bias
+        layer = nn.Linear(weight.shape[1], len(tokens), bias=False, device="meta")
+        # Buffers move with the head, but neither the optimiser nor a checkpoint takes them.
+        del layer.weight, layer.bias
+        rows = tokens.to(weight.device)
+        layer.register_buffer("weight", weight[rows].to(base.device), persistent=False)
+        layer.register_buffer("bias", None if bias is None else bias[rows].to(base.device), persistent=False)
+        self._layer = layer
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        return self._layer.weight
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        return self._layer.bias
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return self._layer(hidden)  # type: ignore[no-any-return]
+
+    def in_draft_ids(self, batch: DraftBatch, labels: Labels) -> tuple[DraftBatch, Labels]:
+        """See `DraftHead.in_draft_ids`."""
+        targets, named = self.ids[batch.targets], self.ids[labels.tokens]
+        inside = targets >= 0
+        lengths = torch.minimum(batch.lengths, inside.long().cumprod(2).sum(2))
+        probs = torch.where((named >= 0) & inside[..., None], labels.probs, 0.0)
+        drafted = replace(batch, targets=targets.clamp_min(0), lengths=lengths)
+        return drafted, Labels(named.clamp_min(0), probs)
+
+    def name_nodes(self, tree: TokenTree) -> TokenTree:
+        """Replace a tree's draft ids by tokens. The root has the pending token already."""
+        ids = tree.tokens[:, 1:]
+        named = torch.where(ids >= 0, self.tokens[ids.clamp_min(0)], ids)
+        return replace(tree, tokens=torch.cat([tree.tokens[:, :1], named], 1))
 
 
 class DraftHead(nn.Module, ABC):
     """A trainable drafter. Each subclass is one algorithm with a dataclass as its configuration.
 
-    Args:
-        config: An instance of `config_class`. It has a `vocab_size`, and a `draft_vocab_size` if the head can draft
-            from a part of the vocabulary.
-
-    Attributes:
-        vocabulary: Tokens that the head may draft; None for all.
+    A configuration has a `vocab_size` and a `depth`, and a `draft_vocab_size` if the head can draft from a part of the
+    vocabulary; see `HeadConfig`.
     """
 
     algorithm: ClassVar[str]
@@ -76,26 +114,37 @@ class DraftHead(nn.Module, ABC):
     """Set by training and by loading. A head without it cannot be saved."""
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
     """The K hidden states that the head reads, concatenated in this order; see `DraftSpec.hidden_layers`."""
+    no_static_tree: str | None = None
+    """Reason why the head has no static tree."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.vocabulary: DraftVocabulary | None = draft_vocabulary(config)
+        size = getattr(config, "draft_vocab_size", None)
+        self.vocabulary = None if size is None else DraftVocabulary(size, config.vocab_size)
 
     @property
     def deepest_layer(self) -> int:
         """Last layer of the target model that the head reads or runs, from 0; negative for none."""
         return max(self.hidden_layers)
 
+    def refuse_tree(self, tree: Tree) -> None:
+        """Raise `ValueError` if the head has no such tree."""
+        if tree == "static" and self.no_static_tree is not None:
+            raise ValueError(self.no_static_tree)
+
     def output(self, base: BaseModel) -> OutputLayer:
         """Return the target model's LM head, or its rows of the draft vocabulary."""
         return base if self.vocabulary is None else self.vocabulary
 
-    def draft_targets(self, batch: DraftBatch, labels: Labels) -> DraftTargets:
-        """Return a batch's targets and labels `[B, A, U, K]` in draft ids."""
-        if self.vocabulary is None:
-            return DraftTargets(batch.targets, batch.lengths, labels)
-        return self.vocabulary.targets(batch, labels)
+    def in_draft_ids(self, batch: DraftBatch, labels: Labels) -> tuple[DraftBatch, Labels]:
+        """Return a batch with targets, and labels `[B, A, U, K]`, in draft ids.
+
+        Lengths end before the first target outside the draft vocabulary: a loss of prefix probabilities ends there,
+        because no tree reaches a later token. Labels outside have probability 0, as have all labels whose target is
+        outside; a per-token loss leaves out only these.
+        """
+        return (batch, labels) if self.vocabulary is None else self.vocabulary.in_draft_ids(batch, labels)
 
     def base_tokens(self, ids: Tensor) -> Tensor:
         """Return the target model's tokens of draft ids, both `[...]`."""
@@ -115,24 +164,16 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the training loss of one batch.
+        """Return the training loss of one batch of `labels` `[B, A, U, K]`. Anchors without a target do not count.
 
-        Args:
-            batch: B texts with A anchors each. Anchors without a target do not count.
-            hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
-            labels: `[B, A, U, K]` what the head should predict for each target.
+        `hidden` `[B, L, K · d]` are the hidden states of `hidden_layers`.
         """
 
     @abstractmethod
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Drafter:
         """Return a drafter with the head's present weights, on the target model's device and in its dtype.
 
-        Args:
-            nodes: Draft tokens of the largest tree.
-            tree: `exact` is the best trie under the head's distributions, `static` the published fixed tree.
-
-        Raises:
-            ValueError: The head has no such tree; the message says why.
+        `nodes` are the draft tokens of its largest tree. It raises what `refuse_tree` does.
         """
 
     def weights_changed(self, base: BaseModel) -> None:
@@ -142,13 +183,7 @@ class DraftHead(nn.Module, ABC):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Return the trees that decoding would propose at many positions of known text, `[B * A, size]`.
+        """Return the trees `[B * A, size]` that decoding would propose at `anchors` `[B, A]` of tokens `[B, L]`.
 
-        Args:
-            tokens: `[B, L]`.
-            hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
-            anchors: `[B, A]` positions of the pending tokens.
-
-        Raises:
-            ValueError: As in `drafter`.
+        `hidden` `[B, L, K · d]` are the hidden states of `hidden_layers`. It raises what `refuse_tree` does.
         """

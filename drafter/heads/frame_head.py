@@ -1,7 +1,7 @@
-"""Contract between draft modules and the heads that read their frames, and the heads built on it.
+"""Heads that draft from frames, and the memory of the engine's slots that draft modules with attention extend.
 
-A module computes `T` frame states for each pending token. Two implementations must agree: many anchors of a known text
-at once (training, simulated walks), and step by step for the engine's slots (decoding).
+A draft module computes `T` frame states for each pending token. Two implementations must agree: many anchors of a known
+text at once (training, simulated walks), and step by step for the engine's slots (decoding).
 """
 
 from __future__ import annotations
@@ -11,78 +11,217 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
-from drafter.heads.contract import DraftHead, Tree
+from drafter.heads.config import Tree
+from drafter.heads.contract import DraftHead
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
+# Rotary positions (arXiv 2104.09864).
+
+
+def rotary_rates(theta: float, size: int, device: torch.device) -> Tensor:
+    """Return the rotation angle per position, `[size / 2]` float64, for heads of width `size`."""
+    half = size // 2
+    return theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+
+
+def rotation_table(rates: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return cosine and signed sine (first half negative) of positions `0..length-1`, `[length, 2, D]`."""
+    angles = torch.arange(length, device=rates.device)[:, None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1).to(dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads `[..., D]` to their positions; `cos` and `sin` (first half negative) must broadcast to them."""
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+# KV cache of every slot's context. An entry of it is a token and the target model's hidden state before it. E entries
+# of several texts are given by their slots `[E]`, and by their distances back `[E]` from the slots' pending tokens.
+
+_CONTEXT_BUCKET = 64
+"""Context lengths are rounded up to a multiple of this, so that shapes repeat."""
+_PROMPT_ENTRIES = 4096
+"""Most prompt entries read in one forward."""
+
+
+class ContextDrafter(Drafter):
+    """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into a KV cache, which is allocated once.
+
+    Args:
+        rates: Rotary angles per position, `[D / 2]` float64 on the device.
+        layers: Layers of the cache.
+        heads: Key heads of a layer, each of width D.
+        behind: Positions after the pending token's that the module writes to or rotates to.
+    """
+
+    bounded = True
+
+    def __init__(self, base: BaseModel, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
+        self._base, self._rates, self._layers, self._heads, self._behind = base, rates, layers, heads, behind
+        self.bytes_per_token = 2 * layers * heads * 2 * len(rates) * base.dtype.itemsize
+        self._cached: list[int] = []  # cached entries of each slot
+        # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
+        # number of entries from every row, enough for two steps.
+        self._late = devices.is_asynchronous(base.device)
+        self._usual = 2 * fresh if self._late else fresh
+        self._new = np.zeros(0, dtype=np.int64)  # entries of each row that the next step has to read
+
+    @abstractmethod
+    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+        """Read entries into the cache."""
+
+    def open(self, loan: Loan) -> None:
+        slots, device, dtype = loan.slots, self._base.device, self._base.dtype
+        self._times = loan.times
+        self._length = loan.length + self._behind + 1
+        shape = (self._layers, 2, slots * self._length, self._heads, 2 * len(self._rates))
+        self._cache = torch.zeros(shape, device=device, dtype=dtype)
+        self._rotation = rotation_table(self._rates, self._length, dtype)
+        self._place = torch.arange(self._length, device=device)
+        self._slot = torch.arange(slots, device=device)
+        self._cached = [0] * slots
+
+    def enter(self, slot: int, text: Ids) -> None:
+        self._cached[slot] = 0
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        # An entry follows from its token and the hidden state before it, so texts that begin alike share entries.
+        known = min(self._cached[source], length)
+        texts = self._cache.unflatten(2, (-1, self._length))
+        texts[:, :, target, :known] = texts[:, :, source, :known]
+        self._cached[target] = known
+
+    def move(self, source: int, target: int) -> None:
+        self.copy(source, target, self._cached[source])
+
+    def clear(self, slot: int) -> None:
+        self._cache.unflatten(2, (-1, self._length))[:, :, slot] = 0
+
+    def prepare(self, context: DraftContext) -> None:
+        """Read rows that have more new entries than an ordinary step reads."""
+        known = np.array(context.host_lengths, dtype=np.int64)
+        new = known + (context.ahead + 1) - np.array(self._cached[: len(known)], dtype=np.int64)
+        late = new > self._usual
+        if late.any():
+            slots, back = _last_entries(late.nonzero()[0], new[late])
+            for first in range(0, len(slots), _PROMPT_ENTRIES):
+                some = slice(first, first + _PROMPT_ENTRIES)
+                self._remember(context, *self._sent(slots[some], back[some]))
+        # The step reads the pending token's entry in any case, because drafting starts from it.
+        self._new = np.where(late, 1, new.clip(1))
+        self._cached[: len(known)] = (known + 1).tolist()
+
+    def _texts(self, rows: int, longest: int) -> Tensor:
+        """Return the cache of `rows` rows, with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
+        bound = min(-(-longest // _CONTEXT_BUCKET) * _CONTEXT_BUCKET, self._length)
+        texts: Tensor = self._cache.unflatten(2, (-1, self._length))
+        return texts[:, :, :rows, :bound]
+
+    def _store(self, places: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values `[1, E, H, D]` to `places` `[E]` of the flattened cache."""
+        self._cache[layer, 0].index_copy_(0, places, keys[0])
+        self._cache[layer, 1].index_copy_(0, places, values[0])
+
+    def _inputs(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions `[E]`, embeddings `[E, d]` and the hidden states before the entries `[E, K · d]`.
+
+        The hidden state before the beginning of a text is zero.
+        """
+        assert context.hidden is not None
+        # A text shorter than `_usual` has its first entry asked for several times; it is the same each time.
+        positions = (context.lengths[slots] - back).clamp_min(0)
+        hidden = context.hidden[slots, (positions - 1).clamp_min(0)].to(self._base.dtype) * (positions > 0)[:, None]
+        return positions, self._base.embed(context.tokens[slots, positions]), hidden
+
+    def _recent(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the possibly new entries of `rows` rows, and the indices of the pending tokens' entries, `[rows]`."""
+        if not self._late:
+            return *self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
+        back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
+        slots = self._slot[:rows, None].expand(-1, self._usual)
+        return slots.flatten(), back.repeat(rows), (self._slot[:rows] + 1) * self._usual - 1
+
+    def _sent(self, slots: Ids, back: Ids) -> tuple[Tensor, Tensor]:
+        device = self._base.device
+        return devices.send(torch.from_numpy(slots), device), devices.send(torch.from_numpy(back), device)
+
+
+def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:
+    """Return slots and distances from the pending token of the last `counts` `[B]` entries of `slots` `[B]`."""
+    ends = counts.cumsum()
+    return slots.repeat(counts), ends.repeat(counts) - 1 - np.arange(counts.sum())
+
+
+# Draft modules, and drafters that compute their frames.
+
+Search = Callable[[Tensor, Tensor, int, float], TokenTree]
+"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
+
 
 class DraftModule(nn.Module, ABC):
-    """Computes frame states from tokens and the target model's hidden states."""
+    """Computes T = `num_frames` frame states from tokens and the target model's hidden states."""
 
     num_frames: int
-    """T."""
 
     @abstractmethod
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Return frames for many anchors of known texts, `[B, A, F, d]`, equal to those of decoding.
+        """Return frames `[B, A, F, d]` at many `anchors` `[B, A]` of known texts, equal to those of decoding.
 
-        Args:
-            embeddings: `[B, L, d]` frozen token embeddings.
-            hidden: `[B, L, K · d]` hidden states of `DraftHead.hidden_layers`.
-            anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
-            count: F, number of leading frames; None for all T. Among frames, a frame sees only these F.
+        `embeddings` `[B, L, d]` are the tokens', `hidden` `[B, L, K · d]` the states of `DraftHead.hidden_layers`,
+        which are not read from an anchor on. Of T frames only the first F = `count` are computed, or see each other.
         """
 
     @abstractmethod
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader that computes frames step by step, on the target model's device and in its dtype.
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+        """Return a drafter, still without its head, on the target model's device and in its dtype.
 
         An ordinary step adds at most `fresh` tokens to a sequence.
         """
 
 
-class SlotReader:
-    """A draft module's memory of the sequences in the engine's slots; empty by default.
-
-    Attributes:
-        bounded: Drafting reads `DraftContext.longest`.
-        bytes_per_token: Memory kept for each position of a slot.
-    """
+class FrameDrafter(Drafter):
+    """Computes a module's frames for the engine's slots, step by step, and searches them for trees."""
 
     bounded = False
     bytes_per_token = 0
 
-    def open(self, slots: int, length: int) -> None:
-        """Allocate memory for `slots` sequences of `length` tokens and their drafts. Called once."""
-
-    def enter(self, slot: int) -> None:
-        """Clear the slot for a new sequence."""
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the memory of the first `length` tokens of `source` to `target`."""
-
-    def move(self, source: int, target: int) -> None:
-        """Move a sequence from slot `source` to slot `target`."""
-
-    def clear(self, slot: int) -> None:
-        """Zero the slot's memory; see `Drafter.clear`."""
-
-    def prepare(self, context: DraftContext) -> None:
-        """Do the work that drafting must not do. Called before each step, with the same rows; see `Drafter.prepare`."""
-
-
-class FrameReader(SlotReader, ABC):
-    """Computes frames for the engine's slots."""
+    def with_head(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> FrameDrafter:
+        """Return this drafter, with a head; see `DraftHead.drafter`."""
+        needs = DraftSpec(nodes, head.config.depth, head.hidden_layers)
+        self.spec = replace(needs, bounded=self.bounded, bytes_per_token=self.bytes_per_token)
+        self._recent_tokens = head.recent_tokens
+        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
+        self._frames_for = partial(head.frames_for, tree=tree)
+        return self
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         """Return the first `count` frames (default: all) of the context's rows, `[B, F, d]`; see `Drafter.propose`."""
+
+    def open(self, loan: Loan) -> None:
+        self._times = loan.times
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        size = ask.nodes + 1
+        states = self.read(context, self._frames_for(size))
+        self._times.mark("draft")
+        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
+        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
+
+
+def all_hidden_before(hidden: Tensor) -> Tensor:
+    """Return the hidden state before each position, as `hidden` `[B, L, d]`; zeros at the beginning of a text."""
+    return torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
 
 
 def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
@@ -91,47 +230,53 @@ def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
     return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
 
 
-def newest_hidden(context: DraftContext) -> Tensor:
-    """Return the hidden state before each row's pending token, `[B, d]`."""
-    assert context.hidden is not None
-    return hidden_before(context.hidden, context.lengths[:, None])[:, 0]
+class LastHidden(DraftModule):
+    """Frames of the hidden state before the pending token alone. Here its one frame is that state itself."""
+
+    num_frames = 1
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        return self.frames(hidden_before(hidden, anchors), count)
+
+    def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
+        return hidden.unsqueeze(-2)
+
+    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+        prepack(self)
+        return _LastHiddenDrafter(self, base.dtype)
 
 
-class HeadDrafter(Drafter):
-    """Base class of drafters with a head: forwards slot changes to the reader of the head's module."""
+class _LastHiddenDrafter(FrameDrafter):
+    def __init__(self, module: LastHidden, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
 
-    def __init__(self, spec: DraftSpec, reader: SlotReader) -> None:
-        self.spec = replace(spec, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token)
-        self._slots = reader
-
-    def open(self, loan: Loan) -> None:
-        self._times = loan.times
-        self._slots.open(loan.slots, loan.length)
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._slots.enter(slot)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._slots.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        self._slots.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        self._slots.clear(slot)
-
-    def prepare(self, context: DraftContext) -> None:
-        self._slots.prepare(context)
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        assert context.hidden is not None
+        newest = hidden_before(context.hidden, context.lengths[:, None])[:, 0]
+        return self._module.frames(newest.to(self._dtype), count)
 
 
-Search = Callable[[Tensor, Tensor, int, float], TokenTree]
-"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
+class ResidualBlocks(LastHidden):
+    """Medusa's draft module (arXiv 2401.10774): `frame_j = h + SiLU(W_j h)`.
+
+    `W_j` starts at zero, so every frame starts as `h`. Frames see neither the pending token nor earlier text; the
+    ablation of arXiv 2412.00061 calls this the linear head.
+    """
+
+    def __init__(self, width: int, num_frames: int) -> None:
+        super().__init__()
+        self.num_frames = num_frames
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_frames))
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
+
+    def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
 
 
 class FrameHead(DraftHead):
-    """A head of a draft module, which computes frames, and a search, which builds trees. Its configuration has a
-    `depth`.
-    """
+    """A head of a draft module, which computes frames, and a search, which builds trees."""
 
     module: DraftModule
     recent_tokens: int = 1
@@ -141,9 +286,8 @@ class FrameHead(DraftHead):
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """Return trees `[B, size]` whose draft tokens are draft ids; see `DraftVocabulary`.
 
-        Args:
-            states: `[B, F, d]` the frames that `frames_for` asks for.
-            recent: `[B, recent_tokens]`, the pending token last.
+        `states` `[B, F, d]` are the frames that `frames_for` asks for; `recent` `[B, recent_tokens]` ends with the
+        pending token.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
@@ -156,7 +300,7 @@ class FrameHead(DraftHead):
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
     def prepack_search(self) -> None:
-        """Prepack the weights that a search in PyTorch reads. The module's reader prepacks the module's."""
+        """Prepack the weights that a search in PyTorch reads. The module's drafter prepacks the module's."""
         for part in self.children():
             if part is not self.module:
                 prepack(part)
@@ -164,9 +308,6 @@ class FrameHead(DraftHead):
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Return how many leading frames a tree of `size` nodes can use; None for all."""
         return None
-
-    def refuse_tree(self, tree: Tree) -> None:
-        """Raise `ValueError` if the head has no such tree."""
 
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
@@ -179,27 +320,7 @@ class FrameHead(DraftHead):
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         self.refuse_tree(tree)
-        return FrameDrafter(self, base, nodes, tree)
-
-
-class FrameDrafter(HeadDrafter):
-    """Drafts with a `FrameHead`; see `DraftHead.drafter`."""
-
-    def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
-        spec = DraftSpec(nodes, head.config.depth, hidden_layers=head.hidden_layers)
-        reader = head.module.reader(base, spec.max_depth + 1)
-        super().__init__(spec, reader)
-        self._reader: FrameReader = reader
-        self._recent_tokens = head.recent_tokens
-        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
-        self._frames_for = partial(head.frames_for, tree=tree)
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        size = ask.nodes + 1
-        states = self._reader.read(context, self._frames_for(size))
-        self._times.mark("draft")
-        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
+        return self.module.drafter(base, self.config.depth + 1).with_head(self, base, nodes, tree)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
@@ -210,59 +331,3 @@ def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
     back = torch.arange(1 - count, 1, device=tokens.device)
     index = (anchors[:, :, None] + back).clamp_min(0)
     return tokens.gather(1, index.flatten(1)).view(index.shape)
-
-
-class LastHidden(DraftModule):
-    """A module without parameters: its one frame is the hidden state before the pending token."""
-
-    num_frames = 1
-
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        return hidden_before(hidden, anchors)[:, :, None]
-
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        return _LastHiddenReader(base.dtype)
-
-
-class _LastHiddenReader(FrameReader):
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        return newest_hidden(context)[:, None].to(self._dtype)
-
-
-class ResidualBlocks(DraftModule):
-    """Medusa's draft module (arXiv 2401.10774): `frame_j = h + SiLU(W_j h)`.
-
-    `W_j` starts at zero, so every frame starts as `h`. Frames see neither the pending token nor earlier text; the
-    ablation of arXiv 2412.00061 calls this the linear head.
-    """
-
-    def __init__(self, width: int, num_frames: int) -> None:
-        super().__init__()
-        self.num_frames = num_frames
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_frames))
-        for block in self.blocks:
-            assert isinstance(block, nn.Linear)
-            nn.init.zeros_(block.weight)
-            nn.init.zeros_(block.bias)
-
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        return self.frames(hidden_before(hidden, anchors), count)
-
-    def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
-        return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
-
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        prepack(self)
-        return _ResidualReader(self, base.dtype)
-
-
-class _ResidualReader(FrameReader):
-    def __init__(self, module: ResidualBlocks, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
-
-    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        return self._module.frames(newest_hidden(context).to(self._dtype), count)

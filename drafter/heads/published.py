@@ -1,7 +1,9 @@
-"""Layouts in which others publish draft heads, and checks that all of them share."""
+"""Layouts in which others publish draft heads: how to recognise, read and write them, and checks that all share."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +16,28 @@ from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, shown
 from drafter.hub import hub_file
+from drafter.plugins import resolved
 from drafter.target.architecture import transformers_loading
 from drafter.target.loading import INDEX, WEIGHTS, read_weight_map
 from drafter.target.model import BaseModel
 
 Json = Mapping[str, Any]
+Weights = dict[str, Tensor]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PublicHead:
-    """A published head, converted.
+    """A published head, converted: weights `tensors` by our names, and the fields of its configuration.
 
-    Args:
-        algorithm: A key of `HEADS`.
-        tensors: Its weights by our names.
-        made_for: Hub id or path of its target model, if known.
+    `algorithm` is a key of `HEADS`; `made_for` is the hub id or path of its target model, if known.
     """
 
     layout: str
     algorithm: str
     fields: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: Weights
     made_for: str | None
 
 
@@ -54,9 +57,6 @@ class TargetOfExport:
     embeddings: Tensor | None = None
 
 
-Weights = dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Layout:
     """A layout that others publish heads in.
@@ -64,7 +64,8 @@ class Layout:
     Args:
         algorithm: A key of `HEADS`.
         recognises: Tells whether a `config.json` is in this layout.
-        read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model.
+        read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model, or raises
+            `LoadError`.
         check_exportable: Raises `LoadError` for a configuration that the layout cannot hold.
         export: Returns the layout's configuration and weights for a head; None if heads are only read.
     """
@@ -76,12 +77,39 @@ class Layout:
     export: Callable[[Any, Weights, TargetOfExport], tuple[dict[str, Any], Weights]] | None = None
 
 
-def number(name: str, config: Json, key: str, default: float | None = None) -> int | float:
-    """Return a number of a published configuration.
+def public_config(file: Path) -> Json | None:
+    """Return a `config.json` if it is a published head's; None otherwise."""
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, RecursionError, ValueError):
+        return None  # the loader of our own format reports the error
+    if not isinstance(config, dict) or "algorithm" in config:
+        return None
+    return config if _layout_of(config) is not None or "speculators_model_type" in config else None
 
-    Raises:
-        LoadError: It is missing without a default, or not a number.
-    """
+
+def read_public(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+    """Convert a published head; raise `LoadError` if it is of another target model or of an unsupported kind."""
+    if (layout := _layout_of(config)) is None:
+        kind = config["speculators_model_type"]
+        raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")
+    found = layout.read(name, config, tensors, base)
+    made_for = found.made_for
+    if made_for is not None and not isinstance(made_for, str):
+        raise LoadError(f"draft head {name!r}: its config.json names as its model {shown(made_for)}, which is no text")
+    if made_for and Path(made_for).name.lower() != Path(base.name).name.lower():
+        _log.warning(
+            "draft head %r was made for %r and has the sizes of %r, which it drafts for", name, made_for, base.name
+        )
+    return found
+
+
+def _layout_of(config: Json) -> Layout | None:
+    return next((one for one in resolved("layouts").values() if one.recognises(config)), None)
+
+
+def number(name: str, config: Json, key: str, default: float | None = None) -> int | float:
+    """Return a number of a published configuration; raise `LoadError` if it is none, or missing without a default."""
     value = config.get(key)
     if value is None:
         value = default
@@ -91,11 +119,7 @@ def number(name: str, config: Json, key: str, default: float | None = None) -> i
 
 
 def count(name: str, config: Json, key: str, default: int | None = None) -> int:
-    """Return a positive integer of a published configuration.
-
-    Raises:
-        LoadError: It is missing without a default, or not a positive integer.
-    """
+    """Return a positive integer of a published configuration; raise `LoadError` as `number` does."""
     value = number(name, config, key, default)
     if not isinstance(value, int) or value < 1:
         raise LoadError(
@@ -105,17 +129,19 @@ def count(name: str, config: Json, key: str, default: int | None = None) -> int:
 
 
 def group(name: str, config: Json, key: str) -> Json:
-    """Return a section of a published configuration; empty if missing or null.
-
-    Raises:
-        LoadError: It is not a mapping.
-    """
+    """Return a section of a published configuration, empty if missing; raise `LoadError` if it is no mapping."""
     value = config.get(key)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(value)}, which are no named values")
     return value
+
+
+def refuse_missing(name: str, needed: Sequence[str], tensors: Weights) -> None:
+    """Raise `LoadError` for the first of the `needed` names that the tensors lack."""
+    if missing := [one for one in needed if one not in tensors]:
+        raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from its weights")
 
 
 def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: Mapping[str, int]) -> None:
@@ -127,16 +153,6 @@ def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: M
                 f"draft head {name!r} belongs to {whose}, not to {base.name!r}: its {what} is {size:,}, and "
                 f"that of the target model {getattr(base, what):,}; load the target model that it was trained for"
             )
-
-
-def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> None:
-    """Raise `LoadError` unless a head's copy of the token embeddings `[V, d]` is the target model's, up to rounding."""
-    own = base.embed(torch.arange(base.vocab_size, device=base.device)).cpu().float()
-    if embeddings.shape != own.shape or bool(((embeddings.float() - own).abs() > 0.01 * own.abs().amax()).any()):
-        raise LoadError(
-            f"draft head {name!r} does not belong to {base.name!r}: the token embeddings that it was trained with are "
-            "others; load the target model that it was trained for"
-        )
 
 
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:

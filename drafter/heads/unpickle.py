@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from drafter.errors import first_line
-from drafter.heads.checkpoint import WEIGHTS_FILE
+from drafter.heads.config import WEIGHTS_FILE
 
 _PICKLES = ("hydra_lm_head.pt", "medusa_lm_head.pt", "pytorch_model.bin")
 _SECONDS = 600
@@ -28,12 +28,7 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM
 
 
 def convert(folder: Path) -> Path:
-    """Convert a folder's pickled weights; return the path of the new `model.safetensors`.
-
-    Raises:
-        ValueError: There are no pickled weights, converted ones exist, the restricted loader refuses them, or the
-            folder is not writable; the message says which.
-    """
+    """Convert a folder's pickled weights; return the path of the new `model.safetensors`. Raise `ValueError` if not."""
     found = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not found:
         raise ValueError(f"{folder} has none of {', '.join(_PICKLES)}: give the folder of a draft head")
@@ -52,10 +47,7 @@ def convert(folder: Path) -> Path:
 def convert_file(pickle: Path, target: Path) -> None:
     """Convert one pickled file of named tensors in another process, then rename it to `target`.
 
-    Raises:
-        ValueError: The restricted loader does not read it.
-        subprocess.TimeoutExpired: It took too long.
-        OSError: The file cannot be written.
+    `ValueError` if the restricted loader does not read it, `TimeoutExpired` if that takes too long, `OSError` of files.
     """
     temporary = target.with_name(target.name + ".tmp")
     temporary.touch()
@@ -72,7 +64,6 @@ def convert_file(pickle: Path, target: Path) -> None:
 
 
 def _inside(pickle: Path, target: Path) -> None:
-    """Convert inside the restricted process."""
     import torch  # the process that waits does not need it
     from safetensors.torch import save
 

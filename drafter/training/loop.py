@@ -1,4 +1,4 @@
-"""Training loop, and the optimiser step on one device."""
+"""Training of a head: the forward of target model and head, the optimiser step on one device, and the loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,54 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from drafter.errors import TrainingError
 from drafter.heads.contract import DraftHead
-from drafter.heads.losses import DraftBatch
+from drafter.heads.losses import DraftBatch, hard_labels
+from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep
+from drafter.training.targets import base_hidden_states, teacher_labels
+
+
+class TrainingStep(nn.Module):
+    """Computes the loss of a head on a batch. Target model and head are one module, so both can be sharded together.
+
+    The frozen target model computes hidden states that the batch lacks. Only the head's parameters are trained. It must
+    be on the target model's device.
+    """
+
+    def __init__(self, base: BaseModel, head: DraftHead, settings: TrainingSettings) -> None:
+        super().__init__()
+        self.base_model: nn.Module = base.model
+        self.head = head
+        self._base, self._settings = base, settings
+
+    def forward(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss's total and weight, scalars (see `LossSum`), of a batch on the target model's device."""
+        settings, base, head = self._settings, self._base, self.head
+        layers = training_layers(head, settings)
+        with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            if batch.hidden is None:
+                hidden = base_hidden_states(base, batch.tokens, layers)
+            else:
+                hidden = batch.hidden.to(base.dtype)
+            parts = hidden.chunk(len(layers), -1)
+            labels = hard_labels(batch.targets)
+            if settings.teacher:
+                last = parts[layers.index(LM_HEAD_INPUT)]
+                labels = teacher_labels(base, head, batch, last, settings.teacher, settings.teacher_temperature)
+            if layers != head.hidden_layers:
+                hidden = torch.cat(parts[: len(head.hidden_layers)], -1)
+            loss = head(base, batch, hidden, labels)
+        return loss.total, loss.weight
+
+
+def training_layers(head: DraftHead, settings: TrainingSettings) -> tuple[int, ...]:
+    """Return the hidden layers that a training step reads: the head's, and with a teacher the LM head's input."""
+    layers = head.hidden_layers
+    return (*layers, LM_HEAD_INPUT) if settings.teacher and LM_HEAD_INPUT not in layers else layers
 
 
 @dataclass(frozen=True)
@@ -29,13 +71,9 @@ class Optimiser(Protocol):
     """Applies optimiser steps to the head's parameters. Sharded models need their own implementation."""
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Apply one step: forward, backward, clip, update.
+        """Apply one step to this worker's share of each of its micro-batches: forward, backward, clip, update.
 
-        Args:
-            parts: This worker's share of each micro-batch of the step.
-
-        Raises:
-            TrainingError: The loss or its gradient is not finite. The parameters have not changed.
+        If the loss or its gradient is not finite, raise `TrainingError` and change nothing.
         """
 
 
@@ -108,14 +146,8 @@ def train(
 ) -> Iterator[StepDone]:
     """Train from step `done + 1` to the last step. The caller logs and saves between the steps.
 
-    Args:
-        optimiser: An optimiser that has taken `done` steps.
-        steps: This worker's micro-batches of each step, from step `done + 1` on.
-        settings: Number of steps and steps between evaluations.
-        evaluate: Measures held-out β by number of draft tokens.
-
-    Raises:
-        TrainingError: The loss is not finite.
+    `steps` are this worker's micro-batches of each step, from step `done + 1` on; `evaluate` measures held-out β by
+    number of draft tokens. It raises what `Optimiser.update` does.
     """
     for step, parts in zip(range(done + 1, settings.steps + 1), steps, strict=False):
         update = optimiser.update(parts)

@@ -1,3 +1,5 @@
+"""Settings of a training run. Without torch, for job configurations."""
+
 from __future__ import annotations
 
 import math
@@ -28,9 +30,6 @@ class TrainingSettings:
         evaluate_every: Steps between two evaluations.
         chosen_by: Number of draft tokens of the held-out β that chooses the checkpoint.
         seed: Seed of initial weights, order and anchors.
-
-    Raises:
-        ValueError: A value is not allowed.
     """
 
     steps: int = 1_200

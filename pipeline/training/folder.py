@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_head
+from drafter.heads.checkpoint import export_head, save_head
+from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE
 from drafter.heads.contract import DraftHead
-from drafter.heads.export import export_head
 from drafter.heads.published import TargetOfExport
 from pipeline.engines.models import tensor_spans
 from pipeline.io.files import Location, make_folders

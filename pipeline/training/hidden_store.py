@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import base_hidden_states
+from drafter.training.targets import base_hidden_states
 from pipeline.io.files import Location
 from pipeline.io.reading import parquet_rows
 from pipeline.staging.staging import Part

@@ -84,9 +84,8 @@ def check_head(config: TrainConfig, model: str) -> Any:
     from transformers import AutoConfig
 
     from drafter.errors import LoadError
+    from drafter.heads.checkpoint import HEADS, exportable
     from drafter.heads.config import head_config
-    from drafter.heads.export import exportable
-    from drafter.heads.registry import HEADS
     from drafter.hub import local_only
 
     if config.algorithm not in HEADS:

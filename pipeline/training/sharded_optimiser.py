@@ -20,12 +20,11 @@ from deepspeed.utils import (
 )
 from torch import Tensor, distributed, nn
 
+from drafter.heads.checkpoint import HEADS
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
-from drafter.heads.registry import HEADS
-from drafter.training.loop import Update, adamw, check_finite
+from drafter.training.loop import TrainingStep, Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep
 from pipeline.training.checkpoints import MOMENTS, TrainingState
 from pipeline.training.config import ShardingConfig
 

@@ -12,15 +12,13 @@ import ray.train.torch
 import torch
 from ray.train.collective import broadcast_from_rank_zero
 
+from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.losses import DraftBatch
-from drafter.heads.registry import new_head
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
-from drafter.training.loop import StepDone, train
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep, training_layers
-from drafter.training.targets import anchor_draws, draft_batch
+from drafter.training.loop import StepDone, TrainingStep, train, training_layers
+from drafter.training.targets import anchor_draws, draft_batch, simulated_beta
 from pipeline.errors import InputError
 from pipeline.training.board import progress_line
 from pipeline.training.checkpoints import SavedRun, TrainingState, report, restore

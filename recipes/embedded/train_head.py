@@ -26,18 +26,22 @@ import yaml
 from torch.nn.utils.rnn import pad_sequence
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.heads.checkpoint import save_head
+from drafter.heads.checkpoint import new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.losses import DraftBatch
-from drafter.heads.registry import new_head
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser, train
+from drafter.training.loop import TorchOptimiser, TrainingStep, train, training_layers
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep, base_hidden_states, training_layers
-from drafter.training.targets import RegeneratedText, anchor_draws, count_targets, draft_batch
+from drafter.training.targets import (
+    RegeneratedText,
+    anchor_draws,
+    base_hidden_states,
+    count_targets,
+    draft_batch,
+    simulated_beta,
+)
 
 HEADS = Path(__file__).with_name("heads.yaml")
 HELD_OUT = 60

@@ -15,7 +15,7 @@ import yaml
 
 from drafter.engine.config import EngineSettings
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.registry import HEADS
+from drafter.heads.checkpoint import HEADS
 from drafter.training.settings import TrainingSettings
 from pipeline.errors import InputError
 from recipes.paper.distillation_prompts import read_prompts

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from drafter.errors import LoadError
+from drafter.heads.checkpoint import HEADS
 from drafter.heads.config import head_config
-from drafter.heads.registry import HEADS
 from pipeline.errors import InputError
 from recipes.paper.paper_config import HERE, PaperConfig
 

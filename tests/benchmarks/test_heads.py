@@ -10,7 +10,8 @@ import pytest
 from benchmarks.heads import NODES, beta_table, measure, ratio_table, read_heads
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
-from drafter.heads.contract import Provenance, Tree
+from drafter.heads.config import Tree
+from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel

@@ -31,7 +31,7 @@ def without(removed, root):
     from drafter import plugins
     from drafter.drafters.registry import TRAINING_FREE
     from drafter.engine.config import EngineConfig
-    from drafter.heads.registry import HEADS
+    from drafter.heads.checkpoint import HEADS
     from drafter.llm import SpeculativeLM
 
     assert not plugins.methods().keys() & set(removed)

@@ -10,14 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.heads.checkpoint import load_head
+from drafter.heads.checkpoint import HEADS, load_head, new_head
 from drafter.heads.config import head_config
-from drafter.heads.registry import HEADS, new_head
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, simulated_beta
 from recipes.embedded import train_head
 from recipes.embedded.train_head import HeadRecipe, read_recipes
 from tests.support.models import random_model
@@ -84,7 +82,7 @@ def test_an_interrupted_run_ends_like_an_undisturbed_one(
         kept, again = (load_file(folder / "model.safetensors") for folder in folders)
         assert all(torch.equal(tensor, again[key]) for key, tensor in kept.items())
 
-        head = load_head(folders[1], load_base(base), HEADS)
+        head = load_head(folders[1], load_base(base))
         assert head.algorithm == recipe.algorithm
         assert head.provenance is not None
         training = head.provenance.training

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, LossSum, hard_labels
-from drafter.heads.registry import new_head
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, base_hidden_states
 
 DEPTH = 4
 

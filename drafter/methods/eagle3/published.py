@@ -7,7 +7,6 @@ each draft id's token minus the id; `t2d` marks the drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from drafter.heads.published import (
     Layout,
     PublicHead,
     TargetOfExport,
+    Weights,
     count,
     group,
     number,
+    refuse_missing,
     refuse_other_base,
-    refuse_other_embeddings,
 )
-from drafter.methods.eagle3.config import Eagle3HeadConfig, fused_layers
+from drafter.methods.eagle3.head import Eagle3HeadConfig, fused_layers
 from drafter.target.model import BaseModel
 
 _DEPTH = 7
@@ -37,27 +37,22 @@ _UNREAD = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_no
 """Tensors that follow from others, or are the target model's."""
 
 
-def is_eagle3(config: Json) -> bool:
-    """Recognise the `config.json` of a published EAGLE-3 head."""
+def _recognises(config: Json) -> bool:
     if "speculators_model_type" in config:
         return bool(config["speculators_model_type"] == "eagle3")
     return "draft_vocab_size" in config
 
 
-def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
-    """Return a published head from its `config.json` and weights; `name` is for messages.
-
-    Raises:
-        LoadError: It belongs to another target model, or is of an unsupported kind.
-    """
+def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
     speculators = "speculators_model_type" in config
     layer: Json = group(name, config, "transformer_layer_config") if speculators else config
-    made_for = _made_for(name, config)
+    verifier = group(name, group(name, config, "speculators_config"), "verifier")
+    made_for = verifier.get("name_or_path") or config.get("base_model_name_or_path")
     sizes = {"hidden_size": count(name, layer, "hidden_size"), "vocab_size": count(name, layer, "vocab_size")}
     refuse_other_base(name, base, made_for, sizes)
     _refuse_unknown_kinds(name, config, layer, counts_layers=speculators)
     if "embed_tokens.weight" in tensors:
-        refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
+        _refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
     prefix = next((one for one in _LAYERS if f"{one}hidden_norm.weight" in tensors), _LAYERS[0])
     heads = count(name, layer, "num_attention_heads")
     fields: dict[str, Any] = {
@@ -82,7 +77,7 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     )
 
 
-def theirs(config: Eagle3HeadConfig, prefix: str) -> dict[str, tuple[str, ...]]:
+def _theirs(config: Eagle3HeadConfig, prefix: str) -> dict[str, tuple[str, ...]]:
     """Map our tensor names to published ones; several are concatenated along dimension 0."""
     each = [f"fc_norm.{place}.weight" for place in range(len(config.hidden_layers))]
     norms = {"none": [], "whole": ["input_norm.weight"], "each": each}[config.fusion_norm]
@@ -106,26 +101,30 @@ def theirs(config: Eagle3HeadConfig, prefix: str) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _ours(name: str, tensors: Mapping[str, Tensor], fields: Json, prefix: str) -> dict[str, Tensor]:
+def _ours(name: str, tensors: Weights, fields: Json, prefix: str) -> Weights:
     try:
-        names = theirs(Eagle3HeadConfig(**fields), prefix)
+        names = _theirs(Eagle3HeadConfig(**fields), prefix)
     except (TypeError, ValueError) as error:
         raise LoadError(f"draft head {name!r}: {error}") from error
     known = {one for parts in names.values() for one in parts} | _UNREAD | {"d2t"}
     if unknown := sorted(set(tensors) - known):
         raise LoadError(f"draft head {name!r} has a tensor {unknown[0]!r}, which no EAGLE-3 head that can be run has")
     needed = [*(one for parts in names.values() for one in parts), *(["d2t"] if fields["draft_vocab_size"] else [])]
-    if missing := [one for one in needed if one not in tensors]:
-        raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from its weights")
+    refuse_missing(name, needed, tensors)
     found = {ours: torch.cat([tensors[one] for one in parts]) for ours, parts in names.items()}
     if fields["draft_vocab_size"]:
         found["vocabulary.tokens"] = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
     return found
 
 
-def _made_for(name: str, config: Json) -> str | None:
-    verifier = group(name, group(name, config, "speculators_config"), "verifier")
-    return verifier.get("name_or_path") or config.get("base_model_name_or_path")
+def _refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> None:
+    """Raise `LoadError` unless a head's copy of the token embeddings `[V, d]` is the target model's, up to rounding."""
+    own = base.embed(torch.arange(base.vocab_size, device=base.device)).cpu().float()
+    if embeddings.shape != own.shape or bool(((embeddings.float() - own).abs() > 0.01 * own.abs().amax()).any()):
+        raise LoadError(
+            f"draft head {name!r} does not belong to {base.name!r}: the token embeddings that it was trained with are "
+            "others; load the target model that it was trained for"
+        )
 
 
 def _hidden_layers(name: str, config: Json, layers: int) -> list[int]:
@@ -188,9 +187,7 @@ def _check_exportable(shape: Eagle3HeadConfig) -> None:
         )
 
 
-def _export(
-    shape: Eagle3HeadConfig, tensors: dict[str, Tensor], base: TargetOfExport
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _export(shape: Eagle3HeadConfig, tensors: Weights, base: TargetOfExport) -> tuple[dict[str, Any], Weights]:
     layer = {
         "model_type": "qwen3" if shape.qk_norm else "llama",
         "vocab_size": shape.vocab_size,
@@ -234,7 +231,7 @@ def _export(
     rows = {"layer.qkv.weight": [heads, kv_heads, kv_heads], "layer.gate_up.weight": [shape.intermediate_size] * 2}
     found = {
         one: part
-        for ours, parts in theirs(shape, "layers.0.").items()
+        for ours, parts in _theirs(shape, "layers.0.").items()
         for one, part in zip(parts, tensors[ours].split(rows.get(ours, len(tensors[ours]))), strict=True)
     }
     if base.embeddings is not None:
@@ -246,4 +243,4 @@ def _export(
     return config, found
 
 
-LAYOUT = Layout("eagle3", is_eagle3, read_eagle3, _check_exportable, _export)
+LAYOUT = Layout("eagle3", _recognises, _read, _check_exportable, _export)

@@ -4,5 +4,5 @@ from drafter.plugins import Method
 
 METHOD = Method(
     families={"exit": "drafter.methods.early_exit.drafter:named_exit"},
-    heads={"exit": "drafter.methods.early_exit.head:ExitHead"},
+    heads={"exit": "drafter.methods.early_exit.drafter:ExitHead"},
 )

@@ -4,5 +4,5 @@ from drafter.plugins import Method
 
 METHOD = Method(
     heads={"hydra": "drafter.methods.hydra.head:HydraHead"},
-    layouts={"hydra": "drafter.methods.hydra.published:LAYOUT"},
+    layouts={"hydra": "drafter.methods.hydra.head:LAYOUT"},
 )

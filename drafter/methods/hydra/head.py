@@ -2,36 +2,34 @@
 
 Head `u` reads the last hidden state and the embeddings of the pending token and of the `u - 1` draft tokens after it.
 With `prefix_attention` (Hydra++) the hidden state first attends to the text through a transformer layer. Hydra++ also
-has deeper heads.
+has deeper heads. Published heads are read in the format of zankner/Hydra, without prefix attention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.errors import LoadError, shown
 from drafter.heads.attention import AttentionModule
-from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
-from drafter.heads.draft_vocabulary import chosen_log_probs
+from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, Search, last_tokens
-from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
+from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
+from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_missing, refuse_other_base
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
-class HydraHeadConfig:
-    """Shape of Hydra heads.
+class HydraHeadConfig(HeadConfig):
+    """Shape of Hydra heads, `depth` in number.
 
     Args:
-        hidden_size: d, width of the target model's hidden states.
-        vocab_size: V, size of the target model's vocabulary.
-        depth: U, number of heads and of levels of a tree.
         num_layers: Layers of each head's MLP: 1 for Hydra, 4 for Hydra++.
         prefix_attention: Whether a transformer layer over the text comes before the heads, as in Hydra++.
         num_heads: Attention heads of that layer; each has an even width.
@@ -39,31 +37,20 @@ class HydraHeadConfig:
         rope_theta: Base of that layer's rotary positions.
         own_outputs: Whether heads are as published: each has an output layer of its own and a linear map instead of the
             first layer's residual path, without norms.
-        depth_decay: Weight of a head's loss relative to the head before it.
-        draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
-
-    Raises:
-        ValueError: The sizes do not fit together.
     """
 
-    hidden_size: int
-    vocab_size: int
-    depth: int = 6
     num_layers: int = 1
     prefix_attention: bool = False
     num_heads: int = 4
     intermediate_size: int = 704
     rope_theta: float = 10_000.0
     own_outputs: bool = False
-    depth_decay: float = 0.8
-    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
-        check_sizes(self, *sizes, "rope_theta")
-        check_draft_vocab(self)
-        if self.prefix_attention and self.hidden_size % (2 * self.num_heads):
-            raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
+        super().__post_init__()
+        check_sizes(self, "num_layers", "num_heads", "intermediate_size", "rope_theta")
+        if self.prefix_attention:
+            check_even_heads(self)
 
 
 class _Mlp(nn.Module):
@@ -90,6 +77,7 @@ class HydraHead(FrameHead):
     algorithm = "hydra"
     config_class = HydraHeadConfig
     config: HydraHeadConfig
+    no_static_tree = "the static tree needs heads that do not depend on the path: Hydra's do"
 
     def __init__(self, config: HydraHeadConfig) -> None:
         super().__init__(config)
@@ -113,38 +101,30 @@ class HydraHead(FrameHead):
                 output.bias.zero_()
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        told = self.draft_targets(batch, labels)
-        real = told.lengths > 0
+        drafted, labels = self.in_draft_ids(batch, labels)
+        real = drafted.lengths > 0
         state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
         text = torch.cat([last_tokens(batch.tokens, batch.anchors, 1)[real], batch.targets[real]], 1)
         path = self.embedding_norm(base.embed(text)).flatten(1)
         width = self.config.hidden_size
         states = [head(state, path[:, : (u + 1) * width]) for u, head in enumerate(self.heads)]
-        labels = told.labels[real]
+        labels = labels[real]
         if self.outputs:
             logits = torch.stack([output(one) for output, one in zip(self.outputs, states, strict=True)], 1)
             log_probs = logits.float().log_softmax(-1).gather(2, labels.tokens)
         else:
             log_probs = chosen_log_probs(self.output(base), self.norm(torch.stack(states, 1)), labels.tokens)
-        return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
+        return cross_entropy(log_probs, labels, drafted.lengths[real], self.config.depth_decay)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Return the best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
-        return self._search(states, recent, size, 0.0, base)
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
+        model, depth = _Paths(self, base, states[:, 0], recent), self.config.depth
+        return best_lattice_trie(model, recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         self.prepack_search()
-        return partial(self._search, base=base)
-
-    def _search(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:
-        depth = self.config.depth
-        return best_lattice_trie(
-            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least
-        )
-
-    def refuse_tree(self, tree: Tree) -> None:
-        if tree == "static":
-            raise ValueError("the static tree needs heads that do not depend on the path: Hydra's do")
+        return lambda states, recent, size, least: self.search(states, recent, base, size, tree, least)
 
 
 class _Paths:
@@ -165,3 +145,35 @@ class _Paths:
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state, self._head.base_tokens(tokens)[:, None]], 1)
+
+
+def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+    for key, usual, wanted in (
+        ("hydra_head_arch", "mlp", "mlp"),
+        ("grounded_heads", False, True),
+        ("hidden_state_offset", 0, 0),
+    ):
+        if config.get(key, usual) != wanted:
+            raise LoadError(
+                f"draft head {name!r} has {key} = {shown(config.get(key, usual))}, and only {wanted!r} can be run"
+            )
+    depth, layers = count(name, config, "hydra_num_heads"), count(name, config, "hydra_num_layers", 1)
+    names: dict[str, str] = {}
+    for head in range(depth):
+        for part in ("weight", "bias"):
+            mlp = f"hydra_mlp.{head}"
+            names[f"heads.{head}.residual.{part}"] = f"{mlp}.0.res_connection.{part}"
+            names[f"heads.{head}.first.{part}"] = f"{mlp}.0.linear.{part}"
+            names |= {f"heads.{head}.layers.{i}.{part}": f"{mlp}.{i + 1}.linear.{part}" for i in range(layers - 1)}
+            names[f"outputs.{head}.{part}"] = f"hydra_lm_head.{head}.{part}"
+    refuse_missing(name, list(names.values()), tensors)
+    vocabulary, width = tensors["hydra_lm_head.0.weight"].shape
+    made_for = config.get("base_model_name_or_path")
+    sizes = {"hidden_size": width, "vocab_size": vocabulary}
+    refuse_other_base(name, base, made_for, sizes)
+    fields: dict[str, Any] = {**sizes, "depth": depth, "num_layers": layers, "own_outputs": True}
+    found = {ours: tensors[theirs] for ours, theirs in names.items()}
+    return PublicHead("Hydra", "hydra", fields, found, made_for)
+
+
+LAYOUT = Layout("hydra", lambda config: "hydra_num_heads" in config, _read)

@@ -19,9 +19,8 @@ from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids
 from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import load_head
+from drafter.heads.checkpoint import load_head, new_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.registry import HEADS, new_head
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
 from drafter.methods.learning.training import check_weights, load_weights
@@ -58,7 +57,7 @@ def load_start(start: StartingHead, base: BaseModel) -> DraftHead:
     """
     if start.folder is not None:
         embedded = EMBEDDED_HEADS / start.folder
-        return load_head(embedded if embedded.is_dir() else start.folder, base, HEADS)
+        return load_head(embedded if embedded.is_dir() else start.folder, base)
     if start.settings.get("draft_vocab_size") is not None:
         raise LoadError(
             f"draft head {start.algorithm!r}: a draft_vocab_size is chosen by how often tokens occur, and a head "

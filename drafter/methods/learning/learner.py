@@ -26,8 +26,7 @@ from drafter.methods.learning.rows import LearningRows, micro_batches
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.methods.learning.training import AveragedTraining, load_weights, read_learner, weights_of, write_learner
 from drafter.target.model import BaseModel
-from drafter.training.simulated_walk import Walks, walked_batches
-from drafter.training.targets import anchor_draws, draft_batch
+from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_batches
 
 _TOKENS = 8192
 """Tokens of a micro-batch, padding included."""

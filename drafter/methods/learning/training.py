@@ -18,9 +18,8 @@ from drafter.heads.losses import DraftBatch
 from drafter.methods.learning.settings import LearnerSettings
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser
+from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep
 
 
 def weights_of(head: DraftHead) -> dict[str, Tensor]:

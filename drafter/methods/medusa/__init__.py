@@ -4,5 +4,5 @@ from drafter.plugins import Method
 
 METHOD = Method(
     heads={"medusa": "drafter.methods.medusa.head:MedusaHead"},
-    layouts={"medusa": "drafter.methods.medusa.published:LAYOUT"},
+    layouts={"medusa": "drafter.methods.medusa.head:LAYOUT"},
 )

@@ -1,54 +1,43 @@
-"""`medusa`: residual blocks on the last hidden state, each with an output layer (Cai et al. 2024, arXiv 2401.10774)."""
+"""`medusa`: residual blocks on the last hidden state, each with an output layer (Cai et al. 2024, arXiv 2401.10774).
+
+Published heads are read in the formats of FasterDecoding/Medusa and vLLM, and written in vLLM's.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafter.ctc.prefix_search import static_tree
-from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
+from drafter.errors import LoadError
+from drafter.heads.config import HeadConfig, Tree
 from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
+from drafter.heads.published import (
+    Json,
+    Layout,
+    PublicHead,
+    TargetOfExport,
+    Weights,
+    count,
+    refuse_missing,
+    refuse_other_base,
+)
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
 
 
-@dataclass(frozen=True)
-class MedusaHeadConfig:
-    """Shape of Medusa heads.
-
-    Args:
-        hidden_size: d, width of the target model's hidden states.
-        vocab_size: V, size of the target model's vocabulary.
-        depth: U, number of heads and of levels of a tree.
-        depth_decay: Weight of a head's loss relative to the head before it; 0.8 as published.
-        draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
-
-    Raises:
-        ValueError: A size is below 1, or the draft vocabulary is larger than the vocabulary.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    depth: int = 6
-    depth_decay: float = 0.8
-    draft_vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "hidden_size", "vocab_size", "depth")
-        check_draft_vocab(self)
-
-
 class MedusaHead(FrameHead):
-    """Heads that do not see each other's tokens."""
+    """`depth` heads that do not see each other's tokens."""
 
     algorithm = "medusa"
-    config_class = MedusaHeadConfig
-    config: MedusaHeadConfig
+    config_class = HeadConfig
+    config: HeadConfig
 
-    def __init__(self, config: MedusaHeadConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         self.module = ResidualBlocks(config.hidden_size, config.depth)
         self.outputs = nn.Parameter(
@@ -64,7 +53,7 @@ class MedusaHead(FrameHead):
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         real = batch.lengths > 0
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
-        labels = self.draft_targets(batch, labels).labels[real]
+        labels = self.in_draft_ids(batch, labels)[1][real]
         log_probs = self.log_probs(states).gather(2, labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
@@ -75,10 +64,79 @@ class MedusaHead(FrameHead):
         return logits.transpose(0, 1).float().log_softmax(-1)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Return the best trie of the heads' product, or the published tree; see `FrameHead.search`."""
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
         return best_product_trie(self.log_probs(states), recent[:, -1], size)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         return min(self.config.depth, size - 1) if tree == "exact" else None
+
+
+def _recognises(config: Json) -> bool:
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
+
+
+def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+    published = "medusa_num_heads" in config
+    depth = count(name, config, "medusa_num_heads" if published else "num_heads")
+    layers = count(name, config, "medusa_num_layers" if published else "num_hidden_layers", 1)
+    if layers != 1:
+        raise LoadError(f"draft head {name!r} has {layers} residual blocks a head, and only one can be run")
+    tensors = {key.removeprefix("medusa_head.").removeprefix("medusa_heads."): one for key, one in tensors.items()}
+    block, bias, output = _names(published)
+    # The configuration of FasterDecoding's first heads says two, but there are five.
+    there = {place[1] for key in tensors if (place := re.match(r"(?:blocks\.)?(\d+)\.", key))}
+    depth = max(depth, len(there))
+    if output.format(0) not in tensors and block.format(0) in tensors:
+        raise LoadError(
+            f"draft head {name!r} has no output layers: it takes the target model's LM head, and only heads with "
+            "output layers of their own can be run"
+        )
+    refuse_missing(name, [part.format(head) for head in range(depth) for part in (block, output)], tensors)
+    first = tensors[output.format(0)]
+    tokens = tensors.get("token_map")
+    made_for = config.get("base_model_name_or_path")
+    vocabulary = len(first) if tokens is None else count(name, config, "vocab_size")
+    sizes = {"hidden_size": first.shape[1], "vocab_size": vocabulary}
+    refuse_other_base(name, base, made_for, sizes)
+    fields: dict[str, Any] = {**sizes, "depth": depth, "draft_vocab_size": None if tokens is None else len(tokens)}
+    found = {"outputs": torch.stack([tensors[output.format(head)] for head in range(depth)])}
+    for head in range(depth):
+        found[f"module.blocks.{head}.weight"] = tensors[block.format(head)]
+        found[f"module.blocks.{head}.bias"] = tensors.get(bias.format(head), first.new_zeros(first.shape[1]))
+    if tokens is not None:
+        found["vocabulary.tokens"] = tokens.long()
+    return PublicHead("Medusa" if published else "vLLM", "medusa", fields, found, made_for)
+
+
+def _names(published: bool) -> tuple[str, str, str]:
+    """Return name patterns of a head's block, its bias and its output layer."""
+    if published:
+        return "{0}.0.linear.weight", "{0}.0.linear.bias", "{0}.1.weight"
+    return "blocks.{0}.layers.0.weight", "blocks.{0}.layers.0.bias", "lm_heads.{0}.weight"
+
+
+def _export(shape: HeadConfig, tensors: Weights, base: TargetOfExport) -> tuple[dict[str, Any], Weights]:
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": base.name,
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "num_heads": shape.depth,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+        "truncated_vocab_size": shape.draft_vocab_size or shape.vocab_size,
+    }
+    block, bias, output = _names(published=False)
+    found = {}
+    for head in range(shape.depth):
+        found[block.format(head)] = tensors[f"module.blocks.{head}.weight"]
+        found[bias.format(head)] = tensors[f"module.blocks.{head}.bias"]
+        found[output.format(head)] = tensors["outputs"][head].clone()
+    if shape.draft_vocab_size is not None:
+        found["token_map"] = tensors["vocabulary.tokens"]
+    return config, found
+
+
+LAYOUT = Layout("medusa", _recognises, _read, export=_export)

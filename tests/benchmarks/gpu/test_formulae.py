@@ -12,8 +12,8 @@ from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, DraftWork, sampling_byt
 from benchmarks.gpu.operation_counts import OperationCounts, Result
 from drafter.ctc.lattice import LATTICE_BEAM
 from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead
-from drafter.heads.registry import new_head
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import SamplingParams
 from drafter.target.attention import parts_of

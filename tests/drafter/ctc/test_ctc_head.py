@@ -10,8 +10,7 @@ from drafter.ctc.head import CTCHead
 from drafter.ctc.losses import prefix_loss
 from drafter.heads.losses import Labels
 from drafter.target.model import BaseModel
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import draft_batch
+from drafter.training.targets import base_hidden_states, draft_batch
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter import devices
+from drafter.ctc.frames import FrameLattice, is_factored, label_factor
 from drafter.ctc.head import CTCHead
-from drafter.ctc.label_model import FactoredLattice, FrameLattice, LabelFactor, is_factored
-from drafter.heads.draft_vocabulary import OutputLayer
+from drafter.heads.losses import OutputLayer
 from drafter.target.model import BaseModel
 from tests.drafter.ctc.test_native_search import KINDS_WITH_CONTEXT, sharp_head
 from tests.support.heads import DEPTH, make_head
@@ -35,7 +35,7 @@ def test_the_same_shares(tiny_base: BaseModel, kind: str, seed: int, rows: int, 
     labels = torch.randint(tiny_base.vocab_size, (rows * paths, head.recent_tokens))
     stop = min(first + head.config.band, head.config.num_frames)
     whole = FrameLattice(head, tiny_base, states, recent)
-    factored = FactoredLattice(head, tiny_base, states, recent, LabelFactor.of(head, tiny_base))
+    factored = FrameLattice(head, tiny_base, states, recent, label_factor(head, tiny_base))
     row = torch.arange(rows).repeat_interleave(paths)
     for ours, theirs in zip(
         factored.score(first, stop, row, labels), whole.score(first, stop, row, labels), strict=True

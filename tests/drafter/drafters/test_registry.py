@@ -8,9 +8,8 @@ import pytest
 from drafter.drafters import names, registry
 from drafter.drafters.registry import load_drafter, shipped_head
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import save_head
+from drafter.heads.checkpoint import new_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.registry import new_head
 from drafter.target.model import BaseModel
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafter import devices
-from drafter.drafters.contract import Drafter, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Drafter, Loan, MergedDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
@@ -17,6 +17,7 @@ from drafter.engine.memory import engine_sizes
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import SpellingTokenizer, random_model
@@ -84,9 +85,9 @@ def test_a_step_that_does_not_fit_is_refused_at_the_start(
 def test_what_drafters_keep_is_in_the_plan(tiny_base: BaseModel) -> None:
     head = make_head(tiny_base, "ctc").drafter(tiny_base, 7)
     one = engine_sizes(tiny_base, head.spec, EngineConfig(max_num_seqs=4), 96, 0)
-    reader = head._reader  # type: ignore[attr-defined]
-    reader.open(4, one.length)
-    assert 0 < one.draft_kv * 4 * one.length <= reader._cache.nbytes < one.draft_kv * 4 * (one.length + 32)
+    head.open(Loan(tiny_base, 4, one.length, None, StageTimes()))
+    cached = head._cache.nbytes  # type: ignore[attr-defined]
+    assert 0 < one.draft_kv * 4 * one.length <= cached < one.draft_kv * 4 * (one.length + 32)
     assert one.hidden == tiny_base.hidden_size * tiny_base.dtype.itemsize
     both = engine_sizes(tiny_base, MergedDrafter(head, head).spec, EngineConfig(max_num_seqs=4), 96, 0)
     assert (both.draft_kv, both.hidden) == (2 * one.draft_kv, one.hidden)

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.acceptance.contract import ExactVerifier
-from drafter.drafters.contract import Ask, DraftContext, Drafter, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
-from drafter.heads.attention import AttentionModule, AttentionReader
+from drafter.heads.attention import AttentionDrafter, AttentionModule
 from drafter.methods.draft_models.drafter import ModelDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
@@ -103,19 +103,19 @@ def test_frames_are_the_same(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     module = AttentionModule(tiny_base.hidden_size, 5, num_layers=2, num_heads=2, intermediate_size=40, rope_theta=1e4)
     module.requires_grad_(False)
-    masked = AttentionReader(module, tiny_base, 5)
+    masked = AttentionDrafter(module, tiny_base, 5)
     read_in_parts(monkeypatch)
-    in_parts = AttentionReader(module, tiny_base, 5)
+    in_parts = AttentionDrafter(module, tiny_base, 5)
     assert (masked.bounded, in_parts.bounded) == (True, False)
     tokens, hidden = sequence(tiny_base, 3, 60)
-    for reader in (masked, in_parts):
-        reader.open(3, 60)
+    for drafter in (masked, in_parts):
+        drafter.open(Loan(tiny_base, 3, 60, None, StageTimes()))
     for lengths in ([1, 9, 20], [4, 10, 25]):
         found = []
-        for reader in (masked, in_parts):
+        for drafter in (masked, in_parts):
             context = DraftContext(tokens, hidden, torch.tensor(lengths), lengths)
-            reader.prepare(context)
-            found.append(reader.read(context, 4))
+            drafter.prepare(context)
+            found.append(drafter.read(context, 4))
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -124,7 +124,7 @@ def test_frames_read_to_each_rows_end_without_a_bound(tiny_base: BaseModel, monk
     assert masked.spec.bounded
     assert not make_head(tiny_base, "medusa").drafter(tiny_base, 8).spec.bounded
     read_in_parts(monkeypatch)
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)  # where the native reader is not used
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)  # where the native drafter is not used
     assert not make_head(tiny_base, "hydra++").drafter(tiny_base, 8).spec.bounded
 
 

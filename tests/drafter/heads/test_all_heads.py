@@ -15,18 +15,16 @@ from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead
 from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
-from drafter.heads.checkpoint import load_head, save_head
-from drafter.heads.contract import Provenance, Tree
+from drafter.heads.checkpoint import HEADS, load_head, save_head
+from drafter.heads.config import Tree
+from drafter.heads.contract import Provenance
 from drafter.heads.losses import DraftBatch, hard_labels
-from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser
+from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep
-from drafter.training.targets import draft_batch
+from drafter.training.targets import draft_batch, simulated_beta
 from tests.support.heads import (
     DEPTH,
     KINDS,
@@ -226,7 +224,7 @@ def test_a_saved_head_is_the_same_head(tiny_base: BaseModel, kind: str, tmp_path
     head = make_head(tiny_base, kind)
     head.provenance = Provenance("base", tiny_base.fingerprint)
     save_head(head, tmp_path)
-    loaded = load_head(tmp_path, tiny_base, HEADS)
+    loaded = load_head(tmp_path, tiny_base)
     assert type(loaded) is type(head)
     assert loaded.config == head.config
     tokens, hidden = sequence(tiny_base, 2, 12, layers=head.hidden_layers)

@@ -18,7 +18,6 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
 from drafter.target.architecture import first_fingerprint
 from drafter.target.model import BaseModel
@@ -37,7 +36,7 @@ def saved(tiny_base: BaseModel, tmp_path: Path) -> Path:
 
 
 def test_round_trip(tiny_base: BaseModel, saved: Path) -> None:
-    head = load_head(saved, tiny_base, HEADS)
+    head = load_head(saved, tiny_base)
     assert isinstance(head, CTCHead)
     assert head.config == CTCHeadConfig(32, 97, num_frames=5, depth=4, num_heads=2, intermediate_size=40, num_layers=2)
     assert head.provenance == Provenance("org/base", tiny_base.fingerprint, {"steps": 7, "beta": {"16": 2.5}})
@@ -59,7 +58,7 @@ def test_a_head_is_not_saved_without_its_base(tmp_path: Path) -> None:
 def test_a_head_of_another_base_is_refused(saved: Path) -> None:
     other = BaseModel(random_model("llama", seed=5), "other-base")
     with pytest.raises(LoadError, match=r"org/base.*not to 'other-base'") as error:
-        load_head(saved, other, HEADS)
+        load_head(saved, other)
     config = json.loads((saved / "config.json").read_text())
     assert config["base_model"]["fingerprint"] in str(error.value)
     assert other.fingerprint in str(error.value)
@@ -71,9 +70,9 @@ def test_a_head_of_an_earlier_release_is_checked_by_the_fingerprint_of_its_time(
     shape = ["llama", 3, tiny_base.hidden_size, tiny_base.vocab_size]
     first = first_fingerprint(tiny_base.model, tiny_base.model.get_input_embeddings().weight, shape)
     change("base_model.fingerprint", first)(saved)
-    assert load_head(saved, tiny_base, HEADS).provenance is not None
+    assert load_head(saved, tiny_base).provenance is not None
     with pytest.raises(LoadError, match=f"fingerprint {first}"):
-        load_head(saved, BaseModel(random_model("llama", seed=5)), HEADS)
+        load_head(saved, BaseModel(random_model("llama", seed=5)))
 
 
 def change(key: str, value: Any) -> Callable[[Path], None]:
@@ -166,7 +165,7 @@ def test_damaged_folders_are_refused_in_one_line(tiny_base: BaseModel, saved: Pa
     damage, words = DAMAGE[kind]
     damage(saved)
     with pytest.raises(LoadError, match=words) as error:
-        load_head(saved, tiny_base, HEADS)
+        load_head(saved, tiny_base)
     assert "\n" not in str(error.value)
     assert str(saved) in str(error.value)
 
@@ -211,7 +210,7 @@ def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
         (Path(folder) / "config.json").write_text(json.dumps(config))
         head, refused = None, ""
         try:
-            head = load_head(folder, tiny_base, HEADS)
+            head = load_head(folder, tiny_base)
         except LoadError as error:
             refused = str(error)
     assert "\n" not in refused
@@ -237,7 +236,7 @@ def test_sizes_that_no_tensor_proves_are_bounded(
         (Path(folder) / "model.safetensors").hardlink_to(heads[kind] / "model.safetensors")
         (Path(folder) / "config.json").write_text(json.dumps(config))
         with pytest.raises(LoadError, match=words):
-            load_head(folder, tiny_base, HEADS)
+            load_head(folder, tiny_base)
 
 
 def test_a_head_reads_only_layers_that_its_base_has(tiny_base: BaseModel, heads: dict[str, Path]) -> None:
@@ -246,12 +245,12 @@ def test_a_head_reads_only_layers_that_its_base_has(tiny_base: BaseModel, heads:
         config["head"]["hidden_layers"] = layers
         (heads["specformer"] / "config.json").write_text(json.dumps(config))
         with pytest.raises(LoadError, match=words):
-            load_head(heads["specformer"], tiny_base, HEADS)
+            load_head(heads["specformer"], tiny_base)
 
 
 def test_a_pickle_beside_the_weights_is_not_opened(tiny_base: BaseModel, saved: Path) -> None:
     (saved / "pytorch_model.bin").write_bytes(b"not a pickle at all")
-    assert isinstance(load_head(saved, tiny_base, HEADS), CTCHead)
+    assert isinstance(load_head(saved, tiny_base), CTCHead)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +268,12 @@ def test_a_head_that_is_nowhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LoadError, match=words):
-        load_head(name, tiny_base, HEADS)
+        load_head(name, tiny_base)
 
 
 def test_a_file_is_not_a_head(tiny_base: BaseModel, saved: Path) -> None:
     with pytest.raises(LoadError, match="is a file"):
-        load_head(saved / "config.json", tiny_base, HEADS)
+        load_head(saved / "config.json", tiny_base)
 
 
 def test_a_hub_id_is_loaded_through_the_hub_library(
@@ -287,5 +286,5 @@ def test_a_hub_id_is_loaded_through_the_hub_library(
         return str(saved / file)
 
     monkeypatch.setattr("drafter.hub.hf_hub_download", download)
-    assert isinstance(load_head("org/head", tiny_base, HEADS), CTCHead)
+    assert isinstance(load_head("org/head", tiny_base), CTCHead)
     assert asked == [("org/head", "config.json"), ("org/head", "model.safetensors")]

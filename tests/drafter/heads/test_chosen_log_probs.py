@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from drafter.heads import draft_vocabulary as chosen
-from drafter.heads.draft_vocabulary import chosen_log_probs
+from drafter.heads import losses as chosen
+from drafter.heads.losses import chosen_log_probs
 from drafter.target.model import BaseModel
 
 

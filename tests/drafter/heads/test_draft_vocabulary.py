@@ -15,18 +15,15 @@ from drafter.ctc.head import CTCHead
 from drafter.ctc.losses import prefix_loss
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import load_head, save_head
-from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.draft_vocabulary import DraftVocabulary, most_frequent
+from drafter.heads.checkpoint import HEADS, load_head, new_head, save_head
+from drafter.heads.contract import DraftHead, DraftVocabulary, Provenance, most_frequent
 from drafter.heads.losses import DraftBatch, Labels
-from drafter.heads.registry import HEADS, new_head
 from drafter.methods.eagle3.head import Eagle3Head
 from drafter.methods.hydra.head import HydraHead
 from drafter.methods.medusa.head import MedusaHead
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import draft_batch
+from drafter.training.targets import base_hidden_states, draft_batch
 from tests.support.heads import DEPTH, KINDS, STATIC, VARIANTS, make_head, random_texts, sequence, text_loss
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract
@@ -54,13 +51,13 @@ def test_targets_end_before_the_first_token_outside_and_labels_outside_have_no_w
     labels = Labels(
         torch.stack([targets, torch.full_like(targets, 3)], 3), torch.tensor([0.75, 0.25]).expand(1, 3, 4, 2)
     )
-    told = vocabulary.targets(batch, labels)
+    told, told_labels = vocabulary.in_draft_ids(batch, labels)
     assert told.lengths.tolist() == [[2, 0, 2]]
     inside = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
-    assert told.tokens[0][inside].tolist() == [2, 1, 0, 2, 2, 2, 1, 0, 2, 1]
-    assert torch.equal(told.labels.tokens[0, ..., 0], told.tokens[0])
-    assert torch.equal(told.labels.probs[0, ..., 0], 0.75 * inside)
-    assert not told.labels.probs[..., 1].any()
+    assert told.targets[0][inside].tolist() == [2, 1, 0, 2, 2, 2, 1, 0, 2, 1]
+    assert torch.equal(told_labels.tokens[0, ..., 0], told.targets[0])
+    assert torch.equal(told_labels.probs[0, ..., 0], 0.75 * inside)
+    assert not told_labels.probs[..., 1].any()
 
 
 def test_the_rows_are_the_bases(tiny_base: BaseModel) -> None:
@@ -201,7 +198,7 @@ def test_the_map_is_saved_and_the_rows_are_not(tiny_base: BaseModel, tmp_path: P
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors["vocabulary.tokens"].tolist() == most_frequent(torch.arange(BASE_SIZE) % 7, 30).tolist()
     assert set(tensors) == {"vocabulary.tokens", *dict(head.named_parameters())}
-    loaded = load_head(tmp_path, tiny_base, HEADS)
+    loaded = load_head(tmp_path, tiny_base)
     assert loaded.config == head.config
     assert loaded.vocabulary is not None
     assert head.vocabulary is not None
@@ -217,7 +214,7 @@ def test_a_damaged_map_is_refused(tiny_base: BaseModel, tmp_path: Path, token: i
     tensors["vocabulary.tokens"][:2] = torch.tensor([8, token])
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match="draft vocabulary must be different tokens from 0 to 96"):
-        load_head(tmp_path, tiny_base, HEADS)
+        load_head(tmp_path, tiny_base)
 
 
 @pytest.mark.parametrize("kind", WHOLE)

@@ -19,7 +19,6 @@ from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.losses import DraftBatch
-from drafter.heads.registry import HEADS
 from drafter.methods.eagle3.head import Eagle3Head
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
@@ -68,7 +67,7 @@ def own_name(folder: Path, case: dict[str, Any], **changes: Any) -> Path:
 
 
 def loaded(folder: Path, base: BaseModel) -> Eagle3Head:
-    head = load_head(folder, base, HEADS)
+    head = load_head(folder, base)
     assert isinstance(head, Eagle3Head)
     return head
 
@@ -159,20 +158,20 @@ def test_it_says_which_base_it_was_made_for(base: BaseModel, tmp_path: Path, cap
 )
 def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
-        load_head(midlayer(tmp_path, CASES["llama"], **changes), base, HEADS)
+        load_head(midlayer(tmp_path, CASES["llama"], **changes), base)
 
 
 def test_several_layers_are_refused(base: BaseModel, tmp_path: Path) -> None:
     case = CASES["llama"]
     two = case["config"]["transformer_layer_config"] | {"num_hidden_layers": 2}
     with pytest.raises(LoadError, match="has num_hidden_layers = 2, and only 1 can be run"):
-        load_head(speculators(tmp_path, case, transformer_layer_config=two), base, HEADS)
+        load_head(speculators(tmp_path, case, transformer_layer_config=two), base)
 
 
 def test_a_layer_without_a_configuration_is_refused(base: BaseModel, tmp_path: Path) -> None:
     folder = speculators(tmp_path, CASES["llama"], transformer_layer_config=None)
     with pytest.raises(LoadError, match=r"its config\.json says hidden_size = None, which is no number"):
-        load_head(folder, base, HEADS)
+        load_head(folder, base)
 
 
 def test_embeddings_of_another_base_are_noticed(base: BaseModel, tmp_path: Path) -> None:
@@ -181,15 +180,15 @@ def test_embeddings_of_another_base_are_noticed(base: BaseModel, tmp_path: Path)
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].flip(0).contiguous()
     folder = write_head(tmp_path, case["config"], tensors)
     with pytest.raises(LoadError, match="the token embeddings that it was trained with are others"):
-        load_head(folder, base, HEADS)
+        load_head(folder, base)
     tensors["embed_tokens.weight"] = formula("embed_tokens.weight", (VOCABULARY, WIDTH)).bfloat16()
-    load_head(write_head(tmp_path, case["config"], tensors), base, HEADS)
+    load_head(write_head(tmp_path, case["config"], tensors), base)
 
 
 def test_tensors_that_nobody_knows_are_refused(base: BaseModel, tmp_path: Path) -> None:
     case = CASES["llama"]
     folder = write_head(tmp_path, case["config"], tensors_of(case) | {"midlayer.extra": torch.zeros(1)})
     with pytest.raises(LoadError, match=r"a tensor 'midlayer\.extra', which no EAGLE-3 head that can be run has"):
-        load_head(folder, base, HEADS)
+        load_head(folder, base)
     with pytest.raises(LoadError, match="is a speculators head of kind 'dflash': only 'eagle3' can be loaded"):
-        load_head(speculators(tmp_path, case, speculators_model_type="dflash"), base, HEADS)
+        load_head(speculators(tmp_path, case, speculators_model_type="dflash"), base)

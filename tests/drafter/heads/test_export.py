@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import load_head, save_head
+from drafter.heads.checkpoint import export_head, load_head, new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.export import export_head
 from drafter.heads.published import TargetOfExport, base_embeddings
-from drafter.heads.registry import HEADS, new_head
 from drafter.target.model import BaseModel
 from tests.drafter.heads.test_eagle3_layout import CASES, DATA, VOCABULARY, WIDTH
 from tests.support.heads import make_head, sequence
@@ -84,7 +82,7 @@ def test_an_exported_head_drafts_the_same_when_it_is_read_again(
     tiny_base: BaseModel, tmp_path: Path, kind: str
 ) -> None:
     head = make_head(tiny_base, kind)
-    again = load_head(exported(head, tiny_base, tmp_path), tiny_base, HEADS)
+    again = load_head(exported(head, tiny_base, tmp_path), tiny_base)
     tokens, hidden = sequence(tiny_base, 2, 12, layers=head.hidden_layers)
     anchors = torch.tensor([[3, 8], [0, 11]])
     # A published head does not say how deep its trees are: those of depth 4 are the same.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.heads.contract import Tree
+from drafter.heads.config import Tree
 from drafter.heads.frame_head import FrameHead, last_tokens
 from drafter.target.model import BaseModel
 from tests.support.heads import DEPTH, make_head

@@ -12,7 +12,6 @@ from torch import Tensor
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.losses import DraftBatch, hard_labels
-from drafter.heads.registry import HEADS
 from drafter.target.model import BaseModel
 from tests.support.public_heads import base_with_embeddings, formula, write_head
 
@@ -68,7 +67,7 @@ def published() -> dict[str, Tensor]:
 
 def test_loaded_heads_compute_what_the_public_code_does(base: BaseModel, tmp_path: Path) -> None:
     """By the loss of each token at each place, which is its negative log-probability."""
-    head = load_head(write_head(tmp_path, CONFIG, published(), "hydra_lm_head.safetensors"), base, HEADS)
+    head = load_head(write_head(tmp_path, CONFIG, published(), "hydra_lm_head.safetensors"), base)
     tokens, hidden = torch.tensor([TOKENS]), formula("hidden", (1, len(TOKENS), WIDTH))
     for entry in range(4):
         anchors = torch.tensor([[entry + 1]])  # the public code's entry k is the hidden state of token k
@@ -96,10 +95,10 @@ def test_loaded_heads_compute_what_the_public_code_does(base: BaseModel, tmp_pat
 )
 def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
-        load_head(write_head(tmp_path, CONFIG | changes, published()), base, HEADS)
+        load_head(write_head(tmp_path, CONFIG | changes, published()), base)
 
 
 def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
     other = base_with_embeddings(VOCABULARY, 2 * WIDTH)
     with pytest.raises(LoadError, match="to the target model 'some/base', not to 'the base': its hidden_size is 8"):
-        load_head(write_head(tmp_path, CONFIG, published()), other, HEADS)
+        load_head(write_head(tmp_path, CONFIG, published()), other)

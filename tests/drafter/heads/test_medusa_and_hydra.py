@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafter.heads.config import HeadConfig
 from drafter.methods.hydra.head import HydraHead, HydraHeadConfig
-from drafter.methods.medusa.head import MedusaHead, MedusaHeadConfig
+from drafter.methods.medusa.head import MedusaHead
 from drafter.target.model import BaseModel
 from tests.support.heads import DEPTH, make_head, sequence, untrained_head
 from tests.support.trees import nodes
@@ -53,4 +54,4 @@ def test_hydras_sizes_that_do_not_fit_are_refused(wrong: dict[str, int], words: 
 
 def test_medusas_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="depth must be at least 1, not 0"):
-        MedusaHeadConfig(hidden_size=32, vocab_size=97, depth=0)
+        HeadConfig(hidden_size=32, vocab_size=97, depth=0)

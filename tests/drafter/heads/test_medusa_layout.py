@@ -12,7 +12,6 @@ from torch import Tensor
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.frame_head import ResidualBlocks
-from drafter.heads.registry import HEADS
 from drafter.methods.medusa.head import MedusaHead
 from drafter.target.model import BaseModel
 from tests.support.public_heads import base_with_embeddings, formula, write_head
@@ -58,7 +57,7 @@ def as_vllm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def loaded(folder: Path, base: BaseModel) -> MedusaHead:
-    head = load_head(folder, base, HEADS)
+    head = load_head(folder, base)
     assert isinstance(head, MedusaHead)
     return head
 
@@ -112,7 +111,7 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     tensors = {name: one for name, one in published().items() if name != leave_out}
     with pytest.raises(LoadError, match=reason):
-        load_head(write_head(tmp_path, config, tensors), base, HEADS)
+        load_head(write_head(tmp_path, config, tensors), base)
 
 
 @pytest.mark.parametrize("shape", [(VOCABULARY - 1, WIDTH), (VOCABULARY,)])
@@ -120,13 +119,13 @@ def test_output_layers_that_do_not_match_are_refused(base: BaseModel, tmp_path: 
     for name in ("0.1.weight", "1.1.weight"):
         folder = write_head(tmp_path / name, PUBLISHED, published() | {name: formula(name, shape)})
         with pytest.raises(LoadError, match=f"^draft head '{folder}'"):
-            load_head(folder, base, HEADS)
+            load_head(folder, base)
 
 
 def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
     other = base_with_embeddings(VOCABULARY + 1, WIDTH)
     with pytest.raises(LoadError, match="to the target model 'some/base', not to 'the base': its vocab_size is 23"):
-        load_head(write_head(tmp_path, PUBLISHED, published()), other, HEADS)
+        load_head(write_head(tmp_path, PUBLISHED, published()), other)
 
 
 def test_heads_are_counted_where_they_are(base: BaseModel, tmp_path: Path) -> None:
@@ -138,4 +137,4 @@ def test_heads_without_output_layers_are_refused(base: BaseModel, tmp_path: Path
     tensors = {name: one for name, one in published().items() if not name.endswith(".1.weight")}
     folder = write_head(tmp_path, PUBLISHED, tensors)
     with pytest.raises(LoadError, match="has no output layers: it takes the target model's LM head"):
-        load_head(folder, base, HEADS)
+        load_head(folder, base)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drafter.errors import LoadError
-from drafter.heads.registry import new_head
+from drafter.heads.checkpoint import new_head
 from drafter.target.model import BaseModel
 
 

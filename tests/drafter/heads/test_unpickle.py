@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from drafter.errors import LoadError
 from drafter.heads import unpickle as module
 from drafter.heads.checkpoint import UNPICKLE, load_head
-from drafter.heads.registry import HEADS
 from drafter.heads.unpickle import convert
 from drafter.target.model import BaseModel
 
@@ -44,7 +43,7 @@ def test_pickled_weights_become_safetensors_by_the_command_that_the_refusal_name
     weights = {"0.1.weight": torch.randn(3, 4).t(), "d2t": torch.arange(3)}
     torch.save(weights, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(LoadError, match=f"only medusa_lm_head.pt: .*`{UNPICKLE} {tmp_path}` converts it"):
-        load_head(tmp_path, tiny_base, HEADS)
+        load_head(tmp_path, tiny_base)
     done = unpickle(tmp_path)
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'model.safetensors'}\n"), done.stderr
     made = load_file(tmp_path / "model.safetensors")

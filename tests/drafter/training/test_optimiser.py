@@ -9,9 +9,8 @@ from drafter.errors import TrainingError
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser
+from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep
 from drafter.training.targets import draft_batch
 from tests.support.heads import DEPTH, random_texts, text_loss, untrained_head
 

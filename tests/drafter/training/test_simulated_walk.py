@@ -6,11 +6,9 @@ import torch
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser
+from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import accepted_depths, simulated_beta
-from drafter.training.step import TrainingStep
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, accepted_depths, draft_batch, simulated_beta
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, untrained_head
 from tests.support.models import random_prompts, run_engine

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from drafter.drafters.contract import PlainDecoding
-from drafter.heads import draft_vocabulary as chosen_log_probs
+from drafter.heads import losses as chosen_log_probs
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
-from drafter.training.step import base_hidden_states
-from drafter.training.targets import RegeneratedText, draft_batch, teacher_labels
+from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, teacher_labels
 from tests.support.heads import make_head, random_texts
 from tests.support.models import random_prompts, run_engine
 

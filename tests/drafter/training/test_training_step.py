@@ -13,9 +13,9 @@ from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
+from drafter.training.loop import TrainingStep, training_layers
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep, base_hidden_states, training_layers
-from drafter.training.targets import draft_batch, teacher_labels
+from drafter.training.targets import base_hidden_states, draft_batch, teacher_labels
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 

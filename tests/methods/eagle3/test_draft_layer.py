@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from drafter.methods.eagle3.layers import KnownTexts, attend, sees_entries
+from drafter.methods.eagle3.head import KnownTexts, attend, sees_entries
 
 
 def test_text_and_draft_have_one_softmax() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from drafter.errors import LoadError
-from drafter.heads.registry import new_head
-from drafter.methods.eagle3.config import fused_layers
+from drafter.heads.checkpoint import new_head
+from drafter.methods.eagle3.head import fused_layers
 from drafter.target.model import BaseModel
 
 

@@ -13,20 +13,16 @@ from torch.nn import functional as F
 from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import save_head
+from drafter.heads.checkpoint import new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.losses import hard_labels
-from drafter.heads.registry import new_head
-from drafter.methods.early_exit.drafter import ExitDrafter
-from drafter.methods.early_exit.head import ExitHead
+from drafter.methods.early_exit.drafter import ExitDrafter, ExitHead
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
-from drafter.training.loop import TorchOptimiser
+from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep, base_hidden_states
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
 from tests.support.heads import random_texts
 from tests.support.models import generate_reference, random_model, random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract

@@ -19,7 +19,6 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError, TrainingError
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.methods.learning.contract import HeadVersion, RowSample
 from drafter.methods.learning.drafter import ChangingHead, load_start
 from drafter.methods.learning.learner import Learner, Progress
@@ -30,8 +29,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel
 from drafter.training.loop import TorchOptimiser, Update
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText
+from drafter.training.targets import RegeneratedText, simulated_beta
 from tests.support.heads import DEPTH, KINDS
 from tests.support.marks import slow_but
 from tests.support.models import SpellingTokenizer, random_model, run_engine
@@ -261,7 +259,7 @@ def test_the_newest_version_is_saved_as_a_head_and_the_next_learner_goes_on_from
     learner.add(rows("medusa"))
     version = work_until_published(learner)
     learner.save_head(tmp_path / "head")
-    head = load_head(tmp_path / "head", base(), HEADS)
+    head = load_head(tmp_path / "head", base())
     assert all(torch.equal(tensor, version.weights[name]) for name, tensor in head.state_dict().items())
     assert head.provenance is not None
     learnt = head.provenance.training["learnt"]

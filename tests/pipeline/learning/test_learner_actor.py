@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine.config import EngineConfig
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.methods.learning.contract import RowSample
 from drafter.methods.learning.drafter import version_of
 from drafter.methods.learning.learner import Learner
@@ -101,7 +100,7 @@ def test_rows_become_versions_and_another_process_goes_on(
     weights = ray.get(first.weights[0])
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
-    head = load_head(output.head.path, load_base(model), HEADS)
+    head = load_head(output.head.path, load_base(model))
     assert version_of(head) == report.version
     assert weights.keys() == head.state_dict().keys()
     record = LearningRecord.of_json(output.learning_file.read_text())
@@ -116,7 +115,7 @@ def test_rows_become_versions_and_another_process_goes_on(
     numbers = [one.number for one in LearningRecord.of_json(output.learning_file.read_text()).versions]
     again.close()
     assert numbers == sorted(set(numbers))
-    provenance = load_head(output.head.path, load_base(model), HEADS).provenance
+    provenance = load_head(output.head.path, load_base(model)).provenance
     assert provenance is not None
     assert provenance.training["learnt"]["started_from"] == output.head.path
     assert not list(temporary.iterdir())

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.methods.learning.drafter import version_of
 from drafter.target.loading import load_base
 from jobs.report import main as report
@@ -139,7 +138,7 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     assert f"The newest version of the head is {versions[-1]:,}." in (done.folder / "report.html").read_text()
 
     base = load_base(model)
-    head = load_head(done.folder / "head", base, HEADS)
+    head = load_head(done.folder / "head", base)
     assert version_of(head) == versions[-1]
 
     # A part is lost: another submission makes it again, and begins with the head that was learnt.

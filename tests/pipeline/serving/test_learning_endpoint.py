@@ -18,7 +18,6 @@ from openai import OpenAI
 
 from drafter import SamplingParams, SpeculativeLM
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.methods.learning.drafter import version_of
 from drafter.target.loading import load_base
 from tests.pipeline.serving.conftest import KEY, NAME, Endpoint, started
@@ -131,7 +130,7 @@ def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
 
     versions = [one["number"] for one in saved("versions")]
     assert versions == sorted(set(versions))  # no number is given to two heads
-    assert version_of(load_head(learnt / "head", load_base(model), HEADS)) == versions[-1]
+    assert version_of(load_head(learnt / "head", load_base(model))) == versions[-1]
     assert not {path.name for path in learnt.iterdir()} - {"head", "learning.json", "_learner.safetensors"}
 
     with started(model, tmp_path, (KEY, OTHER), settings) as endpoint:

@@ -13,14 +13,12 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
+from drafter.heads.checkpoint import new_head
 from drafter.heads.losses import DraftBatch
-from drafter.heads.registry import new_head
 from drafter.target.model import BaseModel
-from drafter.training.loop import Optimiser, TorchOptimiser
+from drafter.training.loop import Optimiser, TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep
-from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
+from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch, simulated_beta
 from pipeline.training.checkpoints import SavedRun, read, write
 from pipeline.training.config import ShardingConfig
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of

@@ -19,7 +19,6 @@ from pyarrow import fs
 from safetensors.torch import load_file
 
 from drafter.heads.checkpoint import load_head
-from drafter.heads.registry import HEADS
 from drafter.target.loading import load_base
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Run, write_jsonl
@@ -36,7 +35,7 @@ def test_the_best_head_is_kept_and_everything_is_told(
     assert unbroken.checkpoints == ["step-00000020", "step-00000024"]
 
     # The head that was kept is the one with the best β, and it says where it comes from.
-    head = load_head(unbroken.folder / "head", load_base(model, device="cpu"), HEADS)
+    head = load_head(unbroken.folder / "head", load_base(model, device="cpu"))
     assert head.provenance is not None
     history = head.provenance.training["history"]
     assert history[-1]["beta"]["16"] == max(beta["16"] for beta in unbroken.betas.values())
@@ -112,7 +111,7 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
     tokens = json.loads((two.folder / "run.json").read_text())["texts"]["tokens"]
     assert f"hidden states of {tokens:,} tokens: {tokens:,} × {4 * 32} × 4 bytes" in two.stderr
 
-    trained, exported = (load_head(one.folder / name, base, HEADS) for name in ("head", "export"))
+    trained, exported = (load_head(one.folder / name, base) for name in ("head", "export"))
     assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in trained.state_dict().items())
     embeddings = load_file(one.folder / "export" / "model.safetensors")["embed_tokens.weight"]
     assert torch.equal(embeddings, base.embed(torch.arange(base.vocab_size)))
@@ -215,5 +214,5 @@ def test_an_exit_head_trains_like_any_other(train: Train, model: Path) -> None:
     trained = train(algorithm="exit", head=settings, training__steps=6, training__evaluate_every=3)
     assert trained.code == 0
     base = load_base(model, device="cpu")
-    assert load_head(trained.folder / "head", base, HEADS).drafter(base, 8).spec.shared_layers == 1
+    assert load_head(trained.folder / "head", base).drafter(base, 8).spec.shared_layers == 1
     assert all(1.0 <= beta["16"] <= 4.0 for beta in trained.betas.values())

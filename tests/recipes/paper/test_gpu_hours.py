@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.heads.registry import new_head
+from drafter.heads.checkpoint import new_head
 from drafter.target.model import BaseModel
 from recipes.paper.gpu_hours import estimate, estimates_page, head_parameters
 from recipes.paper.head_settings import head_settings

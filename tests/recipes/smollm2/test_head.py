@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.heads.checkpoint import is_head_of, save_head
+from drafter.heads.checkpoint import is_head_of, new_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.registry import new_head
 from drafter.target.loading import load_base
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from drafter.heads.attention import rotary_rates, rotate, rotation_table, scaled_rates
+from drafter.heads.frame_head import rotary_rates, rotate, rotation_table
+from drafter.methods.eagle3.head import scaled_rates
 
 LLAMA3 = {
     "rope_type": "llama3",
