@@ -6,19 +6,17 @@ nodes of all. The target model verifies them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loading, Loan
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names, model_and_device, stack_levels
 from drafter.errors import LoadError
-from drafter.methods.draft_models.drafter import ModelDrafter
-from drafter.methods.draft_models.text_reader import TextReader, difference
+from drafter.methods.draft_models.drafter import ModelDrafter, TextReader
 from drafter.target.loading import load_base, pick_device
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
@@ -30,7 +28,7 @@ _OWN_CHILDREN = 4
 """Continuations that the model adds to each node."""
 
 
-class StackedDrafter(Drafter):
+class StackedDrafter(MergedDrafter):
     """Lets a draft model rescore, prune and extend the trees of a lower drafter.
 
     Args:
@@ -48,44 +46,15 @@ class StackedDrafter(Drafter):
             raise LoadError(
                 "the target model's own layers cannot draft for a stack: its KV cache has no room for their trees"
             )
-        self.lower = lower
-        spec, depth = lower.spec, min(lower.spec.max_depth + 1, nodes)
-        self._reader = TextReader(model, base, depth + 1)
-        self.spec = DraftSpec(
-            nodes,
-            depth,
-            hidden_layers=spec.hidden_layers,
-            graph_safe=spec.graph_safe and model.device == base.device,
-            lossless_only=spec.lossless_only,
-            bytes_per_token=spec.bytes_per_token
-            + (sum(model.kv_bytes_per_token) if model.device == base.device else 0),
-        )
-        self._device = model.device
+        depth = min(lower.spec.max_depth + 1, nodes)
+        self.lower, self._device = lower, model.device
+        self._reader = TextReader(model, base, nodes, depth, lower.spec.max_nodes)
+        super().__init__(lower, self._reader)
+        self.spec = replace(self.spec, max_nodes=nodes, max_depth=depth)
 
     def open(self, loan: Loan) -> None:
         self._times = loan.times
-        self.lower.open(loan)
-        self._reader.open(loan.slots, loan.length, self.lower.spec.max_nodes)
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self.lower.enter(slot, text)
-        self._reader.enter(slot)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self.lower.copy(source, target, length)
-        self._reader.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        self.lower.move(source, target)
-        self._reader.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        self.lower.clear(slot)
-        self._reader.clear(slot)
-
-    def prepare(self, context: DraftContext) -> None:
-        self.lower.prepare(context)
-        self._reader.prepare(context)
+        super().open(loan)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Let the lower drafter propose, run the model over its nodes, and return the best `[B, 1 + ask.nodes]`."""
@@ -96,16 +65,6 @@ class StackedDrafter(Drafter):
         self._times.mark("draft")
         return TokenTree(*(part.to(context.tokens.device) for part in vars(tree).values()))
 
-    def observe(self, committed: Committed) -> None:
-        self.lower.observe(committed)
-
-    @property
-    def memory(self) -> DraftMemory:
-        return self.lower.memory
-
-    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
-        self.lower.remember(texts)
-
 
 def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int) -> TokenTree:
     """Return the best trees by a model's probabilities, out of a tree's nodes and the model's own continuations.
@@ -115,7 +74,7 @@ def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int)
         log_probs: `[B, N, V]` of the token after each node.
         own: Children per node that the model adds.
         depth: Deepest level of the result.
-        size: Nodes of each resulting tree, root included.
+        size: Its nodes, root included.
     """
     count = tree.size
     place = tree.parents * log_probs.shape[2] + tree.tokens.clamp(0, log_probs.shape[2] - 1)
@@ -142,6 +101,37 @@ def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int)
         candidates.masked_fill(depths > depth, -torch.inf),
         size,
     )
+
+
+_TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two spaces,\ta tab\n\n\nand three lines  ",
+    "In 2024 it cost $1,234.56, or 98.7 % of 3×10⁸.",
+    "def f(x):\n    return {'a': x ** 2}  # don't\n",
+    "Ärger über naïve Größen: ﬁne, Å, e\u0301",
+    "東京は日本の首都です。 Москва — столица. 🙂👩‍👩‍👧",
+)
+"""Texts that tell tokenisers with the same vocabulary apart: spaces, digits, contractions, normal forms, bytes."""
+
+
+def difference(theirs: Any, ours: Any) -> str | None:
+    """Describe how a draft model's tokeniser differs from the target model's; None if it does not."""
+    found, wanted = theirs.get_vocab(), ours.get_vocab()
+    if found != wanted:
+        others = sorted(token for token in found.keys() | wanted.keys() if found.get(token) != wanted.get(token))
+        example = others[0]
+        return (
+            f"{len(others):,} of {len(wanted):,} tokens differ, such as {example!r} "
+            f"({_id(found, example)} there, {_id(wanted, example)} in the target model's)"
+        )
+    for text in _TEXTS:
+        if theirs.encode(text, add_special_tokens=False) != ours.encode(text, add_special_tokens=False):
+            return f"it has the same vocabulary, but encodes {text!r} otherwise"
+    return None
+
+
+def _id(vocabulary: dict[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
 def load_draft_model(name: str, base: BaseModel) -> BaseModel:
