@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafter.errors import one_line
-from drafter.methods.learning.contract import HeadVersion
 from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
 from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearnerState, LearningReport
 
+if TYPE_CHECKING:
+    from drafter.methods.learning.learner import HeadVersion
+
 _MOST_MOMENTS = 480
 """Most moments kept; beyond, adjacent pairs are merged."""
+_SUMS = ("seconds", "tokens", "row_steps", "learned")
 _MOST_FOUND = 1000
 """Most measurements and versions kept, the newest of each: a job may run for weeks."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published version.
-
-    Args:
-        beta_before: The previous version's β on the same rows; 1.0 where there was none.
-    """
+    """A published version; see `HeadVersion`."""
 
     at: float
     number: int
@@ -36,12 +34,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Moment:
-    """An interval of decoding.
-
-    Args:
-        at: End of the interval, in seconds since 1970.
-        row_steps: Decode steps of all engines, counted once per participating row.
-    """
+    """An interval of decoding that ended `at`, in seconds since 1970; see `Interval`."""
 
     at: float
     seconds: float
@@ -51,14 +44,8 @@ class Moment:
     version: int | None
 
     def with_next(self, later: Moment) -> Moment:
-        return Moment(
-            later.at,
-            self.seconds + later.seconds,
-            self.tokens + later.tokens,
-            self.row_steps + later.row_steps,
-            self.learned + later.learned,
-            later.version,
-        )
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
+        return replace(later, **sums)
 
 
 @dataclass
@@ -66,7 +53,6 @@ class LearningRecord:
     """Record of all submissions of a job.
 
     Args:
-        balance: Costs and savings of learning.
         course: The current decision and its reason, made again in each process.
         gain: β of a given head now ÷ at the beginning.
         beta_before: β of decoding before the first version.
@@ -89,7 +75,6 @@ class LearningRecord:
         self.gain *= gain_by_beta(version.beta, version.beta_before)
 
     def decoded(self, interval: Interval, at: float) -> None:
-        """Add an interval of decoding that ended at `at`, in seconds since 1970."""
         self.balance = self.balance.after(interval)
         if not self.versions:
             self.beta_before = self.balance.beta
@@ -101,7 +86,6 @@ class LearningRecord:
         self.moments = together(self.moments, _MOST_MOMENTS)
 
     def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
-        """Decide on the next interval, and return the decision."""
         if must_pay:
             self.course = decide(self.course, self.balance, tokens_left, curve_of(self.evaluations))
         else:
@@ -122,23 +106,13 @@ class LearningRecord:
         )
 
     def as_json(self) -> str:
-        kept = {
-            "balance": asdict(self.balance),
-            "evaluations": _dicts(self.evaluations),
-            "versions": _dicts(self.versions),
-            "moments": _dicts(self.moments),
-            "gain": self.gain,
-            "beta_before": self.beta_before,
-        }
+        kept = asdict(self)
+        del kept["course"]
         return json.dumps(kept, indent=1) + "\n"
 
     @classmethod
     def of_json(cls, text: str) -> LearningRecord:
-        """Parse the result of `as_json`.
-
-        Raises:
-            ValueError, TypeError, KeyError: The text is something else.
-        """
+        """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if the text is something else."""
         kept = json.loads(text)
         return cls(
             Balance(**kept["balance"]),
@@ -149,9 +123,9 @@ class LearningRecord:
             beta_before=kept["beta_before"],
         )
 
-    def begun_anew(self, *, shares: bool) -> LearningRecord:
-        """Return the record for a new process; see `Balance.begun_anew`."""
-        return replace(self, balance=self.balance.begun_anew(shares=shares))
+    def restarted(self, *, shares: bool) -> LearningRecord:
+        """Return the record for a new process; see `Balance.restarted`."""
+        return replace(self, balance=self.balance.restarted(shares=shares))
 
 
 def read_record(output: OutputFolder) -> LearningRecord:
@@ -171,7 +145,3 @@ def together(moments: list[Moment], most: int) -> list[Moment]:
         pairs = zip(moments[::2], moments[1::2], strict=False)
         moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
     return moments
-
-
-def _dicts(some: Sequence[Any]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in some]

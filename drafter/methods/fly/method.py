@@ -32,6 +32,9 @@ class FlyVerifier(Verifier):
     Args:
         theta: θ in nats. With infinity all mismatches are rejected.
         window: W, deciding draft tokens, from the mismatch on.
+
+    Raises:
+        ValueError: θ is negative, or W below 1.
     """
 
     name = "fly"

@@ -23,6 +23,9 @@ class TypicalVerifier(Verifier):
     Args:
         epsilon: ε. With ε = 1 and an infinite δ only the target model's choices are accepted.
         delta: δ.
+
+    Raises:
+        ValueError: ε is not between 0 and 1, or δ is negative.
     """
 
     name = "typical"

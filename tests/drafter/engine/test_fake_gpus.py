@@ -18,8 +18,7 @@ from drafter.drafters.contract import Drafter, Renewal
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.methods.early_exit.drafter import ExitDrafter
-from drafter.methods.fly.long_chain import LongChainDrafter
-from drafter.methods.fly.verifier import FlyVerifier
+from drafter.methods.fly.method import FlyVerifier, LongChainDrafter
 from drafter.methods.learning.drafter import ChangingHead
 from drafter.methods.learning.settings import StartingHead
 from drafter.methods.ngram.drafter import NgramDrafter
