@@ -24,7 +24,8 @@ from pipeline.generate.growing import delete_strays, grow
 from pipeline.generate.job_context import LEARNING, SPECULATION, JobContext, Work
 from pipeline.generate.streaming import run_traits, stream
 from pipeline.io.files import partials
-from pipeline.learning.job_learner import Beginning, JobLearner, LearnerSpec, beginning, beside_learner
+from pipeline.learning.config import Beginning, LearnerSpec, beginning
+from pipeline.learning.job_learner import JobLearner, beside_learner
 from pipeline.output.batch_results import write_batch
 from pipeline.output.columns import wanted_columns
 from pipeline.output.compaction import compact

@@ -1,117 +1,26 @@
-"""A learner from its owner's side: its specification, its process, its reports and metrics."""
+"""A learner's process from its owner's side: starting, polling and ending it."""
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import uuid
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import ray
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from ray.util.metrics import Counter, Gauge
-from safetensors import SafetensorError, safe_open
 
 from drafter.errors import one_line
 from drafter.methods.learning.payoff import hopes
-from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
-from pipeline.io.files import Location
-from pipeline.learning.config import NEW, SHIPPED, LearningConfig
+from pipeline.learning.config import LearnerSpec, LearningConfig
 from pipeline.learning.record import read_record
-from pipeline.output.folder import HEAD_CONFIG, OutputFolder
 from pipeline.progress.board import LearningReport, Progress
-from pipeline.progress.prometheus import begin
 
 _MOST_RESTARTS = 10
 _LAST_WORD_SECONDS = 30.0
 _MEASURED_SECONDS = 9.0
 """Shortest measurement of the row rate that predicts the job's duration."""
-_HEAD_WEIGHTS = "model.safetensors"
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """The initial head, the same for all engines and the learner of a job.
-
-    `saved` is the folder of the head trained by an earlier submission; None if there is none.
-    """
-
-    start: StartingHead
-    saved: Location | None = None
-
-    def here(self, folder: str) -> StartingHead:
-        """Return this process's initial head: a saved one, copied into a local `folder`, or `start`."""
-        if self.saved is None:
-            return self.start
-        try:
-            fetch_head(self.saved, Path(folder))
-        except OSError as error:  # it costs drafts, and not the job
-            print(f"{self.saved.path} cannot be read: {one_line(error)}", file=sys.stderr, flush=True)
-            return self.start
-        return replace(self.start, folder=folder, copied_from=self.saved.path)
-
-
-@dataclass(frozen=True)
-class LearnerSpec:
-    """Models and settings of a learner's process.
-
-    Args:
-        run: The name in metrics: a job's output, or an endpoint's model name.
-    """
-
-    config: LearningConfig
-    beginning: Beginning
-    output: OutputFolder
-    run: str
-    model: str
-    dtype: str
-    trust_remote_code: bool
-
-    @property
-    def device(self) -> str:
-        """As in `load_base`. A GPU that is not its own belongs to engines, which count on all of its memory."""
-        return "auto" if self.config.gpus else "cpu"
-
-
-def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
-    """Return the initial head of a submission or an endpoint: the output's, if an earlier one has trained it."""
-    folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, config.head)
-    start = StartingHead(folder, config.algorithm, seed=config.training.seed)
-    return Beginning(start, output.head if _is_whole(output.head) else None)
-
-
-def fetch_head(folder: Location, here: Path) -> None:
-    """Copy a head's folder to this machine; raise `OSError` if it cannot be read."""
-    for name in (HEAD_CONFIG, _HEAD_WEIGHTS):
-        (folder / name).copy_to(here / name)
-
-
-def put_head(here: Path, folder: Location) -> None:
-    """Copy a head's folder from this machine to the output, or raise `OSError`; each file appears complete."""
-    folder.make_folder()
-    for name in (_HEAD_WEIGHTS, HEAD_CONFIG):  # without a config.json there is no head yet
-        (folder / name).copy_from(here / name)
-
-
-def _is_whole(folder: Location) -> bool:
-    """Return whether there is a readable head. A damaged one costs its training, not the job."""
-    if not any(info.base_name == HEAD_CONFIG for info in folder.children()):
-        return False
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            here = Path(name)
-            fetch_head(folder, here)
-            config: Any = json.loads((here / HEAD_CONFIG).read_text(encoding="utf-8"))
-            with safe_open(here / _HEAD_WEIGHTS, framework="numpy") as file:
-                return isinstance(config, dict) and bool(file.keys())
-    except (OSError, ValueError, SafetensorError) as error:
-        print(f"the head in {folder.path} is damaged, and learnt anew: {one_line(error)}", file=sys.stderr, flush=True)
-        return False
 
 
 def find_learner(name: str) -> Any | None:
@@ -291,76 +200,3 @@ def tokens_left(now: Progress) -> float | None:
     if now.total is None or finished <= 0 or not now.tokens:
         return None
     return (now.total - now.done) * now.tokens / finished
-
-
-# Metrics for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
-
-_GAUGES = {
-    "version": "Number of the newest version of the head that learns.",
-    "beta": "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
-    "published_beta": "Tokens per forward of the target model on held-out rows, with the newest version.",
-    "loss": "Loss of the learner's newest step, in nats.",
-    "rows": "Rows that the learner can learn from.",
-    "bytes": "Bytes of the rows that the learner has.",
-    "active": "1 while the learner works, 0 while it rests.",
-    "taken_seconds": "Seconds by which learning has made decoding longer.",
-    "saved_seconds": "Seconds by which what was learnt has made decoding shorter.",
-}
-_COUNTERS = {
-    "steps": "Optimiser steps of the learner.",
-    "seconds": "Seconds that the learner has worked.",
-    "discarded": "Versions given up because their loss was not finite.",
-    "dropped": "Batches of rows that the learner did not get to.",
-}
-
-
-class LearnerMetrics:
-    """Exports a learner's state.
-
-    Args:
-        begun: The initial report. Earlier processes have exported its counts.
-    """
-
-    def __init__(self, run: str, begun: LearningReport) -> None:
-        self._tags = {"run": run}
-        self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in _GAUGES.items()}
-        self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in _COUNTERS.items()}
-        self._published = _sums(begun)
-        for counter in self._counters.values():
-            begin(counter, self._tags)
-
-    def publish(self, now: LearningReport) -> None:
-        """Export the present state, and counts since the last call."""
-        for name, value in _values(now).items():
-            self._gauges[name].set(value, self._tags)  # None is not set
-        for name, value in _sums(now).items():
-            if (new := value - self._published[name]) > 0:
-                self._counters[name].inc(new, self._tags)
-                self._published[name] = value
-
-
-def learner_families(now: LearningReport) -> list[Metric]:
-    """Return the same metrics for a page that does not come from Ray; unknown values have no sample."""
-    gauges, counters = _values(now), _sums(now)
-    return [
-        *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in _GAUGES.items()),
-        *(CounterMetricFamily(f"drafter_learner_{name}", what, counters[name]) for name, what in _COUNTERS.items()),
-    ]
-
-
-def _values(now: LearningReport) -> dict[str, float | None]:
-    return {
-        "version": now.version,
-        "beta": now.beta,
-        "published_beta": now.published_beta,
-        "loss": now.loss,
-        "rows": now.rows,
-        "bytes": now.nbytes,
-        "active": float(now.state == "learning"),
-        "taken_seconds": now.taken_seconds,
-        "saved_seconds": now.saved_seconds,
-    }
-
-
-def _sums(now: LearningReport) -> dict[str, float]:
-    return {"steps": now.steps, "seconds": now.seconds, "discarded": now.discarded, "dropped": now.dropped}

@@ -1,4 +1,4 @@
-"""A learner's record, `learning.json` in the output: its measurements, and its decisions on when to train."""
+"""A learner's record, `learning.json` in the output: measurements, and decisions on when to train; and its metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from ray.util.metrics import Counter, Gauge
+
 from drafter.errors import one_line
 from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
 from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearnerState, LearningReport
+from pipeline.progress.prometheus import begin
 
 if TYPE_CHECKING:
     from drafter.methods.learning.learner import HeadVersion
@@ -145,3 +149,76 @@ def together(moments: list[Moment], most: int) -> list[Moment]:
         pairs = zip(moments[::2], moments[1::2], strict=False)
         moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
     return moments
+
+
+# Metrics for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
+
+_GAUGES = {
+    "version": "Number of the newest version of the head that learns.",
+    "beta": "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
+    "published_beta": "Tokens per forward of the target model on held-out rows, with the newest version.",
+    "loss": "Loss of the learner's newest step, in nats.",
+    "rows": "Rows that the learner can learn from.",
+    "bytes": "Bytes of the rows that the learner has.",
+    "active": "1 while the learner works, 0 while it rests.",
+    "taken_seconds": "Seconds by which learning has made decoding longer.",
+    "saved_seconds": "Seconds by which what was learnt has made decoding shorter.",
+}
+_COUNTERS = {
+    "steps": "Optimiser steps of the learner.",
+    "seconds": "Seconds that the learner has worked.",
+    "discarded": "Versions given up because their loss was not finite.",
+    "dropped": "Batches of rows that the learner did not get to.",
+}
+
+
+class LearnerMetrics:
+    """Exports a learner's state.
+
+    Args:
+        begun: The initial report. Earlier processes have exported its counts.
+    """
+
+    def __init__(self, run: str, begun: LearningReport) -> None:
+        self._tags = {"run": run}
+        self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in _GAUGES.items()}
+        self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in _COUNTERS.items()}
+        self._published = _sums(begun)
+        for counter in self._counters.values():
+            begin(counter, self._tags)
+
+    def publish(self, now: LearningReport) -> None:
+        """Export the present state, and counts since the last call."""
+        for name, value in _values(now).items():
+            self._gauges[name].set(value, self._tags)  # None is not set
+        for name, value in _sums(now).items():
+            if (new := value - self._published[name]) > 0:
+                self._counters[name].inc(new, self._tags)
+                self._published[name] = value
+
+
+def learner_families(now: LearningReport) -> list[Metric]:
+    """Return the same metrics for a page that does not come from Ray; unknown values have no sample."""
+    gauges, counters = _values(now), _sums(now)
+    return [
+        *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in _GAUGES.items()),
+        *(CounterMetricFamily(f"drafter_learner_{name}", what, counters[name]) for name, what in _COUNTERS.items()),
+    ]
+
+
+def _values(now: LearningReport) -> dict[str, float | None]:
+    return {
+        "version": now.version,
+        "beta": now.beta,
+        "published_beta": now.published_beta,
+        "loss": now.loss,
+        "rows": now.rows,
+        "bytes": now.nbytes,
+        "active": float(now.state == "learning"),
+        "taken_seconds": now.taken_seconds,
+        "saved_seconds": now.saved_seconds,
+    }
+
+
+def _sums(now: LearningReport) -> dict[str, float]:
+    return {"steps": now.steps, "seconds": now.seconds, "discarded": now.discarded, "dropped": now.dropped}

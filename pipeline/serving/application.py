@@ -16,7 +16,8 @@ from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.models import model_name
 from pipeline.io.files import locate
-from pipeline.learning.job_learner import LearnerSpec, beginning, beside_learner
+from pipeline.learning.config import LearnerSpec, beginning
+from pipeline.learning.job_learner import beside_learner
 from pipeline.output.folder import OutputFolder
 from pipeline.serving.config import ApplicationConfig, parse_application
 from pipeline.serving.http.ingress import Ingress

@@ -11,8 +11,9 @@ import ray
 from ray import serve
 
 from pipeline.engines.engine_spec import EngineSpec
+from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import LearningFeed
-from pipeline.learning.job_learner import LearnerSpec, WatchedLearner, find_learner
+from pipeline.learning.job_learner import WatchedLearner, find_learner
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.answers import Answers

@@ -18,7 +18,7 @@ from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.learning.job_learner import LearnerSpec
+from pipeline.learning.config import LearnerSpec
 from pipeline.learning.learner_actor import LearnerActor
 
 

@@ -3,5 +3,5 @@
 from drafter.plugins import Method
 
 METHOD = Method(
-    verifiers={"pad": "drafter.methods.pad.verifier:PadVerifier"},
+    verifiers={"pad": "drafter.methods.pad.method:PadVerifier"},
 )

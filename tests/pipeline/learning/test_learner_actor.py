@@ -30,9 +30,8 @@ from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.io.files import locate
-from pipeline.learning.config import LearningConfig
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
 from pipeline.learning.feed import Answer, EngineBeat
-from pipeline.learning.job_learner import LearnerSpec, beginning, put_head
 from pipeline.learning.learner_actor import LearnerActor
 from pipeline.learning.record import LearningRecord, Moment, read_record
 from pipeline.output.folder import OutputFolder

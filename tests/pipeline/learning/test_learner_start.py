@@ -14,16 +14,8 @@ from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, parse_config
 from pipeline.io.files import locate
-from pipeline.learning.config import LearningConfig
-from pipeline.learning.job_learner import (
-    JobLearner,
-    LearnerSpec,
-    beginning,
-    beside_learner,
-    put_head,
-    seconds_left,
-    tokens_left,
-)
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
+from pipeline.learning.job_learner import JobLearner, beside_learner, seconds_left, tokens_left
 from pipeline.learning.record import LearningRecord
 from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearningReport, Progress

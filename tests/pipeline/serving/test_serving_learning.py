@@ -12,7 +12,7 @@ from drafter.engine.config import EngineSettings
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.errors import InputError
-from pipeline.learning.job_learner import LearnerSpec
+from pipeline.learning.config import LearnerSpec
 from pipeline.serving.application import application
 from pipeline.serving.config import ApplicationConfig, ServingLearning, parse_application, parse_config
 from pipeline.serving.job import check_models
