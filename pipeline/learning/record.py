@@ -173,11 +173,7 @@ _COUNTERS = {
 
 
 class LearnerMetrics:
-    """Exports a learner's state.
-
-    Args:
-        begun: The initial report. Earlier processes have exported its counts.
-    """
+    """Exports a learner's state. Earlier processes have exported the counts of the initial report `begun`."""
 
     def __init__(self, run: str, begun: LearningReport) -> None:
         self._tags = {"run": run}
@@ -207,18 +203,9 @@ def learner_families(now: LearningReport) -> list[Metric]:
 
 
 def _values(now: LearningReport) -> dict[str, float | None]:
-    return {
-        "version": now.version,
-        "beta": now.beta,
-        "published_beta": now.published_beta,
-        "loss": now.loss,
-        "rows": now.rows,
-        "bytes": now.nbytes,
-        "active": float(now.state == "learning"),
-        "taken_seconds": now.taken_seconds,
-        "saved_seconds": now.saved_seconds,
-    }
+    found = asdict(now) | {"bytes": now.nbytes, "active": float(now.state == "learning")}
+    return {name: found[name] for name in _GAUGES}
 
 
 def _sums(now: LearningReport) -> dict[str, float]:
-    return {"steps": now.steps, "seconds": now.seconds, "discarded": now.discarded, "dropped": now.dropped}
+    return {name: getattr(now, name) for name in _COUNTERS}

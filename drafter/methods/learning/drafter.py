@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loading, Loan, Renewal
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, Renewal
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
 from drafter.embedded import EMBEDDED_HEADS
@@ -106,7 +106,7 @@ class _Ready:
     weights: Mapping[str, Tensor]
 
 
-class ChangingHead(Drafter):
+class ChangingHead(MergedDrafter):
     """Hot-swaps newer versions of a head between steps. A new head drafts nothing before its first version.
 
     Args:
@@ -129,8 +129,7 @@ class ChangingHead(Drafter):
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
         self._number, self.drafts = version_of(head), start.drafts
         self._gated = not start.drafts
-        self._drafter = head.drafter(base, nodes)
-        self.spec = self._drafter.spec
+        super().__init__(head.drafter(base, nodes))
         self._gate = torch.full((), self.drafts, device=base.device)
         self._loan: Loan | None = None
         self._lock = threading.Lock()
@@ -162,7 +161,7 @@ class ChangingHead(Drafter):
         with self._lock:
             ready, self._ready = self._ready, None
         if ready.drafter is not None:
-            self._drafter = ready.drafter
+            self.drafters = (ready.drafter,)
         else:
             for name, tensor in ready.weights.items():
                 self._own[name].copy_(tensor, non_blocking=True)
@@ -184,40 +183,22 @@ class ChangingHead(Drafter):
         """Make the drafter read all sequences again: its states come from the old weights."""
         nothing = np.zeros(0, dtype=np.int64)
         for slot in range(0 if self._loan is None else self._loan.slots):
-            self._drafter.enter(slot, nothing)
+            self.enter(slot, nothing)
 
     def open(self, loan: Loan) -> None:
         with self._lock:
             self._loan = loan
-            self._drafter.open(loan)
+            super().open(loan)
             if self._ready is not None and self._ready.drafter is not None:
                 self._ready.drafter.open(loan)
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._drafter.enter(slot, text)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._drafter.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        self._drafter.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        self._drafter.clear(slot)
-
-    def prepare(self, context: DraftContext) -> None:
-        self._drafter.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.nodes]`; before the first version only roots, padded.
 
         The head drafts even then: its cost is measured, and a recorded step must be the same later.
         """
-        tree = self._drafter.propose(context, ask)
+        tree = self.drafters[0].propose(context, ask)
         return _gated(tree, self._gate) if self._gated else tree
-
-    def observe(self, committed: Committed) -> None:
-        self._drafter.observe(committed)
 
 
 def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:

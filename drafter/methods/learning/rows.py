@@ -209,17 +209,7 @@ _NBYTES = 64 << 20
 """Memory for rows that have not been taken."""
 
 
-@dataclass(frozen=True)
-class _Pending:
-    row: EndedRow
-    hidden: Tensor | None
-    arrived: torch.cuda.Event | None
-
-    def sample(self) -> RowSample:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens = torch.from_numpy(np.array([*self.row.prompt, *self.row.output], dtype=np.int64))
-        return RowSample(self.row.request_id, tokens, len(self.row.prompt), self.hidden, self.row.steps)
+_Pending = tuple[EndedRow, Tensor | None, torch.cuda.Event | None]
 
 
 class SampleTap:
@@ -240,7 +230,7 @@ class SampleTap:
     def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
         nbytes = self._text_bytes(row) + (0 if hidden is None else hidden.nbytes)
         with self._lock:
-            self._rows.put(self._rank(row), nbytes, _Pending(row, hidden, arrived))
+            self._rows.put(self._rank(row), nbytes, (row, hidden, arrived))
 
     # Called from any thread.
 
@@ -251,7 +241,7 @@ class SampleTap:
             until = self._rows.used - nbytes
             while self._rows.used > max(until, 0) and (best := self._rows.take_best()) is not None:
                 found.append(best[1])
-        return [one.sample() for one in found]
+        return [_sample(*one) for one in found]
 
     def pause(self) -> None:
         """Drop all rows and refuse new ones, so that nothing is copied."""
@@ -269,3 +259,10 @@ class SampleTap:
     @staticmethod
     def _text_bytes(row: EndedRow) -> int:
         return 8 * row.length
+
+
+def _sample(row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> RowSample:
+    if arrived is not None:
+        arrived.synchronize()
+    tokens = torch.from_numpy(np.array([*row.prompt, *row.output], dtype=np.int64))
+    return RowSample(row.request_id, tokens, len(row.prompt), hidden, row.steps)
