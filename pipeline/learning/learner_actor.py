@@ -1,8 +1,8 @@
 """Ray actor that trains a draft head on rows from engines and publishes its versions, for a job or an endpoint.
 
 `exchange` and `report` answer at once with the state of the training thread. Rows come as references to the object
-store; the oldest are dropped if training falls behind. A version's weights enter the object store once, for all
-engines. If the process ends, Ray restarts the actor, which resumes from the state saved with the last version.
+store; the oldest are dropped if training falls behind. If the process ends, Ray restarts the actor, which resumes from
+the state saved with the last version.
 """
 
 from __future__ import annotations
@@ -35,18 +35,14 @@ from pipeline.learning.feed import Answer, EngineBeat, EngineBeats
 from pipeline.learning.record import LearnerMetrics, read_record
 from pipeline.progress.board import LearnerState, LearningReport
 
-_SLICE_SECONDS = 0.5
-"""Seconds of training between two looks for new rows."""
-_INTERVAL_SECONDS = 3.0
-"""Seconds between two decisions to train or to rest."""
+_SLICE_SECONDS = 0.5  # of training between two looks for new rows
+_INTERVAL_SECONDS = 3.0  # between two decisions to train or to rest
 _BUSY = 0.8
 """Minimum share of an interval with decoding for it to count as a measurement of speed."""
-_SAVE_SECONDS = 30.0
-"""Seconds between writes of the record, which is also written with each version."""
+_SAVE_SECONDS = 30.0  # between writes of the record, which is also written with each version
 _FETCH_SECONDS = 5.0
 _JOIN_SECONDS = 0.2
-_BATCHES = 8
-"""Most batches of rows that wait for the learner; beyond, the oldest are dropped."""
+_BATCHES = 8  # of rows that wait for the learner at most; beyond, the oldest are dropped
 
 
 class LearnerActor:

@@ -52,8 +52,7 @@ class LruTable(Table):
             self._followers.popitem(last=False)
 
 
-_DEPTH = 16
-"""Longest draft path."""
+_DEPTH = 16  # longest draft path
 _LENGTHS = ((8, 1), (4, 1), (2, 1), (1, 3))
 """(leader, follower) tokens, in lookup order; the last are the published ones."""
 _TAIL = max(map(sum, _LENGTHS)) - 1

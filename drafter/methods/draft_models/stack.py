@@ -24,18 +24,13 @@ from drafter.tree.token_tree import TokenTree, from_nodes
 
 LOWER_NODES = 2
 """Nodes asked of the lower drafter for each one passed on."""
-_OWN_CHILDREN = 4
-"""Continuations that the model adds to each node."""
+_OWN_CHILDREN = 4  # continuations that the model adds to each node
 
 
 class StackedDrafter(MergedDrafter):
-    """Lets a draft model rescore, prune and extend the trees of a lower drafter.
+    """Lets a draft model rescore, prune and extend the trees of a lower drafter, which may be a stack itself.
 
-    Args:
-        lower: May be a stack itself. It should have `LOWER_NODES` times as many nodes.
-        model: With the target model's tokeniser, on any device.
-        base: The target model.
-        nodes: Draft nodes of the largest tree.
+    The lower drafter should have `LOWER_NODES` times as many nodes; the others are arguments of `TextReader`.
 
     Raises:
         LoadError: The lower drafter drafts in the target model's own KV cache.
@@ -158,11 +153,7 @@ def load_model_drafter(name: str, loading: Loading) -> Drafter:
 
 
 def load_stack(levels: str, loading: Loading) -> Drafter:
-    """Load `stack:LEVELS`: `LOWER>model:A`, or more, lowest first; all above the lowest are draft models.
-
-    Raises:
-        LoadError: A level is missing, or cannot be used.
-    """
+    """Load `stack:LEVELS`: `LOWER>model:A`, or more, lowest first; raise `LoadError` if a level cannot be used."""
     lower, *models = stack_levels(levels)
     kinds = [kind_and_rest(model) for model in models]
     one_each = all(kind == "model" and rest for kind, rest in kinds) and all(len(merged_names(m)) == 1 for m in models)

@@ -14,16 +14,13 @@ from typing import NamedTuple
 
 from drafter.statistics import BatchChoice, per_second
 
-_PACE = 0.2
-"""EMA weight of the newest interval."""
+_PACE = 0.2  # EMA weight of the newest interval
 _UNKNOWN_DRAG = 0.3
 """Share of the engines' speed that a learner is assumed to cost until measured."""
 _CLOSE = 4
 """Intervals after the learner starts or stops that are compared with those just before."""
-_DRAG_PACE = 0.1
-"""EMA weight of the newest comparison."""
-_POINTS = 5
-"""Newest points of the learning curve that are extrapolated."""
+_DRAG_PACE = 0.1  # EMA weight of the newest comparison
+_POINTS = 5  # newest ones of the learning curve that are extrapolated
 
 
 @dataclass(frozen=True)
@@ -49,21 +46,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Balance:
-    """Cost and savings of learning so far.
+    """Cost and savings of learning in the job's first `seconds`.
 
     Args:
-        seconds: Of the job so far.
         taken: Seconds by which the learner has delayed the job.
         saved: Seconds by which the learned head has shortened it.
         learning_rate: Tokens per second when the learner last worked; 0 before.
-        resting_rate: Tokens per second when it last rested.
+        resting_rate: Tokens per second when it last rested, over `rests` intervals.
         beta: EMA of tokens per row and step; 0 before the first interval.
         lead: Speed with the learned head ÷ without; below 1.0 other members draft.
-        rests: Intervals behind `resting_rate`.
-        worked: The learner worked in the last interval; None before the first.
-        turn: Intervals before that in which it did the same.
-        difference: EMA of the share of speed lost when it started, or regained when it stopped.
-        compared: Comparisons behind `difference`.
+        worked: The learner worked in the last interval, as in `turn` before it; None before the first.
+        difference: EMA, of `compared` values, of the share of speed lost when it started, or regained when it stopped.
     """
 
     seconds: float = 0.0
@@ -133,13 +126,9 @@ class Balance:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement on held-out rows.
+    """β on held-out rows after some working time: of the current weights, and of the newest version; 1.0 before one.
 
-    Args:
-        seconds: Working time of the learner until then.
-        candidate: β of the current weights.
-        published: β of the newest version on the same rows; 1.0, plain decoding's, before the first.
-        better: The candidate was published.
+    A `better` candidate was published.
     """
 
     seconds: float
@@ -152,7 +141,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the learning curve: β after some working time; see `curve_of`."""
+    """β after some working time; see `curve_of`."""
 
     seconds: float
     beta: float
@@ -257,30 +246,23 @@ MOST_LOST = 0.02
 """Share of a job's time that learning may have cost without return."""
 _FIRST_RESTS = 3
 """Intervals of rest before it first works, to measure the speed without it."""
-_HOPE = 1.3
-"""Assumed growth of β over the first `HORIZON`, before any measurement."""
+_HOPE = 1.3  # assumed growth of β over the first `HORIZON`, before any measurement
 _START = 1.5
 """A resting learner starts again only if the expected benefit is so many times its cost."""
 _FALLEN = 0.93
 """β below this share of its value when learning stopped means that the text has changed."""
-_FOLLOWS = 0.01
-"""EMA weight of the newest interval in β at rest, which drifts slowly."""
-_TURNS = 16
-"""Intervals of work before one of rest, to measure the learner's cost."""
-_LOADING = 2.0
-"""Approximate seconds that a starting learner process costs the job."""
-_MOST_LOADED = 0.01
-"""Share of the time left that starting the process may cost."""
-_LONGEST = 86_400.0
-"""Longest look-ahead in seconds."""
+_FOLLOWS = 0.01  # EMA weight of the newest interval in β at rest, which drifts slowly
+_TURNS = 16  # intervals of work before one of rest, to measure the learner's cost
+_LOADING = 2.0  # approximate seconds that a starting learner process costs the job
+_MOST_LOADED = 0.01  # share of the time left that starting the process may cost
+_LONGEST = 86_400.0  # seconds of look-ahead
 
 
 @dataclass(frozen=True)
 class Course:
-    """A decision about the learner.
+    """A decision about the learner, with the reason in a line for people.
 
     Args:
-        reason: In a line for people.
         turn: Intervals since the last rest.
         rest_beta: EMA of β since learning stopped; None while it works.
         since: Working seconds at which the current text began: earlier points of the curve do not count.

@@ -109,10 +109,8 @@ class RankedRows(Generic[Row]):
         self._rows, self.used = [], 0
 
 
-_USED = 0.5
-"""Rank that a row loses by each use: like 256 rows of age."""
-_WALKED = 256
-"""Leading tokens of an answer that are measured."""
+_USED = 0.5  # rank that a row loses by each use: like 256 rows of age
+_WALKED = 256  # leading tokens of an answer that are measured
 
 
 @dataclass(frozen=True)
@@ -205,8 +203,7 @@ def _row(sample: RowSample, length: int) -> _Row:
     return _Row(text, 8 * length + (0 if hidden is None else hidden.nbytes))
 
 
-_NBYTES = 64 << 20
-"""Memory for rows that have not been taken."""
+_NBYTES = 64 << 20  # memory for rows that have not been taken
 
 
 _Pending = tuple[EndedRow, Tensor | None, torch.cuda.Event | None]

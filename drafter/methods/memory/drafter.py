@@ -28,12 +28,10 @@ CONTEXT = 8
 """Tokens that are compared; longer matches count as this long."""
 NOTHING = -1
 """Missing token, position or block."""
-_BLOCK = 128
-"""Tokens of a block; more than any continuation has."""
+_BLOCK = 128  # tokens; more than any continuation has
 _ORDERS = (1, 2, 4)
 """Lengths of lookup keys. Short ones occur often, where the newest positions are not the best."""
-_NEWEST = 16
-"""Positions kept per key."""
+_NEWEST = 16  # positions kept per key
 _TOKENS_PER_BUCKET = 8
 """Tokens of capacity per hash bucket; most pairs of tokens recur."""
 
@@ -241,14 +239,11 @@ CAPACITY = 1_000_000
 """Tokens that are remembered, at about 32 bytes each."""
 _DEPTH = 16
 """Longest continuation; in copied text all of it is accepted."""
-_MATCHES = 16
-"""Continuations that vote."""
-_WEIGHT = 2.0
-"""Weight of a match relative to one a token shorter."""
+_MATCHES = 16  # continuations that vote
+_WEIGHT = 2.0  # of a match relative to one a token shorter
 _TOLD_AT_ONCE = 2048
 """Tokens of other texts indexed per step, to bound the step's latency."""
-_TOLD_WRITERS = 8
-"""Other texts written at the same time."""
+_TOLD_WRITERS = 8  # other texts written at the same time
 _BELIEF = 4
 """Prior: tokens per match length assumed tried, half of them accepted."""
 
