@@ -32,14 +32,7 @@ def find_learner(name: str) -> Any | None:
 
 
 class WatchedLearner:
-    """Starts and polls a learner.
-
-    Attributes:
-        last: The latest report.
-
-    Raises:
-        ValueError: There is another actor of the name.
-    """
+    """Starts and polls a learner, whose latest report is `last`; raises `ValueError` if the name is taken."""
 
     def __init__(self, spec: LearnerSpec, name: str) -> None:
         # Late, because most drivers start no learner, and it imports torch.
@@ -103,11 +96,7 @@ def tell(line: str) -> None:
 
 
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
-    """Return the part of a cluster left for engines.
-
-    Raises:
-        InputError: No machine has the learner's resources, and the cluster cannot grow.
-    """
+    """Return the part of a cluster left for engines; raise `InputError` if the learner finds no room."""
     if not config.enabled or not (config.cpus or config.gpus):
         return cluster
     nodes = list(cluster.nodes)

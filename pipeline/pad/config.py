@@ -81,18 +81,8 @@ class PivotsConfig:
 
     def answers(self, output: str) -> GenerateConfig:
         """Return the generation job that answers the prompts exactly."""
-        return GenerateConfig(
-            self.input,
-            output,
-            self.model,
-            self.drafter,
-            reading=self.reading,
-            loading=self.loading,
-            sampling=self.sampling,
-            engine=self.engine,
-            resources=self.resources,
-            writing=self.writing,
-        )
+        shared = ("input", "model", "drafter", "reading", "loading", "sampling", "engine", "resources", "writing")
+        return GenerateConfig(output=output, **{name: getattr(self, name) for name in shared})
 
     def continuations(self, lines: str, output: str) -> GenerateConfig:
         """Return the generation job that continues texts: the requests of an OpenAI batch, which bring temperatures."""

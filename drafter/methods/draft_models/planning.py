@@ -25,8 +25,7 @@ from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.questions import Prompt
 from drafter.evaluation.results import write_json
-from drafter.methods.draft_models.drafter import ModelDrafter
-from drafter.methods.draft_models.stack import LOWER_NODES, StackedDrafter, load_draft_model
+from drafter.methods.draft_models.drafter import LOWER_NODES, ModelDrafter, StackedDrafter, load_draft_model
 from drafter.requests import Request
 from drafter.target.model import BaseModel
 

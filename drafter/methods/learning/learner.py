@@ -212,11 +212,7 @@ class Learner:
         self._progress.version, self._good = self.version, weights
 
     def save_head(self, folder: str | Path) -> None:
-        """Write the newest version as a head folder, which `--drafter` takes. Replaces an earlier one.
-
-        Raises:
-            ValueError: There is no version yet.
-        """
+        """Write the newest version as a head folder, which `--drafter` takes; raise `ValueError` if there is none."""
         if self.version is None:
             raise ValueError("nothing has been published yet: there is no head to save")
         head = deepcopy(self._tried).float()
@@ -250,11 +246,7 @@ class Learner:
     def resume(
         cls, base: BaseModel, start: StartingHead, folder: str | Path, settings: LearnerSettings | None = None
     ) -> Learner:
-        """Return a learner that continues from a saved state, without rows.
-
-        Raises:
-            LoadError: The folder has no state, or it is damaged or of another head.
-        """
+        """Return a learner that continues from a saved state; raise `LoadError` if there is no state of this head."""
         learner = cls(base, start, settings)
         tensors, facts = _read_state(Path(folder))
         good = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith("good/")}
@@ -288,11 +280,7 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 class AveragedTraining:
-    """Trains a head, in training mode and fp32, with AdamW at a constant rate, and averages its weights (EMA).
-
-    Attributes:
-        learning_rate: Of AdamW; each `restart` halves it.
-    """
+    """Trains a head, in training mode and fp32, with AdamW at a constant rate, and averages its weights (EMA)."""
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: LearnerSettings) -> None:
         self._base, self._head, self._settings = base, head, settings
@@ -316,11 +304,7 @@ class AveragedTraining:
         self._average = {name: value.detach().clone() for name, value in self._head.named_parameters()}
 
     def step(self, parts: Sequence[DraftBatch]) -> float:
-        """Take an optimiser step over micro-batches on the target model's device; return its loss.
-
-        Raises:
-            TrainingError: The loss or its gradient is not finite. Nothing has changed.
-        """
+        """Take an optimiser step over micro-batches; return its loss. See `TorchOptimiser.update`."""
         loss = self._optimiser.update(parts).loss
         steps = self._optimiser.steps
         # Early steps weigh more: the initial weights should fade fast.
