@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,30 +45,26 @@ _LABEL_TYPES = {
     "rollouts_without": pa.int64(),
     "pivot": pa.bool_(),
 }
-Side = Literal["with", "without"]
-_TOKEN: dict[Side, str] = {"with": "rejected", "without": "chosen"}
+_TOKEN = {"with": "rejected", "without": "chosen"}
 _SEEDS = 2**31
 _OF_A_REQUEST = frozenset({"max_new_tokens", "temperature", "seed", "logprobs"})
 """Settings that a row may have of its own: a continuation brings them itself, or they change none of its tokens."""
 
 REJECTION_TYPE = pa.schema(
-    [
-        ("request_id", pa.string()),
-        ("place", pa.int64()),
-        ("left", pa.int64()),
-        ("prefix", pa.list_(pa.int32())),
-        ("rejected", pa.int32()),
-        ("chosen", pa.int32()),
-        ("rejected_ends", pa.bool_()),
-        ("chosen_ends", pa.bool_()),
-        ("entropy", pa.float64()),
-        ("probability", pa.float64()),
-        ("hidden", pa.list_(pa.float32())),
-    ]
+    {
+        "request_id": pa.string(),
+        "place": pa.int64(),  # position in the row's answer
+        "left": pa.int64(),  # tokens that may still follow
+        "prefix": pa.list_(pa.int32()),  # prompt and answer before it
+        "rejected": pa.int32(),
+        "chosen": pa.int32(),
+        "rejected_ends": pa.bool_(),  # the text
+        "chosen_ends": pa.bool_(),
+        "entropy": pa.float64(),
+        "probability": pa.float64(),
+        "hidden": pa.list_(pa.float32()),
+    }
 )
-"""A row for each token: the output's row and the position in its answer, tokens that may still follow, prompt and
-answer before it, the token and the target model's own choice, whether each ends the text, and the classifier's
-features."""
 
 
 def rejected_tokens(
@@ -156,7 +152,6 @@ def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> Non
 
     Continuations are requests of one job, and an OpenAI body cannot express all settings of a row: it has no
     `ignore_eos`, and fewer stop strings.
-
     """
     common = asdict(job.over())
     for row in rows:
@@ -176,12 +171,12 @@ def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature:
     A token that ends the text needs no continuation.
     """
     for number, token in enumerate(tokens):
-        for side in _TOKEN:
-            if token[f"{_TOKEN[side]}_ends"]:
+        for side, kind in _TOKEN.items():
+            if token[f"{kind}_ends"]:
                 continue
             body = {
                 "model": "base",
-                "prompt": [*token["prefix"], token[_TOKEN[side]]],
+                "prompt": [*token["prefix"], token[kind]],
                 "max_tokens": token["left"],
                 "n": rollouts,
                 "temperature": temperature,
@@ -206,18 +201,18 @@ class Label:
         return is_pivot(self.utility_with, self.utility_without)
 
 
-def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, Side], list[NDArray[np.int32]]]:
+def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], list[NDArray[np.int32]]]:
     """Return all answers to `requests_of` by token and side. They are arrays, because all are in memory at once."""
-    found: dict[tuple[int, Side], list[NDArray[np.int32]]] = defaultdict(list)
+    found: dict[tuple[int, str], list[NDArray[np.int32]]] = defaultdict(list)
     for row in rows:
         number, _, side = row["custom_id"].partition("-")
-        found[int(number), "with" if side == "with" else "without"].append(np.array(row["token_ids"], np.int32))
+        found[int(number), side].append(np.array(row["token_ids"], np.int32))
     return found
 
 
 def labels_of(
     tokens: Sequence[Mapping[str, Any]],
-    continuations: Mapping[tuple[int, Side], Sequence[NDArray[np.int32]]],
+    continuations: Mapping[tuple[int, str], Sequence[NDArray[np.int32]]],
     answers: Mapping[str, Mapping[str, Any]],
     scorer: Scorer,
     decode: Callable[[list[int]], str],
@@ -235,12 +230,11 @@ def labels_of(
     """
     for number, token in enumerate(tokens):
         answer = answers[token["request_id"]]
-        scores: dict[Side, list[float]] = {}
-        for side in _TOKEN:
-            begin = [*answer["token_ids"][: token["place"]], token[_TOKEN[side]]]
+        scores: dict[str, list[float]] = {}
+        for side, kind in _TOKEN.items():
+            begin = [*answer["token_ids"][: token["place"]], token[kind]]
             made = continuations.get((number, side), [])
-            ends: list[list[int]] = [[]] if token[f"{_TOKEN[side]}_ends"] else [one.tolist() for one in made]
-            token_ids = [[*begin, *end] for end in ends]
+            token_ids = [begin] if token[f"{kind}_ends"] else [[*begin, *one.tolist()] for one in made]
             texts = [cut_at_stop(decode(ids), stop) for ids in token_ids]
             scores[side] = scores_of([answer] * len(token_ids), token_ids, texts, scorer)
             if (worst := min(scores[side], default=0.0)) < 0:

@@ -278,7 +278,7 @@ class Course:
 
 
 class _Work(NamedTuple):
-    """Some seconds of work, the seconds it later saves the job, and those that it takes."""
+    """Seconds of work, and the seconds of the job that it saves later and takes now."""
 
     seconds: float
     saves: float
