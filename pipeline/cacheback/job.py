@@ -41,8 +41,7 @@ _USUAL: dict[str, Kind] = {"text": "text", "prompt": "text", "messages": "messag
 def make_table(config: CacheConfig) -> None:
     """Count the n-grams of a corpus and write the table.
 
-    Raises:
-        InputError: The configuration, the corpus or the tokeniser cannot be used, or the output is something else.
+    Raises `InputError` if the corpus or the tokeniser cannot be used, or the output is something else.
     """
     corpus = open_corpus(config)
     meaning = {
@@ -143,8 +142,7 @@ class Corpus:
 def open_corpus(config: CacheConfig) -> Corpus:
     """Find the files of a corpus and their column of texts.
 
-    Raises:
-        InputError: There are none, or they are token ids that another model has generated.
+    Raises `InputError` if there are none, or they are token ids that another model has generated.
     """
     reading, uri = config.reading, config.input
     is_output = _is_output(config)

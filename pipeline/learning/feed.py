@@ -32,12 +32,7 @@ _SILENT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class EngineBeat:
-    """An engine's progress since its start.
-
-    Args:
-        row_steps: Decode steps, counted once per participating row.
-        busy: Seconds with something to decode.
-    """
+    """An engine's tokens, decode steps × rows in each, and seconds with something to decode, since its start."""
 
     tokens: int
     row_steps: int
@@ -57,11 +52,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Answer:
-    """The learner's reply to an engine.
-
-    Args:
-        weights: Reference to its weights, in a tuple so that Ray does not fetch them with the answer; or empty.
-    """
+    """The learner's reply to an engine. `weights` is a reference, in a tuple so that Ray does not fetch it, or empty."""
 
     wants_rows: bool
     number: int | None = None
@@ -100,8 +91,7 @@ class EngineBeats:
 class LearningFeed:
     """Passes rows of an engine to a learner, and versions of the head to the engine.
 
-    Args:
-        find: Returns the current `LearnerActor`; None if there is none.
+    `find` returns the current `LearnerActor`; None if there is none.
     """
 
     def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:

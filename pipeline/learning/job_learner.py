@@ -113,13 +113,10 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
 
 
 class JobLearner:
-    """The learner of a generation job.
+    """The learner of a generation job, which engines find by `name`.
 
     Even starting its process takes seconds of a core. If it has no core of its own and must pay, it starts only when
     the rest of the job is long enough.
-
-    Attributes:
-        name: Actor name for engines.
     """
 
     def __init__(self, spec: LearnerSpec) -> None:

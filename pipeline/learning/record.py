@@ -56,10 +56,8 @@ class Moment:
 class LearningRecord:
     """Record of all submissions of a job.
 
-    Args:
-        course: The current decision and its reason, made again in each process.
-        gain: β of a given head now ÷ at the beginning.
-        beta_before: β of decoding before the first version.
+    `gain` is β of a given head now ÷ at the beginning, `beta_before` β before the first version. The `course` is not
+    stored: each process decides again.
     """
 
     balance: Balance = field(default_factory=Balance)

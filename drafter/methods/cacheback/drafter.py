@@ -84,12 +84,9 @@ class _Text:
 
 
 class CachebackDrafter(Drafter):
-    """Drafts trees of recent n-grams.
+    """Drafts trees of recent n-grams, and after them of a `frozen` table of a corpus.
 
-    Args:
-        nodes: Draft nodes of the largest tree.
-        isolated: Never draft from another request's text; response times would leak it. A frozen table is no such text.
-        frozen: A corpus table, asked after those of decoded texts.
+    `isolated`: never draft from another request's text; response times would leak it. A frozen table is no such text.
     """
 
     def __init__(self, nodes: int = 16, *, isolated: bool = False, frozen: FrozenTable | None = None) -> None:

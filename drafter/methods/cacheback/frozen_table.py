@@ -102,12 +102,9 @@ _HINT = "make one with python -m jobs.cache"
 
 @dataclass(frozen=True)
 class FrozenTable(Table):
-    """A read-only table with one-token leaders.
+    """A read-only table with one-token leaders: `leaders` `[L]`, ascending, and their followers, the most frequent first.
 
-    Args:
-        leaders: `[L]` int32 tokens with followers, ascending.
-        offsets: `[L + 1]` int64 start of each leader's followers, and the end of the last ones.
-        continuations: `[F, U]` int32 followers, most frequent first for each leader.
+    The followers of leader `i` are `continuations[offsets[i] : offsets[i + 1]]` `[F, U]`.
     """
 
     leaders: npt.NDArray[np.int32]

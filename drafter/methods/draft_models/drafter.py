@@ -42,16 +42,13 @@ _OWN_CHILDREN = 4  # continuations that the model adds to each node
 class TextReader(Drafter):
     """Runs a draft model over sequences, and over tree nodes behind them, with its own KV cache. Proposes only roots.
 
+    With `fixed`, work depends on shapes alone, as CUDA graphs require. The host is then a step behind, and each row reads
+    as many tokens as two steps may have added.
+
     Args:
         model: The draft model, with the target model's tokeniser, on any device.
         base: The target model: tokens are on its device and in its vocabulary.
-        nodes: Draft nodes of the largest tree.
-        depth: Depth of the deepest tree.
         run: Tree nodes that are run behind a sequence at most.
-
-    Attributes:
-        fixed: Work depends on shapes alone, as CUDA graphs require. The host is then a step behind, and each row reads
-            as many tokens as two steps may have added.
     """
 
     def __init__(self, model: BaseModel, base: BaseModel, nodes: int, depth: int, run: int) -> None:
@@ -113,8 +110,7 @@ class TextReader(Drafter):
     def read(self, context: DraftContext, tree: TokenTree | None = None) -> Tensor:
         """Read the new tokens, and the draft nodes of a tree `[B, 1 + M]` behind them, in one forward.
 
-        Returns:
-            `[B, 1 + M, V]` log-probabilities of the next token in the target model's vocabulary; undefined at padding.
+        Returns log-probabilities `[B, 1 + M, V]` in the target model's vocabulary; undefined at padding.
         """
         device, rows = self._model.device, len(context.tokens)
         lengths = context.lengths.to(device)[:, None]
@@ -207,7 +203,7 @@ class ModelDrafter(TextReader):
     """Best-first tree of a draft model's likeliest continuations, one forward per level.
 
     Only nodes among the best `nodes` so far are run: a path's probability falls along it, so no other can have a child
-    in the tree. See `TextReader` for the arguments.
+    in the tree.
     """
 
     def __init__(self, model: BaseModel, base: BaseModel, nodes: int) -> None:
@@ -335,8 +331,7 @@ def _id(vocabulary: dict[str, int], token: str) -> str:
 def load_draft_model(name: str, base: BaseModel) -> BaseModel:
     """Load `PATH_OR_HUB_ID` or `PATH_OR_HUB_ID@DEVICE`, in the target model's dtype if on its device, the default.
 
-    Raises:
-        LoadError: It cannot be loaded, or has another tokeniser than the target model.
+    Raises `LoadError` if it cannot be loaded, or has another tokeniser than the target model.
     """
     path, device = model_and_device(name)
     if not path:

@@ -183,12 +183,9 @@ class StackPlanning:
     """Measures drafters, plans the best stack of them, and measures it.
 
     Args:
-        names: Training-free drafters, and `model:…`.
+        names: Training-free drafters, and `model:…`; raises `LoadError` for others.
         nodes: Draft nodes that the target model verifies.
         slots: Requests decoded together.
-
-    Raises:
-        LoadError: A drafter is of another kind, or cannot be loaded.
     """
 
     def __init__(self, base: BaseModel, tokenizer: Any, names: Sequence[str], nodes: int, slots: int) -> None:

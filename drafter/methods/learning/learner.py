@@ -52,8 +52,7 @@ class HeadVersion:
     Args:
         number: Counts up from 1; engines begin with 0.
         weights: Name → tensor of `DraftHead.state_dict()`, in fp32, on the CPU.
-        beta: β of these weights by the simulated walk over held-out rows.
-        beta_before: β of the previous version on the same rows; 1.0, plain decoding's, without one.
+        beta: β by the simulated walk over held-out rows; `beta_before` is the previous version's, 1.0 without one.
         provenance: Steps, rows, seconds; becomes `Provenance.training` of a head's folder; JSON.
     """
 
@@ -66,16 +65,14 @@ class HeadVersion:
 
 @dataclass
 class LearnerProgress:
-    """The learner's state; evaluation and version are those of the last slice of work.
+    """The learner's state; `evaluation` and `version` are those of the last slice of work.
 
     Args:
         number: Of the newest version.
-        steps: Optimiser steps of all processes of the learner, as are `seconds` and `discarded`.
-        seconds: Working time.
+        steps: Optimiser steps of all processes of the learner, as are working `seconds` and `discarded`.
         discarded: Candidates given up because the loss was not finite.
         loss: Of the newest step, in nats; None before the first.
-        rows: Training rows in memory.
-        nbytes: Of training and held-out rows.
+        rows: Training rows in memory; `nbytes` are of these and the held-out ones.
         idle: It waits for rows.
     """
 
@@ -95,11 +92,7 @@ class LearnerProgress:
 class Learner:
     """Trains a head. Not thread-safe. No engine may run on the same `base` object meanwhile.
 
-    Attributes:
-        version: The newest version; None before the first.
-
-    Raises:
-        LoadError: The head cannot be loaded.
+    `version` is the newest one; None before the first. Raises `LoadError` if the head cannot be loaded.
     """
 
     def __init__(self, base: BaseModel, start: StartingHead, settings: LearnerSettings | None = None) -> None:

@@ -28,8 +28,7 @@ class Interval:
     """A part of a job, during all of which the learner worked (`learned`) or rested.
 
     Args:
-        tokens: New tokens of all engines.
-        row_steps: Decode steps of all engines × rows in each.
+        tokens: New tokens of all engines, in `row_steps` decode steps × rows in each.
         gain: Speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`.
         lead: See `lead_by_choice`; None where unknown.
         full: Engines had work all the time. If not, the interval does not count for speeds.

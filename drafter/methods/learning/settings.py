@@ -75,9 +75,7 @@ class StartingHead:
 
     Args:
         folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
-        algorithm: Kind of a new head.
         settings: Fields of a new head's configuration; empty for those with which it learns fast.
-        seed: Of a new head's weights.
         copied_from: Source of the folder if it is a copy; for provenance.
     """
 

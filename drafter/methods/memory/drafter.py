@@ -38,12 +38,9 @@ _TOKENS_PER_BUCKET = 8
 
 @dataclass
 class Text:
-    """A text that is being written. Only texts of the same `group` are found for it.
+    """A text that is being written, at `filled` of its newest `block`. Only texts of the same `group` are found for it.
 
-    Args:
-        block: Of its newest token; `NOTHING` at first.
-        filled: Its tokens in that block.
-        recent: Its last tokens, at most `CONTEXT`.
+    `recent` are its last tokens, at most `CONTEXT`.
     """
 
     group: int = 0
@@ -259,11 +256,9 @@ class _Row:
 
 
 class MemoryDrafter(Drafter):
-    """Drafts trees of the continuations of earlier texts.
+    """Drafts trees of the continuations of earlier texts, of `capacity` tokens together.
 
-    Args:
-        capacity: Tokens remembered, all texts together.
-        isolated: Never draft from another request's text; response times would leak it.
+    `isolated`: never draft from another request's text; response times would leak it.
     """
 
     def __init__(self, nodes: int = 16, capacity: int = CAPACITY, *, isolated: bool = False) -> None:

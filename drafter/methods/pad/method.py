@@ -40,8 +40,7 @@ class PivotFeatures:
 
     Args:
         hidden: `[..., d]` the target model's hidden state of the draft token itself, at the classifier's layer.
-        entropy: `[...]` of the target model's distribution at the token's position, in nats.
-        probability: `[...]` p(x) of the token by that distribution.
+        entropy: `[...]` of the target model's distribution there, in nats; `probability` is the token's.
     """
 
     hidden: Tensor
