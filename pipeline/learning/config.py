@@ -115,7 +115,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """Models and settings of a learner's process; `run` is its name in metrics: a job's output, or an endpoint's model."""
+    """Models and settings of a learner's process. `run` is its name in metrics: an output, or an endpoint's model."""
 
     config: LearningConfig
     beginning: Beginning

@@ -52,7 +52,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Answer:
-    """The learner's reply to an engine. `weights` is a reference, in a tuple so that Ray does not fetch it, or empty."""
+    """The learner's reply to an engine. `weights` has one reference, not fetched by Ray in a tuple, or none."""
 
     wants_rows: bool
     number: int | None = None

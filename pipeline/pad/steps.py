@@ -70,8 +70,8 @@ class PivotSteps:
     def find_tokens(self) -> None:
         """Decode the answers once more, and keep rejected tokens.
 
-        Raises `InputError` if the models cannot be loaded, a row has sampling settings of its own, no prompt is held out or
-        nothing was rejected; `JobError` if the task failed.
+        Raises `InputError` if the models cannot be loaded, a row has sampling settings of its own, no prompt is held
+        out or nothing was rejected; `JobError` if the task failed.
         """
         config, rows = self._config, self._answered()
         refuse_own_settings(rows, with_model_defaults(config.answers(config.output), drawn=False).sampling)
@@ -110,7 +110,7 @@ class PivotSteps:
     def label(self) -> tuple[pa.Table, BaseOfClassifier]:
         """Score the continuations, write the labels, and return them with the facts of the target model.
 
-        Raises `InputError` if an answer cannot be scored or is worth less than 0, or there are too few labels, or all alike.
+        Raises `InputError` if an answer cannot be scored or is worth less than 0, or labels are too few or alike.
         """
         tokens, base = read_table(self._folder.tokens)
         rows = rows_of(open_output(str(self._folder.continuations)), ("custom_id", "token_ids"))
@@ -137,8 +137,8 @@ class PivotSteps:
     def learn(self, labels: pa.Table, base: BaseOfClassifier, command: str) -> tuple[str, list[Path]]:
         """Train and save the classifier, measure it on held-out prompts, and write the results.
 
-        Returns the results as text, and the plots' paths; `labels` come from `labelled`. Raises `InputError` if the models
-        cannot be loaded, and `JobError` if the measurement failed.
+        Returns the results as text, and the plots' paths; `labels` come from `labelled`. Raises `InputError` if the
+        models cannot be loaded, and `JobError` if the measurement failed.
         """
         out = labels["held_out"]
         features, kinds = features_of(labels.filter(pa.compute.invert(out)))

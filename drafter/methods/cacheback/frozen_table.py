@@ -102,7 +102,7 @@ _HINT = "make one with python -m jobs.cache"
 
 @dataclass(frozen=True)
 class FrozenTable(Table):
-    """A read-only table with one-token leaders: `leaders` `[L]`, ascending, and their followers, the most frequent first.
+    """A read-only table of `leaders` `[L]`, ascending single tokens, and their followers, the most frequent first.
 
     The followers of leader `i` are `continuations[offsets[i] : offsets[i + 1]]` `[F, U]`.
     """

@@ -42,8 +42,8 @@ _OWN_CHILDREN = 4  # continuations that the model adds to each node
 class TextReader(Drafter):
     """Runs a draft model over sequences, and over tree nodes behind them, with its own KV cache. Proposes only roots.
 
-    With `fixed`, work depends on shapes alone, as CUDA graphs require. The host is then a step behind, and each row reads
-    as many tokens as two steps may have added.
+    With `fixed`, work depends on shapes alone, as CUDA graphs require. The host is then a step behind, and each row
+    reads as many tokens as two steps may have added.
 
     Args:
         model: The draft model, with the target model's tokeniser, on any device.

@@ -54,7 +54,8 @@ def check_weights(
 ) -> None:
     """Check that weights can replace a head's, of these `shapes` and draft vocabulary `tokens` `[K]`, if any.
 
-    Raises `LoadError`, about `what`, if a tensor is missing, unknown, misshapen or not finite, or the vocabulary differs.
+    Raises `LoadError`, about `what`, if a tensor is missing, unknown, misshapen or not finite, or the vocabulary is
+    another.
     """
     if names := sorted(shapes.keys() ^ weights.keys()):
         raise LoadError(f"{what} is of another shape than the one that drafts: tensor {names[0]!r}")
@@ -107,8 +108,8 @@ class _Ready:
 class ChangingHead(MergedDrafter):
     """Hot-swaps newer versions of a head between steps. A new head drafts nothing before its first version.
 
-    With `in_place`, the default where steps are CUDA graphs, new weights are copied into place. Raises `LoadError` if the
-    head cannot be loaded.
+    With `in_place`, the default where steps are CUDA graphs, new weights are copied into place. Raises `LoadError` if
+    the head cannot be loaded.
     """
 
     def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
