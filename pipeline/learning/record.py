@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from ray.util.metrics import Counter, Gauge
 
 from drafter.errors import one_line
 from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
 from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearnerState, LearningReport
-from pipeline.progress.prometheus import begin
 
 if TYPE_CHECKING:
     from drafter.methods.learning.learner import HeadVersion
@@ -151,7 +149,7 @@ def together(moments: list[Moment], most: int) -> list[Moment]:
 
 # Metrics for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
 
-_GAUGES = {
+GAUGES = {
     "version": "Number of the newest version of the head that learns.",
     "beta": "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
     "published_beta": "Tokens per forward of the target model on held-out rows, with the newest version.",
@@ -162,7 +160,7 @@ _GAUGES = {
     "taken_seconds": "Seconds by which learning has made decoding longer.",
     "saved_seconds": "Seconds by which what was learnt has made decoding shorter.",
 }
-_COUNTERS = {
+COUNTERS = {
     "steps": "Optimiser steps of the learner.",
     "seconds": "Seconds that the learner has worked.",
     "discarded": "Versions given up because their loss was not finite.",
@@ -170,40 +168,19 @@ _COUNTERS = {
 }
 
 
-class LearnerMetrics:
-    """Exports a learner's state. Earlier processes have exported the counts of the initial report `begun`."""
-
-    def __init__(self, run: str, begun: LearningReport) -> None:
-        self._tags = {"run": run}
-        self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in _GAUGES.items()}
-        self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in _COUNTERS.items()}
-        self._published = _sums(begun)
-        for counter in self._counters.values():
-            begin(counter, self._tags)
-
-    def publish(self, now: LearningReport) -> None:
-        """Export the present state, and counts since the last call."""
-        for name, value in _values(now).items():
-            self._gauges[name].set(value, self._tags)  # None is not set
-        for name, value in _sums(now).items():
-            if (new := value - self._published[name]) > 0:
-                self._counters[name].inc(new, self._tags)
-                self._published[name] = value
-
-
 def learner_families(now: LearningReport) -> list[Metric]:
     """Return the same metrics for a page that does not come from Ray; unknown values have no sample."""
-    gauges, counters = _values(now), _sums(now)
+    gauges, counters = gauge_values(now), counter_values(now)
     return [
-        *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in _GAUGES.items()),
-        *(CounterMetricFamily(f"drafter_learner_{name}", what, counters[name]) for name, what in _COUNTERS.items()),
+        *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in GAUGES.items()),
+        *(CounterMetricFamily(f"drafter_learner_{name}", what, counters[name]) for name, what in COUNTERS.items()),
     ]
 
 
-def _values(now: LearningReport) -> dict[str, float | None]:
+def gauge_values(now: LearningReport) -> dict[str, float | None]:
     found = asdict(now) | {"bytes": now.nbytes, "active": float(now.state == "learning")}
-    return {name: found[name] for name in _GAUGES}
+    return {name: found[name] for name in GAUGES}
 
 
-def _sums(now: LearningReport) -> dict[str, float]:
-    return {name: getattr(now, name) for name in _COUNTERS}
+def counter_values(now: LearningReport) -> dict[str, float]:
+    return {name: getattr(now, name) for name in COUNTERS}
