@@ -169,7 +169,7 @@ COUNTERS = {
 
 
 def learner_families(now: LearningReport) -> list[Metric]:
-    """Return the same metrics for a page that does not come from Ray; unknown values have no sample."""
+    """Return a learner's metrics for a page that does not come from Ray; unknown values have no sample."""
     gauges, counters = gauge_values(now), counter_values(now)
     return [
         *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in GAUGES.items()),
