@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError, one_line
-from pipeline.learning.learner_spec import Beginning
+from pipeline.learning.config import Beginning
 
 if TYPE_CHECKING:
     from drafter.llm import SpeculativeLM

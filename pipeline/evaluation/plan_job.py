@@ -14,7 +14,7 @@ from drafter.drafters.registry import useful_nodes
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import Question, QuestionError, prompts_of, read_questions
-from drafter.methods.draft_models.measurement import (
+from drafter.methods.draft_models.planning import (
     Comparison,
     StackPlanning,
     acceptance_table,

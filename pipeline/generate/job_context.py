@@ -18,7 +18,7 @@ from pipeline.progress.board import EngineFacts
 from pipeline.staging.staging import Part, StagedInput
 
 if TYPE_CHECKING:  # it imports torch, which checks do without
-    from pipeline.learning.learner_spec import Beginning
+    from pipeline.learning.config import Beginning
 
 LEARNING = "learning"
 """Key in `run.json`: results, costs and savings of a head that learns from the rows."""

@@ -24,8 +24,8 @@ from pipeline.generate.growing import delete_strays, grow
 from pipeline.generate.job_context import LEARNING, SPECULATION, JobContext, Work
 from pipeline.generate.streaming import run_traits, stream
 from pipeline.io.files import partials
+from pipeline.learning.config import Beginning, LearnerSpec, beginning
 from pipeline.learning.job_learner import JobLearner, beside_learner
-from pipeline.learning.learner_spec import Beginning, beginning, learner_spec
 from pipeline.output.batch_results import write_batch
 from pipeline.output.columns import wanted_columns
 from pipeline.output.compaction import compact
@@ -82,16 +82,10 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
 
 def _start_learner(job: JobContext, begins: Beginning) -> JobLearner:
     config, loading = job.config, job.config.loading
-    spec = learner_spec(
-        config.learning,
-        begins,
-        job.output,
-        config.output,
-        model=model_name(config.model),
-        dtype=loading.dtype,
-        trust_remote_code=loading.trust_remote_code,
+    model = model_name(config.model)
+    return JobLearner(
+        LearnerSpec(config.learning, begins, job.output, config.output, model, loading.dtype, loading.trust_remote_code)
     )
-    return JobLearner(spec, config.learning)
 
 
 def _start_beside_driver(actor: type, *arguments: Any) -> Any:

@@ -1,18 +1,28 @@
-"""Settings `learning.*`: a head that learns from the rows while the job runs."""
+"""Settings `learning.*`: a head that learns from the rows while the job runs; and what its learner starts with."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
-from drafter.methods.learning.settings import LearnerSettings
+from drafter.errors import one_line
+from drafter.methods.learning.settings import SHIPPED_OR_NEW, LearnerSettings, StartingHead
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
+from pipeline.io.files import Location
+from pipeline.output.folder import HEAD_CONFIG, OutputFolder
 
 SHIPPED, NEW = "shipped", "new"
+_HEAD_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -63,17 +73,7 @@ class LearningConfig:
         return self.yields or 0 < self.gpus < 1
 
     def check_beside(self, drafter: str, verifier: VerifierSettings, engine: EngineSettings) -> None:
-        """Refuse learning where nothing would draft with the head.
-
-        Args:
-            drafter: The drafter's name.
-            verifier: The verifier's settings.
-            engine: The engine's sizes.
-
-        Raises:
-            InputError: The head has no part in the drafter, the output would not be the target model's own, or nothing
-                is drafted.
-        """
+        """Raise `InputError` where the head would not draft, or the output would not be the target model's own."""
         if not self.enabled:
             return
         given = self.head not in (SHIPPED, NEW)
@@ -89,3 +89,79 @@ class LearningConfig:
             )
         if engine.num_draft_tokens == 0:
             raise InputError("a head that learns is to draft: engine.num_draft_tokens 0 drafts nothing")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The initial head, the same for all engines and the learner of a job.
+
+    `saved` is the folder of the head trained by an earlier submission; None if there is none.
+    """
+
+    start: StartingHead
+    saved: Location | None = None
+
+    def here(self, folder: str) -> StartingHead:
+        """Return this process's initial head: a saved one, copied into a local `folder`, or `start`."""
+        if self.saved is None:
+            return self.start
+        try:
+            fetch_head(self.saved, Path(folder))
+        except OSError as error:  # it costs drafts, and not the job
+            print(f"{self.saved.path} cannot be read: {one_line(error)}", file=sys.stderr, flush=True)
+            return self.start
+        return replace(self.start, folder=folder, copied_from=self.saved.path)
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """Models and settings of a learner's process. `run` is its name in metrics: an output, or an endpoint's model."""
+
+    config: LearningConfig
+    beginning: Beginning
+    output: OutputFolder
+    run: str
+    model: str
+    dtype: str
+    trust_remote_code: bool
+
+    @property
+    def device(self) -> str:
+        """As in `load_base`. A GPU that is not its own belongs to engines, which count on all of its memory."""
+        return "auto" if self.config.gpus else "cpu"
+
+
+def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
+    """Return the initial head of a submission or an endpoint: the output's, if an earlier one has trained it."""
+    folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, config.head)
+    start = StartingHead(folder, config.algorithm, seed=config.training.seed)
+    return Beginning(start, output.head if _is_whole(output.head) else None)
+
+
+def fetch_head(folder: Location, here: Path) -> None:
+    """Copy a head's folder to this machine; raise `OSError` if it cannot be read."""
+    for name in (HEAD_CONFIG, _HEAD_WEIGHTS):
+        (folder / name).copy_to(here / name)
+
+
+def put_head(here: Path, folder: Location) -> None:
+    """Copy a head's folder from this machine to the output, or raise `OSError`; each file appears complete."""
+    folder.make_folder()
+    for name in (_HEAD_WEIGHTS, HEAD_CONFIG):  # without a config.json there is no head yet
+        (folder / name).copy_from(here / name)
+
+
+def _is_whole(folder: Location) -> bool:
+    """Return whether there is a readable head. A damaged one costs its training, not the job."""
+    if not any(info.base_name == HEAD_CONFIG for info in folder.children()):
+        return False
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            here = Path(name)
+            fetch_head(folder, here)
+            config: Any = json.loads((here / HEAD_CONFIG).read_text(encoding="utf-8"))
+            with safe_open(here / _HEAD_WEIGHTS, framework="numpy") as file:
+                return isinstance(config, dict) and bool(file.keys())
+    except (OSError, ValueError, SafetensorError) as error:
+        print(f"the head in {folder.path} is damaged, and learnt anew: {one_line(error)}", file=sys.stderr, flush=True)
+        return False

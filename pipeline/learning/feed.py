@@ -1,6 +1,6 @@
-"""An engine's link to the learner: rows go there, versions of the head come back.
+"""An engine's link to the learner: progress and rows go there, versions of the head come back.
 
-It runs in its own thread. The engine never waits for it, and a failure costs drafts only.
+The link runs in its own thread. The engine never waits for it, and a failure costs drafts only.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from torch import Tensor
 
 from drafter.errors import one_line
 from drafter.llm import SpeculativeLM
 from drafter.methods.learning.rows import SampleTap
-from pipeline.learning.beats import EngineBeat
-from pipeline.learning.learner_actor import Answer
+from drafter.statistics import BatchChoice
 from pipeline.progress.watch import Pulse
 
 _PULSE_SECONDS = 0.5
@@ -27,13 +26,72 @@ _FIND_SECONDS = 3.0
 """Time between searches for a missing learner, as each asks the cluster's head."""
 _BATCH_BYTES = 16 << 20
 """Most bytes of rows in transit to the learner; more follow once they have arrived."""
+_SILENT_SECONDS = 60.0
+"""An engine silent for this long counts as ended."""
+
+
+@dataclass(frozen=True)
+class EngineBeat:
+    """An engine's tokens, decode steps × rows in each, and seconds with something to decode, since its start."""
+
+    tokens: int
+    row_steps: int
+    choices: tuple[BatchChoice, ...] = ()
+    busy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Progress of all engines in an interval; see `EngineBeat`. `busy` is the mean over engines."""
+
+    tokens: int
+    row_steps: int
+    choices: tuple[tuple[BatchChoice, ...], ...] = ()
+    busy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The learner's reply to an engine. `weights` has one reference, not fetched by Ray in a tuple, or none."""
+
+    wants_rows: bool
+    number: int | None = None
+    weights: tuple[ray.ObjectRef[Any], ...] = ()
+
+
+class EngineBeats:
+    """Adds up engines' progress. Times are in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[EngineBeat, float]] = {}
+        self._tokens = self._row_steps = 0
+        self._busy = 0.0
+
+    def enter(self, engine: str, beat: EngineBeat, now: float) -> None:
+        """Record an engine's progress.
+
+        Its progress before its first beat is left out, because a restarted learner hears of engines' whole lives.
+        """
+        before, _ = self._heard.get(engine, (beat, now))
+        self._tokens += beat.tokens - before.tokens
+        self._row_steps += beat.row_steps - before.row_steps
+        self._busy += beat.busy - before.busy
+        self._heard[engine] = beat, now
+
+    def take(self, now: float) -> Decoded:
+        """End an interval: return its sums, and forget silent engines."""
+        self._heard = {name: heard for name, heard in self._heard.items() if now - heard[1] <= _SILENT_SECONDS}
+        choices = tuple(beat.choices for beat, _ in self._heard.values() if beat.choices)
+        done = Decoded(self._tokens, self._row_steps, choices, self._busy / max(len(self._heard), 1))
+        self._tokens = self._row_steps = 0
+        self._busy = 0.0
+        return done
 
 
 class LearningFeed:
     """Passes rows of an engine to a learner, and versions of the head to the engine.
 
-    Args:
-        find: Returns the current `LearnerActor`; None if there is none.
+    `find` returns the current `LearnerActor`; None if there is none.
     """
 
     def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
@@ -58,35 +116,33 @@ class LearningFeed:
                 self._pause(True)
                 return
             if self._call is None:
-                self._call = self._give(self._learner, self._samples)
+                self._call = self._give(self._learner)
             answer: Answer = ray.get(self._call, timeout=_ANSWER_SECONDS)
             self._call = None
             self._pause(not answer.wants_rows)
             if answer.number is not None and answer.number != self._number:
-                weights = ray.get(answer.weights[0], timeout=_ANSWER_SECONDS)
-                self._number = answer.number
-                self._offer(answer.number, weights)
+                self._offer(answer.number, answer.weights[0])
         except ray.exceptions.GetTimeoutError:
             return  # the learner is being started, or has much to do: no other rows leave meanwhile
-        except ray.exceptions.RayError:  # it has died, and it or another one perhaps comes back
-            self._learner = self._call = None
-            self._pause(True)
-        except Exception as error:  # whatever it is, such as too little memory: the next exchange may go well
-            print(f"nothing is exchanged with the learner for now: {one_line(error)}", file=sys.stderr, flush=True)
+        except Exception as error:  # whatever it is: the next exchange may go well
+            if not isinstance(error, ray.exceptions.RayError):  # a learner that dies perhaps comes back
+                print(f"nothing is exchanged with the learner for now: {one_line(error)}", file=sys.stderr, flush=True)
             self._learner = self._call = None
             self._pause(True)
 
-    def _offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
+    def _offer(self, number: int, reference: Any) -> None:
+        weights = ray.get(reference, timeout=_ANSWER_SECONDS)
+        self._number = number
         try:
             self._engine.drafter.offer(number, weights)
         except Exception as error:  # such as too little memory, or weights of another shape
             print(f"version {number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
 
-    def _give(self, learner: Any, samples: SampleTap) -> Any:
+    def _give(self, learner: Any) -> Any:
         state = self._engine.state()
         choices = tuple(choice for choice in state.choices if choice.members)
         beat = EngineBeat(state.output_tokens, state.row_steps, choices, state.busy_seconds)
-        rows = samples.take(_BATCH_BYTES)
+        rows = self._samples.take(_BATCH_BYTES)
         return learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
 
     def _pause(self, paused: bool) -> None:

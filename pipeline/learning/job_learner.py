@@ -1,4 +1,4 @@
-"""Learner process from the owner's side: starting, polling and ending it."""
+"""A learner's process from its owner's side: starting, polling and ending it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from drafter.errors import one_line
 from drafter.methods.learning.payoff import hopes
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
-from pipeline.learning.config import LearningConfig
-from pipeline.learning.learner_spec import LearnerSpec
+from pipeline.learning.config import LearnerSpec, LearningConfig
 from pipeline.learning.record import read_record
 from pipeline.progress.board import LearningReport, Progress
 
 _MOST_RESTARTS = 10
 _LAST_WORD_SECONDS = 30.0
+_MEASURED_SECONDS = 9.0
+"""Shortest measurement of the row rate that predicts the job's duration."""
 
 
 def find_learner(name: str) -> Any | None:
@@ -31,19 +32,13 @@ def find_learner(name: str) -> Any | None:
 
 
 class WatchedLearner:
-    """Starts and polls a learner.
+    """Starts and polls a learner, whose latest report is `last`; raises `ValueError` if the name is taken."""
 
-    Attributes:
-        last: The latest report.
-
-    Raises:
-        ValueError: There is another actor of the name.
-    """
-
-    def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str) -> None:
+    def __init__(self, spec: LearnerSpec, name: str) -> None:
         # Late, because most drivers start no learner, and it imports torch.
         from pipeline.learning.learner_actor import LearnerActor
 
+        config = spec.config
         options = {"num_cpus": config.cpus, "num_gpus": config.gpus, "max_restarts": _MOST_RESTARTS, "name": name}
         self._actor = ray.remote(**options)(LearnerActor).remote(spec)
         self.last = LearningReport()
@@ -52,9 +47,7 @@ class WatchedLearner:
         self._said = "starting"
 
     def ask(self, tokens_left: float | None) -> LearningReport:
-        """Return the latest report, and request the next one; never blocks. For `tokens_left` see
-        `LearnerActor.report`.
-        """
+        """Return the latest report, and request the next one; never blocks. See `LearnerActor.report`."""
         try:
             if self._call is not None and ray.wait([self._call], timeout=0)[0]:
                 call, self._call = self._call, None
@@ -78,14 +71,11 @@ class WatchedLearner:
     def _hear(self, call: Any, patience: float | None = None) -> None:
         try:
             report: LearningReport = ray.get(call, timeout=patience)
-        except ray.exceptions.ActorUnavailableError:
-            return  # Ray starts it again
-        except ray.exceptions.GetTimeoutError:
+        except ray.exceptions.ActorDiedError as error:
+            reason = f"its process has ended too often: {one_line(error)}"
+            self._say(replace(self.last, state="ended", reason=reason))
             return
-        except ray.exceptions.RayError as error:
-            if isinstance(error, ray.exceptions.ActorDiedError):
-                reason = f"its process has ended too often: {one_line(error)}"
-                self._say(replace(self.last, state="ended", reason=reason))
+        except ray.exceptions.RayError:  # a timeout, or Ray starts it again
             return
         self._answered = True
         self._say(report)
@@ -105,16 +95,8 @@ def tell(line: str) -> None:
     print(f"learner: {line}", file=sys.stderr, flush=True)
 
 
-_MEASURED_SECONDS = 9.0
-"""Shortest measurement of the row rate that predicts the job's duration."""
-
-
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
-    """Return the part of a cluster left for engines.
-
-    Raises:
-        InputError: No machine has the learner's resources, and the cluster cannot grow.
-    """
+    """Return the part of a cluster left for engines; raise `InputError` if the learner finds no room."""
     if not config.enabled or not (config.cpus or config.gpus):
         return cluster
     nodes = list(cluster.nodes)
@@ -131,22 +113,19 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
 
 
 class JobLearner:
-    """The learner of a generation job.
+    """The learner of a generation job, which engines find by `name`.
 
     Even starting its process takes seconds of a core. If it has no core of its own and must pay, it starts only when
     the rest of the job is long enough.
-
-    Attributes:
-        name: Actor name for engines.
     """
 
-    def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
+    def __init__(self, spec: LearnerSpec) -> None:
         self.name = f"learner-{uuid.uuid4().hex}"
-        self._spec, self._config = spec, config
+        self._spec = spec
         self._learner: WatchedLearner | None = None
         self._report = read_record(spec.output).report("starting", "nothing has been decoded yet")
         self._first: Progress | None = None
-        self._waits = config.must_pay and config.yields
+        self._waits = spec.config.must_pay and spec.config.yields
         if not self._waits:
             self._start()
 
@@ -185,7 +164,7 @@ class JobLearner:
     def _start(self) -> None:
         """Start the learner. An error does not fail the job: the next look tries again."""
         try:
-            self._learner = WatchedLearner(self._spec, self._config, self.name)
+            self._learner = WatchedLearner(self._spec, self.name)
         except Exception as error:  # whatever it is
             self._rest(f"it cannot be started for now: {one_line(error)}")
 
@@ -193,9 +172,7 @@ class JobLearner:
 def seconds_left(first: Progress, now: Progress) -> float | None:
     """Estimate a job's remaining seconds from the rate of its rows; None while too few are done.
 
-    Args:
-        first: The progress after one full batch. The first rows are slower, as engines start one by one and measure
-            latencies.
+    `first` is the progress after one full batch: those rows are slower, as engines start one by one.
     """
     seconds, rows = now.seconds - first.seconds, now.rows - first.rows
     if now.total is None or rows < max(now.slots, 1) or seconds < _MEASURED_SECONDS:

@@ -1,15 +1,14 @@
 """Ray actor that trains a draft head on rows from engines and publishes its versions, for a job or an endpoint.
 
 `exchange` and `report` answer at once with the state of the training thread. Rows come as references to the object
-store; the oldest are dropped if training falls behind. A version's weights enter the object store once, for all
-engines. If the process ends, Ray restarts the actor, which resumes from the state saved with the last version.
+store; the oldest are dropped if training falls behind. If the process ends, Ray restarts the actor, which resumes from
+the state saved with the last version.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -17,51 +16,35 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.util.metrics import Counter, Gauge
 from safetensors import SafetensorError
 
 from drafter.errors import LoadError, one_line
-from drafter.methods.learning.contract import HeadVersion, RowSample
 from drafter.methods.learning.drafter import LEARNT_MEMBERS, found_start
-from drafter.methods.learning.learner import Learner, Progress
+from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, LearnerProgress
 from drafter.methods.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
-from drafter.methods.learning.training import STATE_FILE
+from drafter.methods.learning.rows import RowSample
 from drafter.target.loading import load_base
-from pipeline.learning.beats import EngineBeat, EngineBeats, LearnerMetrics
-from pipeline.learning.learner_spec import LearnerSpec, put_head
-from pipeline.learning.record import read_record
+from pipeline.learning.config import LearnerSpec, put_head
+from pipeline.learning.feed import Answer, EngineBeat, EngineBeats
+from pipeline.learning.record import COUNTERS, GAUGES, counter_values, gauge_values, read_record
 from pipeline.progress.board import LearnerState, LearningReport
+from pipeline.progress.prometheus import begin
 
-_SLICE_SECONDS = 0.5
-"""Seconds of training between two looks for new rows."""
-_INTERVAL_SECONDS = 3.0
-"""Seconds between two decisions to train or to rest."""
+_SLICE_SECONDS = 0.5  # of training between two looks for new rows
+_INTERVAL_SECONDS = 3.0  # between two decisions to train or to rest
 _BUSY = 0.8
 """Minimum share of an interval with decoding for it to count as a measurement of speed."""
-_SAVE_SECONDS = 30.0
-"""Seconds between writes of the record, which is also written with each version."""
+_SAVE_SECONDS = 30.0  # between writes of the record, which is also written with each version
 _FETCH_SECONDS = 5.0
 _JOIN_SECONDS = 0.2
-_BATCHES = 8
-"""Most batches of rows that wait for the learner; beyond, the oldest are dropped."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The learner's reply to an engine.
-
-    Args:
-        weights: Reference to its weights, in a tuple so that Ray does not fetch them with the answer; or empty.
-    """
-
-    wants_rows: bool
-    number: int | None = None
-    weights: tuple[ray.ObjectRef[Any], ...] = ()
+_BATCHES = 8  # of rows that wait for the learner at most; beyond, the oldest are dropped
 
 
 class LearnerActor:
@@ -69,7 +52,7 @@ class LearnerActor:
 
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
-        self._record = read_record(spec.output).begun_anew(shares=spec.shares)
+        self._record = read_record(spec.output).restarted(shares=spec.config.shares)
         self._report = self._record.report("starting", "it begins")
         self._lock = threading.Lock()
         self._batches: deque[ray.ObjectRef[Any]] = deque(maxlen=_BATCHES)
@@ -89,11 +72,7 @@ class LearnerActor:
             return self._answer
 
     def report(self, tokens_left: float | None) -> LearningReport:
-        """Return the learner's state.
-
-        Args:
-            tokens_left: Tokens still to be generated; None while unknown, infinite for an endpoint.
-        """
+        """Return the state. `tokens_left` are still to be generated: None while unknown, infinite for an endpoint."""
         with self._lock:
             self._tokens_left = tokens_left
             return self._report
@@ -110,9 +89,9 @@ class LearnerActor:
 
     def _run(self) -> None:
         try:
-            if self._spec.yields:
+            if self._spec.config.yields:
                 os.nice(19)  # of this thread alone, on Linux: calls are still answered
-            torch.set_num_threads(self._spec.threads)
+            torch.set_num_threads(self._spec.config.threads)
             self._learn()
         except Exception as error:  # whatever it is: the job goes on without
             traceback.print_exc()
@@ -130,10 +109,10 @@ class LearnerActor:
             if now - begun >= _INTERVAL_SECONDS:
                 self._end_interval(now - begun, worked=False, drafts=False)
                 begun = now
-                self._tell(Progress(0, 0.0, None, 0, 0, 0, 0, None, None, idle=True))
+                self._tell(LearnerProgress())
 
     def _learn(self) -> None:
-        if self._spec.must_pay and not self._has_published():
+        if self._spec.config.must_pay and not self._has_published():
             self._wait_until_it_may_pay()
         if self._closing.is_set():
             self._save_record()
@@ -148,7 +127,7 @@ class LearnerActor:
             if learner.version.number not in [one.number for one in self._record.versions]:
                 self._record.published(learner.version, time.time())  # its process ended before that was written
             self._announce(learner.version)
-        if not self._spec.must_pay:
+        if not self._spec.config.must_pay:
             self._record.decide(0.0, must_pay=False)
         progress = learner.progress()
         begun = saved = time.monotonic()
@@ -177,7 +156,7 @@ class LearnerActor:
         self._save_record()
 
     def _has_published(self) -> bool:
-        """Return whether an earlier process in this submission has published; engines may not have heard of it."""
+        """Return whether an earlier process in this submission has published, perhaps unheard by engines."""
         return self._spec.beginning.saved is None and self._spec.output.learner_state.exists
 
     def _load(self, folder: str) -> tuple[Learner, bool]:
@@ -190,10 +169,10 @@ class LearnerActor:
         if spec.output.learner_state.exists:
             try:
                 spec.output.learner_state.copy_to(Path(folder) / STATE_FILE)
-                return Learner.resume(base, start, folder, spec.settings), drafts
+                return Learner.resume(base, start, folder, spec.config.training), drafts
             except (OSError, LoadError) as error:
                 print(f"the learner begins without its state: {one_line(error)}", file=sys.stderr, flush=True)
-        return Learner(base, start, spec.settings), drafts
+        return Learner(base, start, spec.config.training), drafts
 
     def _take_rows(self, learner: Learner) -> None:
         """Pass new rows to the learner. Rows of an engine that has died are lost."""
@@ -207,7 +186,7 @@ class LearnerActor:
                 continue
             learner.add(rows)
 
-    def _enter(self, learner: Learner, progress: Progress) -> None:
+    def _enter(self, learner: Learner, progress: LearnerProgress) -> None:
         if progress.evaluation is not None:
             self._record.evaluated(progress.evaluation)
         if progress.version is not None:
@@ -242,9 +221,9 @@ class LearnerActor:
         lead = sum(leads) / len(leads) if leads else None
         record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain, lead, full), time.time())
         if left is not None:
-            record.decide(left, must_pay=self._spec.must_pay)
+            record.decide(left, must_pay=self._spec.config.must_pay)
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: LearnerProgress) -> None:
         record = self._record
         course = record.course
         state: LearnerState = "learning" if course.learns else "measuring" if course.rest_beta is None else "resting"
@@ -255,16 +234,15 @@ class LearnerActor:
 
     def _save(self, learner: Learner) -> None:
         output = self._spec.output
-        folder = Path(tempfile.mkdtemp(prefix="drafter-learner-"))
         try:
-            learner.save(folder)
-            output.learner_state.copy_from(folder / STATE_FILE)
-            learner.save_head(folder / "head")
-            put_head(folder / "head", output.head)
+            with tempfile.TemporaryDirectory(prefix="drafter-learner-", ignore_cleanup_errors=True) as name:
+                folder = Path(name)
+                learner.save(folder)
+                output.learner_state.copy_from(folder / STATE_FILE)
+                learner.save_head(folder / "head")
+                put_head(folder / "head", output.head)
         except (OSError, SafetensorError) as error:  # such as a full disk: engines get the version all the same
             print(f"the head cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         self._save_record()
 
     def _save_record(self) -> None:
@@ -276,3 +254,24 @@ class LearnerActor:
 
 _TOLD = ("steps", "seconds", "loss", "rows", "held_out", "nbytes", "discarded")
 """Fields that a report copies from the learner's progress."""
+
+
+class LearnerMetrics:
+    """Exports a learner's state. Earlier processes have exported the counts of the initial report `begun`."""
+
+    def __init__(self, run: str, begun: LearningReport) -> None:
+        self._tags = {"run": run}
+        self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in GAUGES.items()}
+        self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in COUNTERS.items()}
+        self._published = counter_values(begun)
+        for counter in self._counters.values():
+            begin(counter, self._tags)
+
+    def publish(self, now: LearningReport) -> None:
+        """Export the present state, and counts since the last call."""
+        for name, value in gauge_values(now).items():
+            self._gauges[name].set(value, self._tags)  # None is not set
+        for name, value in counter_values(now).items():
+            if (new := value - self._published[name]) > 0:
+                self._counters[name].inc(new, self._tags)
+                self._published[name] = value

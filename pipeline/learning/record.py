@@ -1,32 +1,32 @@
-"""A learner's record, `learning.json` in the output: its measurements, and its decisions on when to train."""
+"""A learner's record, `learning.json` in the output: measurements, and decisions on when to train; and its metrics."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from drafter.errors import one_line
-from drafter.methods.learning.contract import HeadVersion
 from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
 from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearnerState, LearningReport
 
+if TYPE_CHECKING:
+    from drafter.methods.learning.learner import HeadVersion
+
 _MOST_MOMENTS = 480
 """Most moments kept; beyond, adjacent pairs are merged."""
+_SUMS = ("seconds", "tokens", "row_steps", "learned")
 _MOST_FOUND = 1000
 """Most measurements and versions kept, the newest of each: a job may run for weeks."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published version.
-
-    Args:
-        beta_before: The previous version's β on the same rows; 1.0 where there was none.
-    """
+    """A published version; see `HeadVersion`."""
 
     at: float
     number: int
@@ -36,12 +36,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Moment:
-    """An interval of decoding.
-
-    Args:
-        at: End of the interval, in seconds since 1970.
-        row_steps: Decode steps of all engines, counted once per participating row.
-    """
+    """An interval of decoding that ended `at`, in seconds since 1970; see `Interval`."""
 
     at: float
     seconds: float
@@ -51,25 +46,16 @@ class Moment:
     version: int | None
 
     def with_next(self, later: Moment) -> Moment:
-        return Moment(
-            later.at,
-            self.seconds + later.seconds,
-            self.tokens + later.tokens,
-            self.row_steps + later.row_steps,
-            self.learned + later.learned,
-            later.version,
-        )
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
+        return replace(later, **sums)
 
 
 @dataclass
 class LearningRecord:
     """Record of all submissions of a job.
 
-    Args:
-        balance: Costs and savings of learning.
-        course: The current decision and its reason, made again in each process.
-        gain: β of a given head now ÷ at the beginning.
-        beta_before: β of decoding before the first version.
+    `gain` is β of a given head now ÷ at the beginning, `beta_before` β before the first version. The `course` is not
+    stored: each process decides again.
     """
 
     balance: Balance = field(default_factory=Balance)
@@ -89,7 +75,6 @@ class LearningRecord:
         self.gain *= gain_by_beta(version.beta, version.beta_before)
 
     def decoded(self, interval: Interval, at: float) -> None:
-        """Add an interval of decoding that ended at `at`, in seconds since 1970."""
         self.balance = self.balance.after(interval)
         if not self.versions:
             self.beta_before = self.balance.beta
@@ -101,7 +86,6 @@ class LearningRecord:
         self.moments = together(self.moments, _MOST_MOMENTS)
 
     def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
-        """Decide on the next interval, and return the decision."""
         if must_pay:
             self.course = decide(self.course, self.balance, tokens_left, curve_of(self.evaluations))
         else:
@@ -122,23 +106,13 @@ class LearningRecord:
         )
 
     def as_json(self) -> str:
-        kept = {
-            "balance": asdict(self.balance),
-            "evaluations": _dicts(self.evaluations),
-            "versions": _dicts(self.versions),
-            "moments": _dicts(self.moments),
-            "gain": self.gain,
-            "beta_before": self.beta_before,
-        }
+        kept = asdict(self)
+        del kept["course"]
         return json.dumps(kept, indent=1) + "\n"
 
     @classmethod
     def of_json(cls, text: str) -> LearningRecord:
-        """Parse the result of `as_json`.
-
-        Raises:
-            ValueError, TypeError, KeyError: The text is something else.
-        """
+        """Parse the result of `as_json`; raise ValueError, TypeError or KeyError if the text is something else."""
         kept = json.loads(text)
         return cls(
             Balance(**kept["balance"]),
@@ -149,9 +123,9 @@ class LearningRecord:
             beta_before=kept["beta_before"],
         )
 
-    def begun_anew(self, *, shares: bool) -> LearningRecord:
-        """Return the record for a new process; see `Balance.begun_anew`."""
-        return replace(self, balance=self.balance.begun_anew(shares=shares))
+    def restarted(self, *, shares: bool) -> LearningRecord:
+        """Return the record for a new process; see `Balance.restarted`."""
+        return replace(self, balance=self.balance.restarted(shares=shares))
 
 
 def read_record(output: OutputFolder) -> LearningRecord:
@@ -173,5 +147,40 @@ def together(moments: list[Moment], most: int) -> list[Moment]:
     return moments
 
 
-def _dicts(some: Sequence[Any]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in some]
+# Metrics for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
+
+GAUGES = {
+    "version": "Number of the newest version of the head that learns.",
+    "beta": "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
+    "published_beta": "Tokens per forward of the target model on held-out rows, with the newest version.",
+    "loss": "Loss of the learner's newest step, in nats.",
+    "rows": "Rows that the learner can learn from.",
+    "bytes": "Bytes of the rows that the learner has.",
+    "active": "1 while the learner works, 0 while it rests.",
+    "taken_seconds": "Seconds by which learning has made decoding longer.",
+    "saved_seconds": "Seconds by which what was learnt has made decoding shorter.",
+}
+COUNTERS = {
+    "steps": "Optimiser steps of the learner.",
+    "seconds": "Seconds that the learner has worked.",
+    "discarded": "Versions given up because their loss was not finite.",
+    "dropped": "Batches of rows that the learner did not get to.",
+}
+
+
+def learner_families(now: LearningReport) -> list[Metric]:
+    """Return a learner's metrics for a page that does not come from Ray; unknown values have no sample."""
+    gauges, counters = gauge_values(now), counter_values(now)
+    return [
+        *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in GAUGES.items()),
+        *(CounterMetricFamily(f"drafter_learner_{name}", what, counters[name]) for name, what in COUNTERS.items()),
+    ]
+
+
+def gauge_values(now: LearningReport) -> dict[str, float | None]:
+    found = asdict(now) | {"bytes": now.nbytes, "active": float(now.state == "learning")}
+    return {name: found[name] for name in GAUGES}
+
+
+def counter_values(now: LearningReport) -> dict[str, float]:
+    return {name: getattr(now, name) for name in COUNTERS}

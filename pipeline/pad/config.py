@@ -1,15 +1,19 @@
-"""Configuration and command line of the job that trains a classifier for `pad`."""
+"""Configuration, command line and output folder of the job that trains a classifier for `pad`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from drafter.engine.config import EngineSettings
 from drafter.requests import SamplingParams
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, LoadingConfig
+from pipeline.io.files import locate
+from pipeline.output.folder import RUN_FILE
+from pipeline.output.run_file import read_run
 from pipeline.settings import ReadingConfig, ResourcesConfig, WritingConfig
 
 
@@ -77,24 +81,44 @@ class PivotsConfig:
 
     def answers(self, output: str) -> GenerateConfig:
         """Return the generation job that answers the prompts exactly."""
-        return GenerateConfig(
-            self.input,
-            output,
-            self.model,
-            self.drafter,
-            reading=self.reading,
-            loading=self.loading,
-            sampling=self.sampling,
-            engine=self.engine,
-            resources=self.resources,
-            writing=self.writing,
-        )
+        shared = ("input", "model", "drafter", "reading", "loading", "sampling", "engine", "resources", "writing")
+        return GenerateConfig(output=output, **{name: getattr(self, name) for name in shared})
 
     def continuations(self, lines: str, output: str) -> GenerateConfig:
         """Return the generation job that continues texts: the requests of an OpenAI batch, which bring temperatures."""
         reading = ReadingConfig(format="openai")
         sampling = replace(self.sampling, temperature=None, logprobs=None)
         return replace(self.answers(output), input=lines, reading=reading, sampling=sampling)
+
+
+class PivotsFolder:
+    """A job's files under `path`, which is on a local disk or one that all machines share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.root = path, locate(str(path))
+        self.run_file = self.root / RUN_FILE
+        self.answers = path / "answers"  # output of the generation job that answers the prompts exactly
+        self.tokens = path / "rejected.parquet"  # rejected tokens of the answers: rows of `REJECTION_TYPE`
+        self.requests = path / "continuations.jsonl"  # OpenAI batch of the texts to continue
+        self.continuations = path / "continuations"  # output of the generation job that continues them
+        self.labels = path / "labels.parquet"  # rejected tokens with their effect on answers
+        self.verifier = path / "verifier"
+        self.results = path / "pivots.json"
+
+    def has_results(self) -> bool:
+        """Return whether rejected tokens have been found; all later results derive from them."""
+        return self.tokens.is_file()
+
+    def forget_job(self) -> None:
+        """Delete nothing: there may only be the answers' job, which checks its owner itself."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True if an earlier submission finished and all its files are there."""
+        if not self.run_file.exists:
+            return False
+        made = (self.labels, self.results, self.verifier / "config.json")
+        return bool(read_run(self.run_file)["state"] == "finished") and all(file.is_file() for file in made)
 
 
 _COMMON = (

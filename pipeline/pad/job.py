@@ -6,18 +6,17 @@ each of them; the continuations are scored; a classifier is trained; held-out pr
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from drafter.errors import one_line
 from pipeline.engines.models import file_fingerprint, head_fingerprints, model_fingerprint, model_name
+from pipeline.errors import InputError
 from pipeline.generate.job import generate
-from pipeline.io.files import locate
 from pipeline.io.listing import input_fingerprints, list_input
-from pipeline.output.run_file import check_output, read_run, save_run
-from pipeline.pad.config import PivotsConfig
-from pipeline.pad.folder import PivotsFolder
+from pipeline.output.run_file import check_output, save_run
+from pipeline.pad.config import PivotsConfig, PivotsFolder
 from pipeline.report.against.scorers import make_scorer, scorer_file
 
 
@@ -32,8 +31,11 @@ def pivots(config: PivotsConfig, command: str) -> None:
     scorer, folder = make_scorer(config.scorer, config.target), PivotsFolder(Path(config.output).expanduser())
     meaning = job_meaning(config)
     check_output(config.output, folder, meaning)
-    folder.create()
-    if is_finished(folder):
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output {folder.path} cannot be used: {one_line(error)}") from error
+    if folder.is_finished:
         print(f"{folder.results} is there: the job has finished", flush=True)
         return
     save_run(folder.run_file, asdict(config), meaning, state="running", command=command)
@@ -48,12 +50,9 @@ def pivots(config: PivotsConfig, command: str) -> None:
         steps.write_requests()
     generate(config.continuations(str(folder.requests), str(folder.continuations)))
     labels, base = steps.label()
-    found = steps.learn(labels, base, command)
-    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n"
-    plots = found.write_plots(folder.path)
-    locate(str(folder.results)).write_text(text)
+    results, plots = steps.learn(labels, base, command)
     save_run(folder.run_file, asdict(config), meaning, state="finished", command=command)
-    print("\n".join(found.lines()))
+    print(results)
     files = [folder.labels, folder.verifier, folder.results, *plots]
     print("written:  " + ", ".join(map(str, files)), flush=True)
 
@@ -82,11 +81,3 @@ def job_meaning(config: PivotsConfig) -> dict[str, Any]:
         "temperature": config.temperature,
         "held_out": config.held_out,
     }
-
-
-def is_finished(folder: PivotsFolder) -> bool:
-    """Return whether an earlier submission finished and all its files are there."""
-    if not folder.run_file.exists:
-        return False
-    made = (folder.labels, folder.results, folder.verifier / "config.json")
-    return bool(read_run(folder.run_file)["state"] == "finished") and all(file.is_file() for file in made)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.verifiers import VerifierFigures, utility_plot, utility_table, verifier_grid
-from drafter.methods.pad.classifier import BaseOfClassifier, save_classifier
+from drafter.methods.pad.method import BaseOfClassifier, save_classifier
 from drafter.methods.pad.training import Roc, roc, train_classifier
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
@@ -27,72 +27,23 @@ from pipeline.evaluation.verifiers import ScoredVerifiers, VerifierMeasurement
 from pipeline.generate.job import with_model_defaults
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
-from pipeline.pad.config import PivotsConfig
-from pipeline.pad.folder import PivotsFolder
-from pipeline.pad.rejected_tokens import (
-    BaseFacts,
+from pipeline.pad.config import PivotsConfig, PivotsFolder
+from pipeline.pad.labels import (
+    continuations_by_side,
     features_of,
     is_held_out,
     labelled,
+    labels_of,
     read_table,
+    refuse_own_settings,
     rejected_tokens,
+    requests_of,
     write_table,
 )
-from pipeline.pad.rollouts import continuations_by_side, labels_of, refuse_own_settings, requests_of
 from pipeline.report.against.audit import RepeatedRow, rows_to_repeat
 from pipeline.report.against.pairs import rows_of
 from pipeline.report.against.scorers import Scorer
 from pipeline.report.output_files import open_output, read_run_of
-
-
-@dataclass(frozen=True)
-class PivotResults:
-    """Results of the job.
-
-    Args:
-        held_out: Number of labelled tokens that the classifier has not learned from.
-        roc: On held-out tokens; None where they are all alike.
-        curve: Exact decoding, and `pad` at rising σ, on the held-out prompts.
-        where: Hardware, versions and command line.
-    """
-
-    labels: int
-    pivots: int
-    held_out: int
-    roc: Roc | None
-    curve: Sequence[VerifierFigures]
-    where: dict[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return {
-            "labels": self.labels,
-            "pivots": self.pivots,
-            "held_out": self.held_out,
-            "roc": None if self.roc is None else asdict(self.roc),
-            "curve": [one.as_dict() for one in self.curve],
-            "environment": self.where,
-        }
-
-    def lines(self) -> list[str]:
-        """Describe the results in lines."""
-        area = "not known: they are all alike" if self.roc is None else f"{self.roc.area:.3f}"
-        return [
-            f"labels:   {self.labels:,} rejected tokens, {self.pivots:,} of them pivots",
-            f"ROC:      area {area}, on {self.held_out:,} tokens of held-out prompts",
-            "",
-            utility_table(self.curve),
-            "",
-        ]
-
-    def write_plots(self, folder: Path) -> list[Path]:
-        """Draw the ROC and the curve as PNG files, and return their paths."""
-        figures = {"utility_by_beta.png": utility_plot(self.curve)}
-        if self.roc is not None:
-            figures["roc.png"] = roc_plot(self.roc)
-        for name, figure in figures.items():
-            figure.savefig(folder / name, dpi=150)
-        return [folder / name for name in figures]
 
 
 def roc_plot(found: Roc) -> Figure:
@@ -119,23 +70,21 @@ class PivotSteps:
     def find_tokens(self) -> None:
         """Decode the answers once more, and keep rejected tokens.
 
-        Raises:
-            InputError: The models cannot be loaded, a row has sampling settings of its own, no prompt is held out, or
-                nothing was rejected.
-            JobError: The task failed.
+        Raises `InputError` if the models cannot be loaded, a row has sampling settings of its own, no prompt is held
+        out or nothing was rejected; `JobError` if the task failed.
         """
         config, rows = self._config, self._answered()
         refuse_own_settings(rows, with_model_defaults(config.answers(config.output), drawn=False).sampling)
         resources = self._resources()
         found: list[pa.Table] = []
-        base: BaseFacts | None = None
+        base: BaseOfClassifier | None = None
         if len({is_held_out(row.request.request_id, config.held_out) for row in rows}) < 2:
             share = f"{config.held_out:.0%}"
             raise InputError(f"{len(rows)} prompts are too few to hold {share} of them out: give more")
         asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), rows)
         limits = (config.tokens_per_prompt, resources.threads)
         for item in measured(resources, rejected_tokens, *asked, *limits, mistakes=(LoadError, RequestError)):
-            if isinstance(item, BaseFacts):
+            if isinstance(item, BaseOfClassifier):
                 base = item
             else:
                 done, table = item
@@ -158,15 +107,12 @@ class PivotSteps:
             for line in lines:
                 stream.write(line.encode())
 
-    def label(self) -> tuple[pa.Table, BaseFacts]:
+    def label(self) -> tuple[pa.Table, BaseOfClassifier]:
         """Score the continuations, write the labels, and return them with the facts of the target model.
 
-        Raises:
-            InputError: The scorer cannot score an answer or gives a negative score, there are too few labels, or all
-                are alike.
+        Raises `InputError` if an answer cannot be scored or is worth less than 0, or labels are too few or alike.
         """
         tokens, base = read_table(self._folder.tokens)
-        answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
         rows = rows_of(open_output(str(self._folder.continuations)), ("custom_id", "token_ids"))
         tokenizer = load_tokenizer(self._model, trust_remote_code=self._config.loading.trust_remote_code)
 
@@ -175,7 +121,7 @@ class PivotSteps:
 
         sides, stop = continuations_by_side(rows), self._config.sampling.stop
         asked = tokens.drop_columns(["prefix", "left", "hidden"]).to_pylist()
-        labels = list(labels_of(asked, sides, answers, self._scorer, decode, stop))
+        labels = list(labels_of(asked, sides, self._answers(), self._scorer, decode, stop))
         table = labelled(tokens, labels, self._config.held_out)
         write_table(table, self._folder.labels, base)
         kinds = {label.pivot for label, out in zip(labels, table["held_out"].to_pylist(), strict=True) if not out}
@@ -188,40 +134,55 @@ class PivotSteps:
             )
         return table, base
 
-    def learn(self, labels: pa.Table, base: BaseFacts, command: str) -> PivotResults:
-        """Train and save the classifier, and measure it on held-out prompts; `labels` come from `labelled`.
+    def learn(self, labels: pa.Table, base: BaseOfClassifier, command: str) -> tuple[str, list[Path]]:
+        """Train and save the classifier, measure it on held-out prompts, and write the results.
 
-        Raises:
-            InputError: The models cannot be loaded.
-            JobError: The measurement failed.
+        Returns the results as text, and the plots' paths; `labels` come from `labelled`. Raises `InputError` if the
+        models cannot be loaded, and `JobError` if the measurement failed.
         """
         out = labels["held_out"]
         features, kinds = features_of(labels.filter(pa.compute.invert(out)))
-        classifier = train_classifier(features, kinds, base.layer)
+        classifier = train_classifier(features, kinds)
         held_out, found = labels.filter(out), None
         if held_out.num_rows:
             others, truth = features_of(held_out)
             with torch.no_grad():
                 found = roc(classifier.log_pivot(others).exp().tolist(), truth.tolist())
-        training: dict[str, Any] = {
-            "labels": labels.num_rows,
-            "pivots": int(pa.compute.sum(labels["pivot"]).as_py()),
-            "held_out": held_out.num_rows,
+        pivots = int(pa.compute.sum(labels["pivot"]).as_py())
+        counts = {"labels": labels.num_rows, "pivots": pivots, "held_out": held_out.num_rows}
+        training = {
+            **counts,
             "area_under_roc": None if found is None else found.area,
             "config": asdict(self._config),
             "command": command,
             "versions": versions(),
         }
-        save_classifier(classifier, BaseOfClassifier(base.name, base.fingerprint), training, self._folder.verifier)
-        where, curve = self._curve(command)
-        return PivotResults(labels.num_rows, training["pivots"], held_out.num_rows, found, curve, where)
+        save_classifier(classifier, base, training, self._folder.verifier)
+        return self._write_results(counts, found, *self._curve(command))
+
+    def _write_results(
+        self, counts: dict[str, int], found: Roc | None, where: dict[str, Any], curve: list[VerifierFigures]
+    ) -> tuple[str, list[Path]]:
+        results = {
+            **counts,
+            "roc": None if found is None else asdict(found),
+            "curve": [one.as_dict() for one in curve],
+            "environment": where,
+        }
+        plots = {"utility_by_beta.png": utility_plot(curve)} | ({} if found is None else {"roc.png": roc_plot(found)})
+        for name, figure in plots.items():
+            figure.savefig(self._folder.path / name, dpi=150)
+        locate(str(self._folder.results)).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        area = "not known: they are all alike" if found is None else f"{found.area:.3f}"
+        told = f"labels:   {counts['labels']:,} rejected tokens, {counts['pivots']:,} of them pivots\n"
+        told += f"ROC:      area {area}, on {counts['held_out']:,} tokens of held-out prompts\n"
+        return f"{told}\n{utility_table(curve)}\n", [self._folder.path / name for name in plots]
 
     def _curve(self, command: str) -> tuple[dict[str, Any], list[VerifierFigures]]:
         """Decode held-out prompts exactly and under `pad`; return the environment and the figures."""
         config, resources = self._config, self._resources()
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
-        answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
-        requests = [row.request for row in held_out]
+        requests, answers = [row.request for row in held_out], self._answers()
         rows = [answers[request.request_id] for request in requests]
         pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
         loaded = (self._model, asdict(config.loading), resources.threads)
@@ -230,6 +191,9 @@ class PivotSteps:
             ask("begin", config.drafter, asdict(config.engine), requests, config.rounds)
             scored = ScoredVerifiers(ask, rows, self._scorer)
             return where, [scored.exact, *map(scored.measure, verifier_grid(pad))]
+
+    def _answers(self) -> dict[str, dict[str, Any]]:
+        return {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
 
     def _answered(self) -> list[RepeatedRow]:
         output = open_output(str(self._folder.answers))

@@ -16,8 +16,8 @@ from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.models import model_name
 from pipeline.io.files import locate
+from pipeline.learning.config import LearnerSpec, beginning
 from pipeline.learning.job_learner import beside_learner
-from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
 from pipeline.output.folder import OutputFolder
 from pipeline.serving.config import ApplicationConfig, parse_application
 from pipeline.serving.http.ingress import Ingress
@@ -67,7 +67,7 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         name: _engines(config, drafter, "Engine" if place == 0 else "Plain", share, learns if place == 0 else None)
         for place, (name, drafter) in enumerate(drafters.items())
     }
-    learner = None if learns is None else _learner(learns, config)
+    learner = None if learns is None else _learner(learns)
     deployment = serve.deployment(
         Ingress,
         name="Ingress",
@@ -93,18 +93,11 @@ def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
     if not learning.enabled or learning.folder is None:
         return None
     output = OutputFolder(locate(learning.folder))
-    return learner_spec(
-        learning,
-        beginning(learning, output),
-        output,
-        config.served_name,
-        model=model_name(config.model),
-        dtype=loading.dtype,
-        trust_remote_code=loading.trust_remote_code,
-    )
+    begins, model = beginning(learning, output), model_name(config.model)
+    return LearnerSpec(learning, begins, output, config.served_name, model, loading.dtype, loading.trust_remote_code)
 
 
-def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
+def _learner(spec: LearnerSpec) -> serve.Application:
     deployment = serve.deployment(
         LearnerKeeper,
         name="Learner",
@@ -112,7 +105,7 @@ def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
         health_check_period_s=_HEALTH_SECONDS,
         ray_actor_options={"num_cpus": 0},
     )
-    return deployment.bind(spec, config.learning)
+    return deployment.bind(spec)
 
 
 def _engines(

@@ -11,10 +11,9 @@ import ray
 from ray import serve
 
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.learning.config import LearningConfig
+from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import LearningFeed
 from pipeline.learning.job_learner import WatchedLearner, find_learner
-from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.answers import Answers
@@ -56,9 +55,9 @@ def find_own_learner() -> Any | None:
 class LearnerKeeper:
     """Ray Serve deployment that starts the learner and reports on it."""
 
-    def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
+    def __init__(self, spec: LearnerSpec) -> None:
         keep_to_this_machine()
-        self._learner = _only_learner(spec, config)
+        self._learner = _only_learner(spec)
         self._pulse = Pulse(_ASK_SECONDS, self._ask)
         self._pulse.start()
 
@@ -75,11 +74,11 @@ class LearnerKeeper:
             self._learner.close()
 
 
-def _only_learner(spec: LearnerSpec, config: LearningConfig) -> WatchedLearner:
+def _only_learner(spec: LearnerSpec) -> WatchedLearner:
     """Start a learner, and end one that an update of the endpoint left: two must not write to one folder."""
     for _ in range(_TRIES):
         try:
-            return WatchedLearner(spec, config, _name())
+            return WatchedLearner(spec, _name())
         except ValueError:
             if (other := find_own_learner()) is not None:
                 ray.kill(other)

@@ -15,8 +15,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
-from drafter.methods.draft_models.drafter import ModelDrafter
-from drafter.methods.draft_models.stack import StackedDrafter
+from drafter.methods.draft_models.drafter import ModelDrafter, StackedDrafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter

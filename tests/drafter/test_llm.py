@@ -24,10 +24,9 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
-from drafter.methods.learning.drafter import Learning, load_start
+from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
-from drafter.methods.learning.training import weights_of
 from drafter.requests import TokenDelta
 from tests.support.models import random_model
 from tests.support.waiting import PATIENCE, wait_until

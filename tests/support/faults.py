@@ -18,8 +18,8 @@ from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
 from pipeline.engines.engine_spec import EngineSpec
+from pipeline.learning.config import LearnerSpec
 from pipeline.learning.learner_actor import LearnerActor
-from pipeline.learning.learner_spec import LearnerSpec
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,7 @@ from drafter.tree.token_tree import TokenTree, from_nodes
 
 
 class LruTable(Table):
-    """LRU table from *leaders*, n-grams, to *followers*, the tokens after them (arXiv 2511.21699).
-
-    A window slides over each text; every position uses its leader and follower. `leaders` and `followers` (per leader)
-    are capacities; lengths are in tokens.
-    """
+    """LRU table of at most `leaders` leaders with `followers` followers each. A window slides over each text."""
 
     def __init__(self, leaders: int, followers: int, leader_length: int = 1, follower_length: int = 3) -> None:
         self._most_leaders, self._most_followers = leaders, followers
@@ -56,8 +52,7 @@ class LruTable(Table):
             self._followers.popitem(last=False)
 
 
-_DEPTH = 16
-"""Longest draft path."""
+_DEPTH = 16  # longest draft path
 _LENGTHS = ((8, 1), (4, 1), (2, 1), (1, 3))
 """(leader, follower) tokens, in lookup order; the last are the published ones."""
 _TAIL = max(map(sum, _LENGTHS)) - 1
@@ -89,12 +84,9 @@ class _Text:
 
 
 class CachebackDrafter(Drafter):
-    """Drafts trees of recent n-grams.
+    """Drafts trees of recent n-grams, and after them of a `frozen` table of a corpus.
 
-    Args:
-        nodes: Draft nodes of the largest tree.
-        isolated: Never draft from another request's text; see `MemoryDrafter`. A frozen table is no such text.
-        frozen: A corpus table, asked after those of decoded texts.
+    `isolated`: never draft from another request's text; response times would leak it. A frozen table is no such text.
     """
 
     def __init__(self, nodes: int = 16, *, isolated: bool = False, frozen: FrozenTable | None = None) -> None:
@@ -238,11 +230,7 @@ def cacheback(loading: Loading) -> CachebackDrafter:
 
 
 def with_frozen_table(path: str, loading: Loading) -> CachebackDrafter:
-    """Make the drafter `cacheback:PATH`, with a table written by `jobs.cache`.
-
-    Raises:
-        LoadError: The table cannot be read, or is of another vocabulary.
-    """
+    """Load `cacheback:PATH`, with a table of `jobs.cache`; raise `LoadError` if it is damaged or of other tokens."""
     target = loading.base
     vocabulary = Vocabulary(vocabulary_digest(load_tokenizer(target.name)), target.vocab_size)
     return CachebackDrafter(loading.nodes, isolated=loading.isolated, frozen=load_table(path, vocabulary))

@@ -37,8 +37,8 @@ class NgramCounts:
     """Counts n-grams of texts in bounded memory; the first of `length` tokens is the leader.
 
     Whenever `most` occurrences have come, only the `most` frequent n-grams are kept (after Lossy Counting, Manku and
-    Motwani 2002). An evicted one restarts at zero, so counts never overestimate; they are exact for up to `most`
-    different n-grams. Memory peaks at twice as many n-grams, at 24 bytes and as much again for sorting.
+    Motwani 2002), so counts are exact for up to `most` n-grams and never overestimate. Memory peaks at twice as many
+    n-grams, at 24 bytes and as much again for sorting.
     """
 
     def __init__(self, most: int, length: int = 4) -> None:
@@ -102,12 +102,9 @@ _HINT = "make one with python -m jobs.cache"
 
 @dataclass(frozen=True)
 class FrozenTable(Table):
-    """A read-only table with one-token leaders.
+    """A read-only table of `leaders` `[L]`, ascending single tokens, and their followers, the most frequent first.
 
-    Args:
-        leaders: `[L]` int32 tokens with followers, ascending.
-        offsets: `[L + 1]` int64 start of each leader's followers, and the end of the last ones.
-        continuations: `[F, U]` int32 followers, most frequent first for each leader.
+    The followers of leader `i` are `continuations[offsets[i] : offsets[i + 1]]` `[F, U]`.
     """
 
     leaders: npt.NDArray[np.int32]
@@ -123,7 +120,6 @@ class FrozenTable(Table):
         return self.leaders.nbytes + self.offsets.nbytes + self.continuations.nbytes
 
     def followers(self, leader: Gram) -> Iterator[Gram]:
-        """Yield a leader's followers, most frequent first."""
         if not leader:  # the beginning of a text
             return
         place = int(self.leaders.searchsorted(leader[0]))
@@ -140,7 +136,6 @@ class Vocabulary:
 
 
 def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[str, Any]) -> bytes:
-    """Serialise a table. `provenance` must be JSON-serialisable."""
     metadata = {
         "format": FORMAT,
         "vocabulary": vocabulary.digest,
@@ -170,11 +165,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def load_table(path: str | Path, vocabulary: Vocabulary) -> FrozenTable:
-    """Load a table for a target model whose tokeniser has this vocabulary.
-
-    Raises:
-        LoadError: The table is missing or damaged, or of another tokeniser.
-    """
+    """Load a table; raise `LoadError` if it is missing or damaged, or of another tokeniser's vocabulary."""
     metadata = read_metadata(path)
     if metadata["vocabulary"] != vocabulary.digest:
         raise LoadError(
@@ -198,12 +189,8 @@ def _check(table: FrozenTable, vocab_size: int) -> None:
         if array.ndim != dimensions or array.dtype != kind:
             raise ValueError(f"{name} is {array.dtype} of {array.ndim} dimensions")
     offsets, followers = table.offsets, table.continuations
-    if (
-        len(offsets) != len(table) + 1
-        or offsets[0] != 0
-        or offsets[-1] != len(followers)
-        or (np.diff(offsets) < 0).any()
-    ):
+    right_ends = len(offsets) == len(table) + 1 and offsets[0] == 0 and offsets[-1] == len(followers)
+    if not right_ends or (np.diff(offsets) < 0).any():
         raise ValueError("its offsets do not fit its leaders and followers")
     if (np.diff(table.leaders) <= 0).any():
         raise ValueError("its leaders do not rise")

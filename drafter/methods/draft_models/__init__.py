@@ -4,7 +4,7 @@ from drafter.plugins import Method
 
 METHOD = Method(
     families={
-        "model": "drafter.methods.draft_models.stack:load_model_drafter",
-        "stack": "drafter.methods.draft_models.stack:load_stack",
+        "model": "drafter.methods.draft_models.drafter:load_model_drafter",
+        "stack": "drafter.methods.draft_models.drafter:load_stack",
     },
 )

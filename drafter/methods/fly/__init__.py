@@ -3,6 +3,6 @@
 from drafter.plugins import Method
 
 METHOD = Method(
-    families={"long": "drafter.methods.fly.long_chain:long_chain"},
-    verifiers={"fly": "drafter.methods.fly.verifier:FlyVerifier"},
+    families={"long": "drafter.methods.fly.method:long_chain"},
+    verifiers={"fly": "drafter.methods.fly.method:FlyVerifier"},
 )

@@ -2,6 +2,4 @@
 
 from drafter.plugins import Method
 
-METHOD = Method(
-    families={},
-)
+METHOD = Method()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loading, Loan, MergedDrafter, Renewal
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, MergedDrafter, Renewal
 from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.errors import LoadError
@@ -23,7 +23,6 @@ from drafter.heads.checkpoint import load_head, new_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
-from drafter.methods.learning.training import check_weights, load_weights
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
 
@@ -33,19 +32,38 @@ LEARNT = "learnt"
 """Key of a learner's record in `Provenance.training`."""
 
 
-@dataclass(frozen=True)
-class Learning:
-    """Makes `SpeculativeLM` draft with a head that learns from its rows."""
+def weights_of(head: DraftHead) -> dict[str, Tensor]:
+    """Return a copy of a head's weights on the CPU; floats in fp32."""
+    return {
+        name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in head.state_dict().items()
+    }
 
-    start: StartingHead
 
-    def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
-        """Return a drafter whose head is replaced by better versions; see `load_learning_drafter`."""
-        return load_learning_drafter(name, base, nodes, self.start, isolated=isolated)
+@torch.no_grad()
+def load_weights(head: DraftHead, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into a head, keeping its dtype and device."""
+    for name, tensor in head.state_dict().items():
+        tensor.copy_(weights[name])
 
-    def tap(self) -> SampleTap:
-        """Return what collects the rows to learn from."""
-        return SampleTap()
+
+def check_weights(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], tokens: Tensor | None, what: str
+) -> None:
+    """Check that weights can replace a head's, of these `shapes` and draft vocabulary `tokens` `[K]`, if any.
+
+    Raises `LoadError`, about `what`, if a tensor is missing, unknown, misshapen or not finite, or the vocabulary is
+    another.
+    """
+    if names := sorted(shapes.keys() ^ weights.keys()):
+        raise LoadError(f"{what} is of another shape than the one that drafts: tensor {names[0]!r}")
+    for name, tensor in weights.items():
+        if tensor.shape != shapes[name]:
+            raise LoadError(f"{what}: tensor {name!r} has shape {list(tensor.shape)}, not {list(shapes[name])}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise LoadError(f"{what}: tensor {name!r} holds values that are not finite")
+    if tokens is not None and not torch.equal(weights["vocabulary.tokens"].cpu(), tokens):
+        raise LoadError(f"{what} has another draft vocabulary than the one that drafts")
 
 
 def load_start(start: StartingHead, base: BaseModel) -> DraftHead:
@@ -85,17 +103,11 @@ class _Ready:
     weights: Mapping[str, Tensor]
 
 
-class ChangingHead(Drafter):
+class ChangingHead(MergedDrafter):
     """Hot-swaps newer versions of a head between steps. A new head drafts nothing before its first version.
 
-    Args:
-        start: The head to begin with.
-        base: The target model.
-        nodes: Draft nodes of the largest trees.
-        in_place: Copy new weights into place; by default where steps are CUDA graphs.
-
-    Raises:
-        LoadError: The head cannot be loaded.
+    With `in_place`, the default where steps are CUDA graphs, new weights are copied into place. Raises `LoadError` if
+    the head cannot be loaded.
     """
 
     def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
@@ -108,8 +120,7 @@ class ChangingHead(Drafter):
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
         self._number, self.drafts = version_of(head), start.drafts
         self._gated = not start.drafts
-        self._drafter = head.drafter(base, nodes)
-        self.spec = self._drafter.spec
+        super().__init__(head.drafter(base, nodes))
         self._gate = torch.full((), self.drafts, device=base.device)
         self._loan: Loan | None = None
         self._lock = threading.Lock()
@@ -118,11 +129,9 @@ class ChangingHead(Drafter):
 
     @property
     def version(self) -> int | None:
-        """Number of the version that drafts; None before the first."""
         return self._number if self.drafts else None
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Make a version ready for the next step; see `Drafter.offer`."""
         if number <= self._offered:
             return
         shapes = {name: own.shape for name, own in self._own.items()}
@@ -138,13 +147,12 @@ class ChangingHead(Drafter):
                 self._ready, self._offered = ready, number
 
     def renew(self) -> Renewal | None:
-        """Swap in the version that is ready."""
         if self._ready is None:
             return None
         with self._lock:
             ready, self._ready = self._ready, None
         if ready.drafter is not None:
-            self._drafter = ready.drafter
+            self.drafters = (ready.drafter,)
         else:
             for name, tensor in ready.weights.items():
                 self._own[name].copy_(tensor, non_blocking=True)
@@ -166,56 +174,33 @@ class ChangingHead(Drafter):
         """Make the drafter read all sequences again: its states come from the old weights."""
         nothing = np.zeros(0, dtype=np.int64)
         for slot in range(0 if self._loan is None else self._loan.slots):
-            self._drafter.enter(slot, nothing)
+            self.enter(slot, nothing)
 
     def open(self, loan: Loan) -> None:
-        """Allocate, also for a version that is already waiting."""
         with self._lock:
             self._loan = loan
-            self._drafter.open(loan)
+            super().open(loan)
             if self._ready is not None and self._ready.drafter is not None:
                 self._ready.drafter.open(loan)
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._drafter.enter(slot, text)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._drafter.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        self._drafter.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        self._drafter.clear(slot)
-
-    def prepare(self, context: DraftContext) -> None:
-        """Let the drafter read new tokens; after a hot swap, the whole text."""
-        self._drafter.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.nodes]`; before the first version only roots, padded.
 
         The head drafts even then: its cost is measured, and a recorded step must be the same later.
         """
-        tree = self._drafter.propose(context, ask)
+        tree = self.drafters[0].propose(context, ask)
         return _gated(tree, self._gate) if self._gated else tree
-
-    def observe(self, committed: Committed) -> None:
-        self._drafter.observe(committed)
 
 
 def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
     """Return `tree` where `gate`, a bool scalar on the device, is true, else roots alone; without a device sync."""
     root = root_only(tree.tokens[:, 0])
-    width = (0, tree.size - 1)
-    closed = TokenTree(
-        F.pad(root.tokens, width, value=PAD_TOKEN),
-        F.pad(root.parents, width, value=0),
-        F.pad(root.depths, width, value=1),
-        F.pad(root.log_probs, width, value=-torch.inf),
+    closed = {"tokens": PAD_TOKEN, "parents": 0, "depths": 1, "log_probs": -torch.inf}
+    parts = (
+        torch.where(gate, drafted, F.pad(getattr(root, name), (0, tree.size - 1), value=closed[name]))
+        for name, drafted in vars(tree).items()
     )
-    parts = zip(vars(tree).values(), vars(closed).values(), strict=True)
-    return TokenTree(*(torch.where(gate, drafted, padding) for drafted, padding in parts))
+    return TokenTree(*parts)
 
 
 LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))
@@ -230,33 +215,39 @@ def found_start(start: StartingHead, base: BaseModel) -> StartingHead:
     return replace(start, folder=None if shipped is None else str(shipped))
 
 
-def load_learning_drafter(
-    name: str, base: BaseModel, nodes: int, start: StartingHead, *, isolated: bool = False
-) -> Drafter:
-    """Load a drafter whose head is hot-swapped as better versions come; see `ChangingHead`.
+@dataclass(frozen=True)
+class Learning:
+    """Makes `SpeculativeLM` draft with a head that learns from its rows; see `LearningStart`."""
 
-    Args:
-        name: `auto`: the head, the training-free drafters and both merged, of which the fastest drafts; on a GPU the
-            head merged with `ngram`. Or the name of the starting head: that head alone.
-        base: The target model.
-        nodes: Draft nodes of the largest trees.
-        start: See `found_start`.
-        isolated: Never draft from another request's text.
+    start: StartingHead
 
-    Raises:
-        LoadError: `nodes` is 0, the name is neither, or the head cannot be loaded.
-    """
-    if nodes < 1:
-        raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")
-    if name not in ("auto", start.folder):
-        raise LoadError(f"drafter {name!r} has no head that could learn: use auto, or the head that it starts from")
-    start = found_start(start, base)
-    head = ChangingHead(start, base, nodes)
-    if name != "auto":
-        return head
-    loading = Loading(
-        base, nodes, isolated, lambda other, use: load_drafter(other, use.base, use.nodes, isolated=use.isolated)
-    )
-    if base.device.type != "cpu":  # the CUDA graph of a step includes its drafter
-        return MergedDrafter(head, loading.load("ngram"))
-    return beside_texts(head, loading, first=start.drafts)
+    def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
+        """Load a drafter whose head is hot-swapped as better versions come; see `ChangingHead`.
+
+        Args:
+            name: `auto`: the head, the training-free drafters and both merged, of which the fastest drafts; on a GPU
+                the head merged with `ngram`. Or the name of the starting head: that head alone.
+            base: The target model.
+            nodes: Draft nodes of the largest trees.
+            isolated: Never draft from another request's text.
+
+        Raises:
+            LoadError: `nodes` is 0, the name is neither, or the head cannot be loaded.
+        """
+        if nodes < 1:
+            raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")
+        if name not in ("auto", self.start.folder):
+            raise LoadError(f"drafter {name!r} has no head that could learn: use auto, or the head that it starts from")
+        start = found_start(self.start, base)
+        head = ChangingHead(start, base, nodes)
+        if name != "auto":
+            return head
+        loading = Loading(
+            base, nodes, isolated, lambda other, use: load_drafter(other, use.base, use.nodes, isolated=use.isolated)
+        )
+        if base.device.type != "cpu":  # the CUDA graph of a step includes its drafter
+            return MergedDrafter(head, loading.load("ngram"))
+        return beside_texts(head, loading, first=start.drafts)
+
+    def tap(self) -> SampleTap:
+        return SampleTap()

@@ -6,26 +6,31 @@ A slice is a few optimiser steps or measurements of held-out rows, so a learner 
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.errors import LoadError, TrainingError
+from drafter.errors import LoadError, TrainingError, first_line
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
-from drafter.methods.learning.contract import HeadVersion, RowSample
-from drafter.methods.learning.drafter import LEARNT, load_start, version_of
+from drafter.heads.losses import DraftBatch
+from drafter.methods.learning.drafter import LEARNT, load_start, load_weights, version_of, weights_of
 from drafter.methods.learning.payoff import Evaluation
-from drafter.methods.learning.rows import LearningRows, micro_batches
+from drafter.methods.learning.rows import LearningRows, RowSample, micro_batches
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
-from drafter.methods.learning.training import AveragedTraining, load_weights, read_learner, weights_of, write_learner
+from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
+from drafter.training.loop import TorchOptimiser, TrainingStep
+from drafter.training.settings import TrainingSettings
 from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_batches
 
 _TOKENS = 8192
@@ -33,101 +38,95 @@ _TOKENS = 8192
 _TEXTS_AT_ONCE = 2
 """Held-out texts measured per unit of work."""
 _OVER = object()
+STATE_FILE = "learner.safetensors"
+"""A learner's state: one file, so that its replacement is atomic; the header holds all that is not a tensor."""
+_FACTS = "learner"
 
 
 @dataclass(frozen=True)
-class Progress:
-    """The learner's state; evaluation and version are those of the last slice of work.
+class HeadVersion:
+    """Weights of a head that beat the version before; can be pickled.
 
     Args:
-        seconds: Working time so far.
-        loss: Of the newest step, in nats; None before the first.
-        rows: Training rows in memory.
-        nbytes: Of training and held-out rows.
+        number: Counts up from 1; engines begin with 0.
+        weights: Name → tensor of `DraftHead.state_dict()`, in fp32, on the CPU.
+        beta: β by the simulated walk over held-out rows; `beta_before` is the previous version's, 1.0 without one.
+        provenance: Steps, rows, seconds; becomes `Provenance.training` of a head's folder; JSON.
+    """
+
+    number: int
+    weights: dict[str, Tensor]
+    beta: float
+    beta_before: float
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LearnerProgress:
+    """The learner's state; `evaluation` and `version` are those of the last slice of work.
+
+    Args:
+        number: Of the newest version.
+        steps: Optimiser steps of all processes of the learner, as are working `seconds` and `discarded`.
         discarded: Candidates given up because the loss was not finite.
+        loss: Of the newest step, in nats; None before the first.
+        rows: Training rows in memory; `nbytes` are of these and the held-out ones.
         idle: It waits for rows.
     """
 
-    steps: int
-    seconds: float
-    loss: float | None
-    rows: int
-    held_out: int
-    nbytes: int
-    discarded: int
-    evaluation: Evaluation | None
-    version: HeadVersion | None
-    idle: bool
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Totals over all processes of the learner."""
-
-    number: int
+    number: int = 0
     steps: int = 0
     seconds: float = 0.0
     discarded: int = 0
+    loss: float | None = None
+    rows: int = 0
+    held_out: int = 0
+    nbytes: int = 0
+    evaluation: Evaluation | None = None
+    version: HeadVersion | None = None
+    idle: bool = True
 
 
 class Learner:
     """Trains a head. Not thread-safe. No engine may run on the same `base` object meanwhile.
 
-    Attributes:
-        version: The newest version; None before the first.
-
-    Raises:
-        LoadError: The head cannot be loaded.
+    `version` is the newest one; None before the first. Raises `LoadError` if the head cannot be loaded.
     """
 
     def __init__(self, base: BaseModel, start: StartingHead, settings: LearnerSettings | None = None) -> None:
         self._base, self._start, self._settings = base, start, settings or LearnerSettings()
         self._tried = load_start(start, base)  # measured in the target model's dtype, as engines draft
-        self._head = _trainable(deepcopy(self._tried), base)
+        self._head = deepcopy(self._tried).float().requires_grad_(True).train()
+        if self._head.vocabulary is not None:
+            self._head.vocabulary.borrow(base)  # these rows stay in the target model's dtype
         self._training = AveragedTraining(base, self._head, self._settings)
         self._rows = LearningRows(self._settings)
-        self._totals = _Totals(version_of(self._head))
+        self._progress = LearnerProgress(version_of(self._head))
         self._good = weights_of(self._head)
         self.version: HeadVersion | None = None
-        self._loss: float | None = None
         self._since = 0  # steps since the last measurement
         self._measuring: Iterator[None] | None = None
-        self._evaluation: Evaluation | None = None
-        self._published: HeadVersion | None = None
-        self._idle = True
 
     def add(self, samples: Sequence[RowSample]) -> None:
         """Take rows. Without room, those of least rank are dropped."""
         for sample in samples:
             self._rows.add(sample)
 
-    def work(self, seconds: float) -> Progress:
+    def work(self, seconds: float) -> LearnerProgress:
         """Work for about `seconds`; at least one unit of work if there is any."""
-        begun, before, idle = time.monotonic(), self._totals.seconds, False
-        self._evaluation = self._published = None
-        while not idle:
-            idle = not self._unit()
+        now, begun, before = self._progress, time.monotonic(), self._progress.seconds
+        now.evaluation, now.version, now.idle = None, None, False
+        while not now.idle:
+            now.idle = not self._unit()
             spent = time.monotonic() - begun
-            self._totals = replace(self._totals, seconds=before + spent)
+            now.seconds = before + spent
             if spent >= seconds:
                 break
-        self._idle = idle
         return self.progress()
 
-    def progress(self) -> Progress:
-        totals, rows = self._totals, self._rows
-        return Progress(
-            totals.steps,
-            totals.seconds,
-            self._loss,
-            len(rows),
-            len(rows.held_out),
-            rows.nbytes,
-            totals.discarded,
-            self._evaluation,
-            self._published,
-            self._idle,
-        )
+    def progress(self) -> LearnerProgress:
+        rows = self._rows
+        return replace(self._progress, rows=len(rows), held_out=len(rows.held_out), nbytes=rows.nbytes)
 
     def _unit(self) -> bool:
         try:
@@ -139,13 +138,12 @@ class Learner:
                 return self._learn()
             if next(self._measuring, _OVER) is _OVER:
                 self._measuring = None
-            return True
         except TrainingError:
             self._measuring = None
             self._since = 0
-            self._totals = replace(self._totals, discarded=self._totals.discarded + 1)
+            self._progress.discarded += 1
             self._training.restart(self._good)
-            return True
+        return True
 
     def _learn(self) -> bool:
         """Take an optimiser step; False if there are too few rows. Raises `TrainingError` if the loss is not finite."""
@@ -153,22 +151,22 @@ class Learner:
         if len(self._rows) < settings.texts_per_step:
             return False
         texts = self._rows.take(settings.texts_per_step)
-        depth, step, parts, done = self._head.config.depth, self._totals.steps, [], 0
+        depth, parts, done = self._head.config.depth, [], 0
         for part in micro_batches(texts, _TOKENS):
-            draws = anchor_draws(settings.seed, step, range(done, done + len(part)))
+            draws = anchor_draws(settings.seed, self._progress.steps, range(done, done + len(part)))
             parts.append(draft_batch(part, depth, settings.anchors_per_text, draws).to(self._base.device))
             done += len(part)
-        self._loss = self._training.step(parts)
-        self._totals = replace(self._totals, steps=step + 1)
+        self._progress.loss = self._training.step(parts)
+        self._progress.steps += 1
         self._since += 1
         return True
 
     def _measure(self) -> Iterator[None]:
         """Compare averaged with published weights on held-out rows, a batch per `yield`; publish better ones."""
-        texts, settings, totals = self._rows.held_out, self._settings, self._totals
+        texts, settings, steps = self._rows.held_out, self._settings, self._progress.steps
         weights = self._training.averaged()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise TrainingError(f"step {totals.steps}: a weight is not finite; lower the learning rate")
+            raise TrainingError(f"step {steps}: a weight is not finite; lower the learning rate")
         betas = []
         drafted = self._start.drafts or self.version is not None
         for some in [weights, *([self._good] if drafted else [])]:
@@ -180,13 +178,14 @@ class Learner:
             betas.append(walks.beta[settings.num_draft_tokens])
         candidate, published = betas if drafted else (betas[0], 1.0)
         better = candidate >= settings.least_gain * published
-        self._evaluation = Evaluation(self._totals.seconds, totals.steps, len(texts), candidate, published, better)
+        found = Evaluation(self._progress.seconds, steps, len(texts), candidate, published, better)
+        self._progress.evaluation = found
         if better:
-            self._publish(weights, self._evaluation)
+            self._publish(weights, found)
 
     def _publish(self, weights: dict[str, Tensor], found: Evaluation) -> None:
-        number = self._totals.number + 1
-        self._totals = replace(self._totals, number=number)
+        self._progress.number += 1
+        number = self._progress.number
         provenance: dict[str, Any] = {
             "version": number,
             "started_from": self._start.copied_from or self._start.folder,
@@ -200,15 +199,11 @@ class Learner:
             "beta_before": round(found.published, 4),
             "torch": torch.__version__,
         }
-        self.version = self._published = HeadVersion(number, weights, found.candidate, found.published, provenance)
-        self._good = weights
+        self.version = HeadVersion(number, weights, found.candidate, found.published, provenance)
+        self._progress.version, self._good = self.version, weights
 
     def save_head(self, folder: str | Path) -> None:
-        """Write the newest version as a head folder, which `--drafter` takes. Replaces an earlier one.
-
-        Raises:
-            ValueError: There is no version yet.
-        """
+        """Write the newest version as a head folder, which `--drafter` takes; raise `ValueError` if there is none."""
         if self.version is None:
             raise ValueError("nothing has been published yet: there is no head to save")
         head = deepcopy(self._tried).float()
@@ -219,37 +214,39 @@ class Learner:
         save_head(head, folder)
 
     def save(self, folder: str | Path) -> None:
-        """Write the state, without rows, for `resume`. Replaces an earlier one."""
-        tensors = self._training.tensors() | {f"good/{name}": tensor for name, tensor in self._good.items()}
+        """Write the state, without rows, for `resume`. Atomically replaces an earlier one."""
+        now, version = self._progress, self.version
         facts = {
-            "totals": vars(self._totals),
+            "totals": {name: getattr(now, name) for name in ("number", "steps", "seconds", "discarded")},
             "training_steps": self._training.steps,
             "learning_rate": self._training.learning_rate,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
             "first": self._rows.first,
-            "version": None if self.version is None else _without_weights(self.version),
+            "version": None if version is None else {k: v for k, v in vars(version).items() if k != "weights"},
         }
-        write_learner(Path(folder), tensors, facts)
+        tensors = self._training.tensors() | {f"good/{name}": tensor for name, tensor in self._good.items()}
+        file = Path(folder) / STATE_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{STATE_FILE}.tmp")
+        own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        save_file(own, temporary, metadata={_FACTS: json.dumps(facts)})
+        temporary.replace(file)
 
     @classmethod
     def resume(
         cls, base: BaseModel, start: StartingHead, folder: str | Path, settings: LearnerSettings | None = None
     ) -> Learner:
-        """Return a learner that continues from a saved state, without rows.
-
-        Raises:
-            LoadError: The folder has no state, or it is damaged or of another head.
-        """
+        """Return a learner that continues from a saved state; raise `LoadError` if there is no state of this head."""
         learner = cls(base, start, settings)
-        tensors, facts = read_learner(Path(folder))
+        tensors, facts = _read_state(Path(folder))
         good = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith("good/")}
         rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("good/")}
         try:
             learner._training.load(rest, facts["training_steps"], facts["learning_rate"])
-            totals, version = _Totals(**facts["totals"]), facts["version"]
+            totals, version = LearnerProgress(**facts["totals"]), facts["version"]
             # The head's folder is newer than the state if a process died between the two writes.
-            learner._totals = replace(totals, number=max(totals.number, learner._totals.number))
+            learner._progress = replace(totals, number=max(totals.number, learner._progress.number))
             rows = learner._rows
             rows.seen, rows.tokens, rows.first = facts["rows"], facts["tokens"], facts["first"]
             learner._good = good
@@ -261,12 +258,89 @@ class Learner:
         return learner
 
 
-def _without_weights(version: HeadVersion) -> dict[str, Any]:
-    return {name: value for name, value in vars(version).items() if name != "weights"}
+def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and facts of `Learner.save`; raise `LoadError` if there are none, or they are damaged."""
+    try:
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
+            facts = json.loads(file.metadata()[_FACTS])
+            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - it is no mapping
+    except FileNotFoundError as error:
+        raise LoadError(f"no learner's state in {folder}: it has no {STATE_FILE}") from error
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"the learner's state in {folder} is damaged: {first_line(error)}") from error
 
 
-def _trainable(head: DraftHead, base: BaseModel) -> DraftHead:
-    head.float().requires_grad_(True).train()
-    if head.vocabulary is not None:
-        head.vocabulary.borrow(base)  # these rows stay in the target model's dtype
-    return head
+class AveragedTraining:
+    """Trains a head, in training mode and fp32, with AdamW at a constant rate, and averages its weights (EMA)."""
+
+    def __init__(self, base: BaseModel, head: DraftHead, settings: LearnerSettings) -> None:
+        self._base, self._head, self._settings = base, head, settings
+        self.learning_rate = settings.learning_rate
+        self._begin()
+
+    def _begin(self) -> None:
+        wanted = self._settings
+        settings = TrainingSettings(
+            steps=1,
+            texts_per_step=wanted.texts_per_step,
+            anchors_per_text=wanted.anchors_per_text,
+            learning_rate=self.learning_rate,
+            warmup_steps=wanted.warmup_steps,
+            final_learning_rate=1.0,
+            teacher=wanted.teacher if LM_HEAD_INPUT in self._head.hidden_layers else 0,
+            precision="fp32" if self._base.dtype == torch.float32 else "bf16",
+            seed=wanted.seed,
+        )
+        self._optimiser = TorchOptimiser(TrainingStep(self._base, self._head, settings), settings)
+        self._average = {name: value.detach().clone() for name, value in self._head.named_parameters()}
+
+    def step(self, parts: Sequence[DraftBatch]) -> float:
+        """Take an optimiser step over micro-batches; return its loss. See `TorchOptimiser.update`."""
+        loss = self._optimiser.update(parts).loss
+        steps = self._optimiser.steps
+        # Early steps weigh more: the initial weights should fade fast.
+        newest = 1.0 - min(self._settings.averaging, (1.0 + steps) / (10.0 + steps))
+        with torch.no_grad():
+            for name, value in self._head.named_parameters():
+                self._average[name].lerp_(value, newest)
+        return loss
+
+    def averaged(self) -> dict[str, Tensor]:
+        return weights_of(self._head) | {name: value.to("cpu", copy=True) for name, value in self._average.items()}
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Continue from other weights with a fresh optimiser at half the rate, after a loss that was not finite."""
+        self.learning_rate /= 2
+        load_weights(self._head, weights)
+        self._begin()
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {f"weights/{name}": tensor for name, tensor in weights_of(self._head).items()}
+        found |= {f"average/{name}": tensor.to("cpu", copy=True) for name, tensor in self._average.items()}
+        for place, moments in self._optimiser.state_dict()["adamw"]["state"].items():
+            found |= {f"adamw/{place}/{name}": value.to("cpu", copy=True) for name, value in moments.items()}
+        return found
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps since the last restart."""
+        return self._optimiser.steps
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int, learning_rate: float) -> None:
+        """Restore what `tensors` returned; raise KeyError, ValueError or RuntimeError if it is of another head."""
+        groups: dict[str, dict[str, Tensor]] = {"weights": {}, "average": {}}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            group, _, name = key.partition("/")
+            if group == "adamw":
+                place, _, name = name.partition("/")
+                moments.setdefault(int(place), {})[name] = tensor
+            else:
+                groups[group][name] = tensor
+        self.learning_rate = learning_rate
+        self._head.load_state_dict(groups["weights"])
+        self._begin()
+        for name, average in self._average.items():
+            average.copy_(groups["average"][name])
+        adamw: dict[str, Any] = self._optimiser.state_dict()["adamw"]
+        self._optimiser.load_state_dict({"adamw": {**adamw, "state": moments}, "steps": steps})

@@ -1,4 +1,4 @@
-"""Cost and benefit of learning during a job, and the decision whether to learn. Pure functions of measurements.
+"""Cost and benefit of learning during a job, and the decision to learn or rest. Pure functions of measurements.
 
 A learner that shares a machine slows engines down: its cost is the difference in speed with and without it, measured
 close together. It saves the time that the same tokens would have taken with the original drafter.
@@ -9,30 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from statistics import linear_regression
+from typing import NamedTuple
 
 from drafter.statistics import BatchChoice, per_second
 
-_PACE = 0.2
-"""EMA weight of the newest interval."""
+_PACE = 0.2  # EMA weight of the newest interval
 _UNKNOWN_DRAG = 0.3
 """Share of the engines' speed that a learner is assumed to cost until measured."""
 _CLOSE = 4
 """Intervals after the learner starts or stops that are compared with those just before."""
-_DRAG_PACE = 0.1
-"""EMA weight of the newest comparison."""
-_POINTS = 5
-"""Newest points of the learning curve that are extrapolated."""
+_DRAG_PACE = 0.1  # EMA weight of the newest comparison
+_POINTS = 5  # newest ones of the learning curve that are extrapolated
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a job, during all of which the learner worked or rested.
+    """A part of a job, during all of which the learner worked (`learned`) or rested.
 
     Args:
-        seconds: Duration.
-        tokens: New tokens of all engines.
-        row_steps: Decode steps of all engines × rows in each.
-        learned: The learner worked.
+        tokens: New tokens of all engines, in `row_steps` decode steps × rows in each.
         gain: Speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`.
         lead: See `lead_by_choice`; None where unknown.
         full: Engines had work all the time. If not, the interval does not count for speeds.
@@ -49,21 +45,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Balance:
-    """Cost and savings of learning so far.
+    """Cost and savings of learning in the job's first `seconds`.
 
     Args:
-        seconds: Of the job so far.
         taken: Seconds by which the learner has delayed the job.
         saved: Seconds by which the learned head has shortened it.
         learning_rate: Tokens per second when the learner last worked; 0 before.
-        resting_rate: Tokens per second when it last rested.
+        resting_rate: Tokens per second when it last rested, over `rests` intervals.
         beta: EMA of tokens per row and step; 0 before the first interval.
         lead: Speed with the learned head ÷ without; below 1.0 other members draft.
-        rests: Intervals behind `resting_rate`.
-        worked: The learner worked in the last interval; None before the first.
-        turn: Intervals before that in which it did the same.
-        difference: EMA of the share of speed lost when it started, or regained when it stopped.
-        compared: Comparisons behind `difference`.
+        worked: The learner worked in the last interval, as in `turn` before it; None before the first.
+        difference: EMA, of `compared` values, of the share of speed lost when it started, or regained when it stopped.
     """
 
     seconds: float = 0.0
@@ -86,7 +78,7 @@ class Balance:
 
     @property
     def rate(self) -> float:
-        """Tokens per second while the learner rests; 0 before anything is known."""
+        """Tokens per second without the learner; 0 before anything is known."""
         return max(self.resting_rate, self.learning_rate)
 
     @property
@@ -123,7 +115,7 @@ class Balance:
         difference = self.difference + pace * (1.0 - learning / resting - self.difference)
         return replace(balance, difference=difference, compared=self.compared + 1)
 
-    def begun_anew(self, *, shares: bool) -> Balance:
+    def restarted(self, *, shares: bool) -> Balance:
         """Return the balance for another machine or restarted engines: earlier speeds no longer apply.
 
         A learner that shares no cores or GPU with engines is assumed to cost nothing until measured.
@@ -133,13 +125,9 @@ class Balance:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement on held-out rows.
+    """β on held-out rows after some working time: of the current weights, and of the newest version; 1.0 before one.
 
-    Args:
-        seconds: Working time of the learner until then.
-        candidate: β of the current weights.
-        published: β of the newest version on the same rows; 1.0, plain decoding's, before the first.
-        better: The candidate was published.
+    A `better` candidate was published.
     """
 
     seconds: float
@@ -152,7 +140,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the learning curve: β after some working time; see `curve_of`."""
+    """β after some working time; see `curve_of`."""
 
     seconds: float
     beta: float
@@ -180,12 +168,9 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
     `choices` are `EngineState.choices`; batch sizes are weighted by their trials.
     """
-    gain = weight = 0.0
-    for choice in choices:
-        lead = _lead(choice, learned) if choice.chosen in learned else None
-        gain += choice.trials * max(lead or 1.0, 1.0)
-        weight += choice.trials
-    return gain / weight if weight else 1.0
+    leads = (_lead(choice, learned) if choice.chosen in learned else None for choice in choices)
+    found = _mean([(choice.trials, max(lead or 1.0, 1.0)) for choice, lead in zip(choices, leads, strict=True)])
+    return 1.0 if found is None else found
 
 
 def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
@@ -193,17 +178,19 @@ def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
     None where one side has not been tried. Batch sizes are weighted as in `gain_by_choice`.
     """
-    found = [(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None]
-    weight = sum(trials for trials, _ in found)
-    return sum(trials * lead for trials, lead in found) / weight if weight else None
+    return _mean([(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None])
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
     """Return the share of an engine's steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
     if not choices:
         return 1.0
-    weight = sum(choice.trials for choice in choices)
-    return sum(choice.trials for choice in choices if choice.chosen in learned) / weight if weight else 0.0
+    return _mean([(choice.trials, float(choice.chosen in learned)) for choice in choices]) or 0.0
+
+
+def _mean(weighted: Sequence[tuple[int, float]]) -> float | None:
+    weight = sum(one for one, _ in weighted)
+    return sum(one * value for one, value in weighted) / weight if weight else None
 
 
 def gain_by_beta(beta: float, before: float) -> float:
@@ -221,14 +208,11 @@ def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
     """
     if len(curve) < 2:
         return None
-    some = curve[-_POINTS:]
+    some, last = curve[-_POINTS:], curve[-1]
     places = [math.log1p(point.seconds) for point in some]
-    middle, mean = sum(places) / len(some), sum(point.beta for point in some) / len(some)
-    spread = sum((place - middle) ** 2 for place in places)
-    if not spread:
+    if len(set(places)) == 1:
         return 1.0
-    slope = sum((place - middle) * (point.beta - mean) for place, point in zip(places, some, strict=True)) / spread
-    last = curve[-1]
+    slope = linear_regression(places, [point.beta for point in some]).slope
     grown = max(slope, 0.0) * (math.log1p(last.seconds + seconds) - math.log1p(last.seconds))
     return 1.0 + grown / last.beta
 
@@ -261,30 +245,23 @@ MOST_LOST = 0.02
 """Share of a job's time that learning may have cost without return."""
 _FIRST_RESTS = 3
 """Intervals of rest before it first works, to measure the speed without it."""
-_HOPE = 1.3
-"""Assumed growth of β over the first `HORIZON`, before any measurement."""
+_HOPE = 1.3  # assumed growth of β over the first `HORIZON`, before any measurement
 _START = 1.5
 """A resting learner starts again only if the expected benefit is so many times its cost."""
 _FALLEN = 0.93
 """β below this share of its value when learning stopped means that the text has changed."""
-_FOLLOWS = 0.01
-"""EMA weight of the newest interval in β at rest, which drifts slowly."""
-_TURNS = 16
-"""Intervals of work before one of rest, to measure the learner's cost."""
-_LOADING = 2.0
-"""Approximate seconds that a starting learner process costs the job."""
-_MOST_LOADED = 0.01
-"""Share of the time left that starting the process may cost."""
-_LONGEST = 86_400.0
-"""Longest look-ahead in seconds."""
+_FOLLOWS = 0.01  # EMA weight of the newest interval in β at rest, which drifts slowly
+_TURNS = 16  # intervals of work before one of rest, to measure the learner's cost
+_LOADING = 2.0  # approximate seconds that a starting learner process costs the job
+_MOST_LOADED = 0.01  # share of the time left that starting the process may cost
+_LONGEST = 86_400.0  # seconds of look-ahead
 
 
 @dataclass(frozen=True)
 class Course:
-    """A decision about the learner.
+    """A decision about the learner, with the reason in a line for people.
 
     Args:
-        reason: In a line for people.
         turn: Intervals since the last rest.
         rest_beta: EMA of β since learning stopped; None while it works.
         since: Working seconds at which the current text began: earlier points of the curve do not count.
@@ -299,9 +276,8 @@ class Course:
     target: float | None = None
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Some seconds of work, the seconds it later saves the job, and those that it takes."""
+class _Work(NamedTuple):
+    """Seconds of work, and the seconds of the job that it saves later and takes now."""
 
     seconds: float
     saves: float
@@ -325,18 +301,21 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
     factor, allowed = _START if resting else 1.0, MOST_LOST * (balance.seconds + left)
     most = (allowed - balance.lost) / balance.drag if balance.drag else math.inf
-    works = [_work(course, balance, curve, left, horizon) for horizon in _horizons(min(left / 2, most))]
+    works = []
+    for horizon in _horizons(min(left / 2, most)):
+        saves = benefit(left - horizon, _growth(course, balance, curve, horizon), balance.lead)
+        works.append(_Work(horizon, saves, horizon * balance.drag))
     best = max(works, key=lambda one: one.saves - factor * one.takes)
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
     elif best.saves <= factor * best.takes:
-        saves = f"expected to save {best.saves:.1f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
-        why = f"{best.seconds:.0f} s more are {saves}"
+        expected = f"expected to save {best.saves:.1f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
+        why = f"{best.seconds:.0f} s more are {expected}"
     elif course.turn >= _TURNS:
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
-        saves = f"expected to save {best.saves:.0f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
-        why = f"{begins}{best.seconds:.0f} s are {saves}"
+        expected = f"expected to save {best.saves:.0f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
+        why = f"{begins}{best.seconds:.0f} s are {expected}"
         return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
     before = balance.beta if course.rest_beta is None else course.rest_beta
     return replace(course, learns=False, reason=why, turn=0, rest_beta=before + _FOLLOWS * (balance.beta - before))
@@ -356,12 +335,6 @@ def _horizons(most: float) -> list[float]:
     while 2 * horizons[-1] <= most:
         horizons.append(2 * horizons[-1])
     return horizons
-
-
-def _work(course: Course, balance: Balance, curve: Sequence[Point], left: float, horizon: float) -> _Work:
-    """Return the expected effect of `horizon` seconds of work where `left` seconds of decoding are left."""
-    growth = _growth(course, balance, curve, horizon)
-    return _Work(horizon, benefit(left - horizon, growth, balance.lead), horizon * balance.drag)
 
 
 def _growth(course: Course, balance: Balance, curve: Sequence[Point], horizon: float) -> float:

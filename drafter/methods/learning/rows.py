@@ -1,4 +1,4 @@
-"""Ranked storage of rows in bounded memory, recent and surprising rows first."""
+"""Rows to learn from, in engines and in a learner: bounded memory, recent and surprising rows first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,40 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.engine.sequence import EndedRow
-from drafter.methods.learning.contract import RowSample
 from drafter.methods.learning.settings import LearnerSettings
 from drafter.training.targets import RegeneratedText
 
 Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """A finished row, on the CPU; it can be pickled.
+
+    Args:
+        request_id: The caller's id.
+        tokens: `[T]` int64 prompt and output.
+        prompt_length: At least 1.
+        hidden: `[T, K · d]` the target model's hidden states that the head reads (`DraftHead.hidden_layers`). The last
+            token's are undefined: nothing is drafted after it. With None a learner runs the target model over the text.
+        steps: Decode steps that the output took.
+    """
+
+    request_id: str
+    tokens: Tensor
+    prompt_length: int
+    hidden: Tensor | None
+    steps: int
+
+    @property
+    def surprise(self) -> float:
+        """Decode steps per token, in (0, 1]: 1 / β, and 1 where no draft was right."""
+        return min(self.steps / max(len(self.tokens) - self.prompt_length, 1), 1.0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+
 
 _HALF_LIFE = 512.0
 """A row ranks like one that came so many rows later and is half as surprising."""
@@ -80,10 +109,8 @@ class RankedRows(Generic[Row]):
         self._rows, self.used = [], 0
 
 
-_USED = 0.5
-"""Rank that a row loses by each use: like 256 rows of age."""
-_WALKED = 256
-"""Leading tokens of an answer that are measured."""
+_USED = 0.5  # rank that a row loses by each use: like 256 rows of age
+_WALKED = 256  # leading tokens of an answer that are measured
 
 
 @dataclass(frozen=True)
@@ -97,27 +124,20 @@ class _Row:
 
 
 class LearningRows:
-    """The learner's training rows and held-out rows, in bounded memory.
-
-    Attributes:
-        seen: Usable rows so far.
-        tokens: Their output tokens.
-        first: The smallest `place_of` of their prompts.
-    """
+    """The learner's training rows and held-out rows, in bounded memory."""
 
     def __init__(self, settings: LearnerSettings) -> None:
         self._settings = settings
         self._rows: RankedRows[_Row] = RankedRows(settings.buffer_bytes)
         self._held_out: deque[_Row] = deque()
-        self.seen = self.tokens = 0
-        self.first = 1.0
+        self.seen = self.tokens = 0  # usable rows so far, and their output tokens
+        self.first = 1.0  # the smallest `place_of` of their prompts
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, held-out ones included."""
         return self._rows.used + sum(row.nbytes for row in self._held_out)
 
     @property
@@ -183,21 +203,10 @@ def _row(sample: RowSample, length: int) -> _Row:
     return _Row(text, 8 * length + (0 if hidden is None else hidden.nbytes))
 
 
-_NBYTES = 64 << 20
-"""Memory for rows that have not been taken."""
+_NBYTES = 64 << 20  # memory for rows that have not been taken
 
 
-@dataclass(frozen=True)
-class _Pending:
-    row: EndedRow
-    hidden: Tensor | None
-    arrived: torch.cuda.Event | None
-
-    def sample(self) -> RowSample:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens = torch.from_numpy(np.array([*self.row.prompt, *self.row.output], dtype=np.int64))
-        return RowSample(self.row.request_id, tokens, len(self.row.prompt), self.hidden, self.row.steps)
+_Pending = tuple[EndedRow, Tensor | None, torch.cuda.Event | None]
 
 
 class SampleTap:
@@ -211,7 +220,6 @@ class SampleTap:
     # Called on the engine's thread.
 
     def wants(self, row: EndedRow, nbytes: int) -> bool:
-        """Return whether the row would be kept; see `RowTap`."""
         with self._lock:
             self._seen += 1
             return not self._paused and self._rows.takes(self._rank(row), nbytes + self._text_bytes(row))
@@ -219,7 +227,7 @@ class SampleTap:
     def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
         nbytes = self._text_bytes(row) + (0 if hidden is None else hidden.nbytes)
         with self._lock:
-            self._rows.put(self._rank(row), nbytes, _Pending(row, hidden, arrived))
+            self._rows.put(self._rank(row), nbytes, (row, hidden, arrived))
 
     # Called from any thread.
 
@@ -230,7 +238,7 @@ class SampleTap:
             until = self._rows.used - nbytes
             while self._rows.used > max(until, 0) and (best := self._rows.take_best()) is not None:
                 found.append(best[1])
-        return [one.sample() for one in found]
+        return [_sample(*one) for one in found]
 
     def pause(self) -> None:
         """Drop all rows and refuse new ones, so that nothing is copied."""
@@ -248,3 +256,10 @@ class SampleTap:
     @staticmethod
     def _text_bytes(row: EndedRow) -> int:
         return 8 * row.length
+
+
+def _sample(row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> RowSample:
+    if arrived is not None:
+        arrived.synchronize()
+    tokens = torch.from_numpy(np.array([*row.prompt, *row.output], dtype=np.int64))
+    return RowSample(row.request_id, tokens, len(row.prompt), hidden, row.steps)

@@ -1,4 +1,4 @@
-"""Settings of a learner, and the head that it and the engines start from. A driver makes them, without torch."""
+"""Settings of a learner, and the head that it and the engines start from; without torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LearnerSettings:
         teacher: Labels at each position, the target model's likeliest tokens there; 0 for the text alone. A head that
             does not read the LM head's input learns from the text alone.
         evaluate_every: Optimiser steps between two measurements.
-        least_gain: A version is published if its β is so many times that of the one before, on the same rows.
-        num_draft_tokens: Draft nodes of the measured trees.
+        least_gain: A version is published if its acceptance length is so many times that of the one before.
+        num_draft_tokens: Draft tokens of the measured trees.
         seed: Of anchors.
 
     Raises:
@@ -55,12 +55,10 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         whole = ("buffer_bytes", "uses", "held_out_rows", "least_held_out", "texts_per_step", "anchors_per_text")
-        for name in (*whole, "evaluate_every", "num_draft_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("warmup_steps", "teacher"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        least = dict.fromkeys((*whole, "evaluate_every", "num_draft_tokens"), 1) | {"warmup_steps": 0, "teacher": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, not {getattr(self, name)}")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share must be between 0 and 1, not {self.held_out_share}")
         if not 0 <= self.averaging < 1:
@@ -77,9 +75,7 @@ class StartingHead:
 
     Args:
         folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
-        algorithm: Kind of a new head.
         settings: Fields of a new head's configuration; empty for those with which it learns fast.
-        seed: Of a new head's weights.
         copied_from: Source of the folder if it is a copy; for provenance.
     """
 
@@ -91,5 +87,4 @@ class StartingHead:
 
     @property
     def drafts(self) -> bool:
-        """True if it drafts before it has learned anything."""
         return self.folder is not None

@@ -21,13 +21,7 @@ FADING = 0.85
 
 
 class NgramDrafter(Drafter):
-    """Drafts continuations of the latest matches of the row's last one to three tokens.
-
-    Args:
-        nodes: Draft nodes of the largest tree.
-        depth: Tokens of a continuation.
-        matches: Continuations that a tree merges.
-    """
+    """Merges continuations, of `depth` tokens, of the latest `matches` of the row's last one to three tokens."""
 
     def __init__(self, nodes: int = 16, depth: int = 8, matches: int = 4) -> None:
         self.spec = DraftSpec(nodes, depth)
@@ -49,11 +43,10 @@ def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[T
     Args:
         tokens: `[B, L]`; `tokens[b, lengths[b]]` is the row's last token.
         lengths: `[B]`.
-        depth: U, tokens of a continuation.
-        matches: P, continuations per row.
 
     Returns:
-        Paths `[B, P, U]`, `PAD_TOKEN` past the row's text, and log weights `[B, P]`, -inf where there is no match.
+        Paths `[B, P = matches, U = depth]`, `PAD_TOKEN` past the row's text, and log weights `[B, P]`, -inf where there
+        is no match.
     """
     batch, width = tokens.shape
     index = torch.arange(width, device=tokens.device)

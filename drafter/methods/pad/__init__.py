@@ -2,6 +2,4 @@
 
 from drafter.plugins import Method
 
-METHOD = Method(
-    verifiers={"pad": "drafter.methods.pad.verifier:PadVerifier"},
-)
+METHOD = Method(verifiers={"pad": "drafter.methods.pad.method:PadVerifier"})

@@ -13,18 +13,14 @@ from torch.nn import functional as F
 from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified
 from drafter.acceptance.lenient import shannon_entropy
-from drafter.methods.pad.classifier import PivotClassifier, PivotFeatures
+from drafter.methods.pad.method import PivotClassifier, PivotFeatures
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected draft token after `prefix`, and the target model's `chosen` one instead.
+    """A rejected draft token after `prefix`, and the target model's `chosen` one instead; see `PivotFeatures`.
 
-    Args:
-        prompt_tokens: Of the prefix.
-        entropy: Of the target model's distribution there, in nats.
-        probability: p(x) of the rejected token by that distribution.
-        hidden: `[d]` fp32, on the host: the target model's hidden state of the rejected token.
+    `hidden` is `[d]` fp32, on the host. The prefix begins with a prompt of `prompt_tokens`.
     """
 
     prefix: list[int]
@@ -41,9 +37,7 @@ class RecordingVerifier(ExactVerifier):
 
     Of several children there it records the first, the drafter's likeliest. Recording syncs with the device, so steps
     are no CUDA graphs. Empty and unsound slots are recorded too: callers must keep only what continues a known text.
-
-    Args:
-        layer: The target model's layer whose output is recorded, counted from 0.
+    `layer` is that of the target model whose output is recorded, counted from 0.
     """
 
     def __init__(self, layer: int) -> None:
@@ -91,19 +85,11 @@ def is_pivot(with_it: float, without: float) -> bool:
     return with_it < _SHARE * without
 
 
-def train_classifier(
-    features: PivotFeatures, pivots: Tensor, layer: int, *, seed: int = 0, epochs: int = _EPOCHS
-) -> PivotClassifier:
-    """Train a classifier by cross-entropy with AdamW, deterministically.
-
-    Args:
-        features: Of R ≥ 2 labelled tokens; hidden states `[R, d]`.
-        pivots: `[R]` bool.
-        layer: The target model's layer of the hidden states.
-    """
+def train_classifier(features: PivotFeatures, pivots: Tensor, *, epochs: int = _EPOCHS) -> PivotClassifier:
+    """Train a classifier by cross-entropy with AdamW, deterministically, on R ≥ 2 tokens; `pivots` are `[R]` bool."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        classifier = PivotClassifier(features.hidden.shape[-1], layer)
+        torch.manual_seed(0)
+        classifier = PivotClassifier(features.hidden.shape[-1])
         classifier.standardise(features)
         optimiser = torch.optim.AdamW(classifier.parameters(), lr=_RATE, weight_decay=_DECAY)
         for _ in range(epochs):

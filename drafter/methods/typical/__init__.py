@@ -2,6 +2,4 @@
 
 from drafter.plugins import Method
 
-METHOD = Method(
-    verifiers={"typical": "drafter.methods.typical.verifier:TypicalVerifier"},
-)
+METHOD = Method(verifiers={"typical": "drafter.methods.typical.verifier:TypicalVerifier"})

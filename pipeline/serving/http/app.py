@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.learning.beats import learner_families
+from pipeline.learning.record import learner_families
 from pipeline.openai.answers import wants_speculation
 from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion, parse_json
 from pipeline.serving.config import Agreement, LimitsConfig

@@ -17,13 +17,11 @@ from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Drafter, MergedDrafter, Renewal
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.methods.early_exit.drafter import ExitDrafter
-from drafter.methods.fly.long_chain import LongChainDrafter
-from drafter.methods.fly.verifier import FlyVerifier
+from drafter.methods.fly.method import FlyVerifier, LongChainDrafter
 from drafter.methods.learning.drafter import ChangingHead
 from drafter.methods.learning.settings import StartingHead
 from drafter.methods.ngram.drafter import NgramDrafter
-from drafter.methods.pad.classifier import BaseOfClassifier
-from drafter.methods.pad.verifier import PadVerifier
+from drafter.methods.pad.method import BaseOfClassifier, PadVerifier
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import SamplingParams
 from drafter.target.forward import LM_HEAD_INPUT
@@ -125,10 +123,10 @@ def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -
 @pytest.mark.parametrize("mode", ["greedy", "everything"])
 def test_a_lenient_verifier_waits_for_no_device(name: str, mode: str, tmp_path: Path) -> None:
     base = _llama()
-    of_base = BaseOfClassifier(base.name, base.fingerprint)
+    of_base = BaseOfClassifier(base.name, base.fingerprint, 1)
     verifiers: dict[str, Callable[[], Verifier]] = {
         "fly": lambda: FlyVerifier(window=3),
-        "pad": lambda: PadVerifier(classifier_folder(tmp_path / "pad", of_base, base.hidden_size, layer=1)),
+        "pad": lambda: PadVerifier(classifier_folder(tmp_path / "pad", of_base, base.hidden_size)),
         "typical": TypicalVerifier,
     }
     verifier = verifiers[name]()

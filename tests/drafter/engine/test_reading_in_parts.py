@@ -49,7 +49,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "adversarial": lambda base: AdversarialDrafter(0),
     "hydra++": lambda base: make_head(base, "hydra++").drafter(base, 8),
     "medusa": lambda base: make_head(base, "medusa").drafter(base, 8),
-    "itself": lambda base: ModelDrafter(base, base, 4, (1, 1, 1, 1)),
+    "itself": lambda base: ModelDrafter(base, base, 4),
 }
 CASES = [(family, name, queued) for family in ("llama", "gemma3_text") for name in DRAFTERS for queued in (True, False)]
 FAST = [

@@ -15,9 +15,7 @@ from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.draft_models.drafter import ModelDrafter
-from drafter.methods.draft_models.stack import StackedDrafter
-from drafter.methods.draft_models.text_reader import difference
+from drafter.methods.draft_models.drafter import ModelDrafter, StackedDrafter, difference
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 

@@ -19,15 +19,20 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.questions import Prompt, Question, prompts_of, read_questions
-from drafter.methods.draft_models.measurement import (
+from drafter.methods.draft_models.planning import (
     Comparison,
+    Expectation,
+    Levels,
     Measured,
+    Stack,
     StackPlanning,
     acceptance_table,
+    expectation,
+    expected_tokens,
+    put_above,
     stack_name,
     stack_table,
 )
-from drafter.methods.draft_models.planning import Expectation, Levels, expectation, expected_tokens, lowest, put_above
 from drafter.requests import Request
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
@@ -124,7 +129,8 @@ def test_a_stack_of_three_is_expected_to_do_about_what_it_does(base: BaseModel, 
     found = planned(StackPlanning(base, tokenizer, names, 8, 2), prompts, prompts)[0]
     levels = found.measured
     assert levels.names == names
-    stack = put_above(levels, put_above(levels, lowest(levels, 0), 1), 2)
+    lowest = Stack((0,), levels.drafting[0], levels.blocks[0])
+    stack = put_above(levels, put_above(levels, lowest, 1), 2)
     drafter = load_drafter("stack:" + ">".join(names), base, 8, isolated=True)
     engine = Engine(base, drafter, tokenizer, EngineConfig(2, num_draft_tokens=8))
     decode_all(engine, [prompt.request for prompt in prompts])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.draft_models.drafter import ModelDrafter
-from drafter.methods.draft_models.stack import StackedDrafter, reprice
+from drafter.methods.draft_models.drafter import ModelDrafter, StackedDrafter, reprice
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only

@@ -9,8 +9,7 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Pla
 from drafter.drafters.names import leaf_names, merged_names
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
-from drafter.methods.fly.long_chain import LongChainDrafter, likeliest_path
-from drafter.methods.fly.verifier import FlyVerifier
+from drafter.methods.fly.method import FlyVerifier, LongChainDrafter, likeliest_path
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel

@@ -30,9 +30,8 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.methods.learning.drafter import LEARNT_MEMBERS, ChangingHead, load_learning_drafter
+from drafter.methods.learning.drafter import LEARNT_MEMBERS, ChangingHead, Learning, load_weights, weights_of
 from drafter.methods.learning.settings import StartingHead
-from drafter.methods.learning.training import load_weights, weights_of
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
@@ -308,7 +307,7 @@ def test_a_given_head_drafts_from_the_start(tmp_path: Any) -> None:
 
 def test_what_a_learning_drafter_is_made_of() -> None:
     start = start_of("ctc")
-    drafter = load_learning_drafter("auto", base(), NODES, start)
+    drafter = Learning(start).drafter("auto", base(), NODES)
     assert set(LEARNT_MEMBERS) < set(drafter.members)
     assert {drafter.members[place] for place in drafter.withheld} == set(LEARNT_MEMBERS)
     drafter.offer(1, weights("ctc", 0))
@@ -318,8 +317,8 @@ def test_what_a_learning_drafter_is_made_of() -> None:
     assert drafter.withheld == ()
     assert drafter.spec.hidden_layers == (LM_HEAD_INPUT,)
     with pytest.raises(LoadError, match="has no head that could learn"):
-        load_learning_drafter("ngram", base(), NODES, start)
+        Learning(start).drafter("ngram", base(), NODES)
     with pytest.raises(LoadError, match="nothing is drafted"):
-        load_learning_drafter("auto", base(), 0, start)
+        Learning(start).drafter("auto", base(), 0)
     with pytest.raises(LoadError, match="draft_vocab_size"):
-        load_learning_drafter("auto", base(), NODES, StartingHead(settings={"draft_vocab_size": 50}))
+        Learning(StartingHead(settings={"draft_vocab_size": 50})).drafter("auto", base(), NODES)

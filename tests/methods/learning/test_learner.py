@@ -19,12 +19,10 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError, TrainingError
 from drafter.heads.checkpoint import load_head
-from drafter.methods.learning.contract import HeadVersion, RowSample
-from drafter.methods.learning.drafter import ChangingHead, load_start
-from drafter.methods.learning.learner import Learner, Progress
-from drafter.methods.learning.rows import SampleTap, place_of
+from drafter.methods.learning.drafter import ChangingHead, load_start, weights_of
+from drafter.methods.learning.learner import HeadVersion, Learner, LearnerProgress
+from drafter.methods.learning.rows import RowSample, SampleTap, place_of
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
-from drafter.methods.learning.training import weights_of
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel
@@ -157,7 +155,7 @@ def test_it_waits_for_rows_and_measures_nothing_with_too_few_held_out_ones() -> 
 def test_what_is_no_better_is_not_published() -> None:
     learner = learner_of("medusa", uses=100, least_gain=50.0)
     learner.add(rows("medusa"))
-    progress: Progress | None = None
+    progress: LearnerProgress | None = None
     evaluations = 0
     for _ in range(60):
         progress = learner.work(0.0)

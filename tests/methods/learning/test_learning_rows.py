@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.learning.contract import RowSample
-from drafter.methods.learning.rows import LearningRows, micro_batches, place_of
+from drafter.methods.learning.rows import LearningRows, RowSample, micro_batches, place_of
 from drafter.methods.learning.settings import LearnerSettings
 from drafter.training.targets import RegeneratedText
 

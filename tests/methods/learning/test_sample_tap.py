@@ -10,8 +10,7 @@ import torch
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import EndedRow
-from drafter.methods.learning.contract import RowSample
-from drafter.methods.learning.rows import SampleTap
+from drafter.methods.learning.rows import RowSample, SampleTap
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.model import BaseModel

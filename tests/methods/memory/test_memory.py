@@ -10,8 +10,7 @@ from drafter.drafters.contract import Drafter, Loan, MergedDrafter, PlainDecodin
 from drafter.drafters.registry import load_drafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.methods.memory.drafter import MemoryDrafter, Trust, vote
-from drafter.methods.memory.suffix_index import NOTHING, Matches
+from drafter.methods.memory.drafter import NOTHING, Matches, MemoryDrafter, Trust, vote
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import from_nodes

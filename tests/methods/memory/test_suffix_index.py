@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.memory.suffix_index import CONTEXT, NOTHING, SuffixIndex, Text
+from drafter.methods.memory.drafter import CONTEXT, NOTHING, SuffixIndex, Text
 
 
 def written(index: SuffixIndex, *texts: list[int], group: int = 0) -> list[Text]:

@@ -16,15 +16,15 @@ from drafter.acceptance.contract import Verified
 from drafter.acceptance.settings import VerifierSettings, make_verifier
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
-from drafter.methods.pad.classifier import (
+from drafter.methods.pad.method import (
     BaseOfClassifier,
+    PadVerifier,
     PivotClassifier,
     PivotFeatures,
     load_classifier,
     published_layer,
     save_classifier,
 )
-from drafter.methods.pad.verifier import PadVerifier
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
@@ -34,10 +34,10 @@ from tests.support.models import AdversarialDrafter, random_model, run_engine
 WIDTH, VOCABULARY = 4, 6
 
 
-def classifier_folder(folder: Path, base: BaseOfClassifier, width: int, seed: int = 0, layer: int = 0) -> Path:
+def classifier_folder(folder: Path, base: BaseOfClassifier, width: int, seed: int = 0) -> Path:
     """A classifier of random weights, large enough to be of all opinions."""
     torch.manual_seed(seed)
-    classifier = PivotClassifier(width, layer)
+    classifier = PivotClassifier(width)
     with torch.no_grad():
         for parameter in classifier.parameters():
             parameter.normal_(0, 0.6)
@@ -47,7 +47,7 @@ def classifier_folder(folder: Path, base: BaseOfClassifier, width: int, seed: in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return classifier_folder(tmp_path_factory.mktemp("pad"), BaseOfClassifier("none", "v2-0"), WIDTH)
+    return classifier_folder(tmp_path_factory.mktemp("pad"), BaseOfClassifier("none", "v2-0", 0), WIDTH)
 
 
 def row_of(params: SamplingParams) -> RowSampling:
@@ -118,7 +118,7 @@ def test_a_larger_sigma_never_accepts_a_shorter_path(seed: int, temperature: flo
 
 
 def test_the_widths_and_the_layer_are_the_published_ones() -> None:
-    classifier = PivotClassifier(576, 22)
+    classifier = PivotClassifier(576)
     shapes = [tuple(one.shape) for one in classifier.parameters() if one.dim() == 2]
     assert shapes == [(64, 576), (8, 2), (128, 72), (2, 128)]
     assert published_layer(30) == 22
@@ -128,10 +128,10 @@ def test_the_widths_and_the_layer_are_the_published_ones() -> None:
 def test_inputs_are_standardised_by_what_was_labelled() -> None:
     torch.manual_seed(0)
     features = PivotFeatures(7 + 30 * torch.randn(50, WIDTH), 2 * torch.rand(50), torch.rand(50))
-    classifier = PivotClassifier(WIDTH, 0)
+    classifier = PivotClassifier(WIDTH)
     classifier.standardise(features)
     moved = PivotFeatures(features.hidden * 9 - 4, features.entropy * 3 + 1, features.probability)
-    other = PivotClassifier(WIDTH, 0)
+    other = PivotClassifier(WIDTH)
     other.load_state_dict(classifier.state_dict())
     other.standardise(moved)
     torch.testing.assert_close(classifier(features), other(moved), rtol=1e-3, atol=1e-4)
@@ -150,7 +150,7 @@ def test_what_a_row_forbids_is_never_accepted(folder: Path) -> None:
 
 
 def test_sigma_zero_gives_the_tokens_of_plain_decoding(tiny_base: BaseModel, tmp_path: Path) -> None:
-    of_base = BaseOfClassifier(tiny_base.name, tiny_base.fingerprint)
+    of_base = BaseOfClassifier(tiny_base.name, tiny_base.fingerprint, 0)
     mine = classifier_folder(tmp_path / "mine", of_base, tiny_base.hidden_size)
     requests = [
         Request([5, 6, 7 + row], SamplingParams(20, temperature=row % 2, seed=row, ignore_eos=True)) for row in range(6)
@@ -174,8 +174,8 @@ def test_hidden_states_are_of_the_nodes_whatever_the_drafter_reads(tiny_base: Ba
             super().__init__(seed)
             self.spec = type(self.spec)(self.spec.max_nodes, self.spec.max_depth, hidden_layers=(-1, 0))
 
-    of_base = BaseOfClassifier(tiny_base.name, tiny_base.fingerprint)
-    mine = classifier_folder(tmp_path / "mine", of_base, tiny_base.hidden_size, seed=3, layer=1)
+    of_base = BaseOfClassifier(tiny_base.name, tiny_base.fingerprint, 1)
+    mine = classifier_folder(tmp_path / "mine", of_base, tiny_base.hidden_size, seed=3)
     requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
     found = [
         run_engine(tiny_base, drafter, requests, verifier=PadVerifier(mine, 0.4), num_draft_tokens=8, max_num_seqs=3)
@@ -187,7 +187,7 @@ def test_hidden_states_are_of_the_nodes_whatever_the_drafter_reads(tiny_base: Ba
 
 def test_another_base_is_refused_with_the_reason(tiny_base: BaseModel, tmp_path: Path) -> None:
     mine = classifier_folder(
-        tmp_path / "mine", BaseOfClassifier(tiny_base.name, tiny_base.fingerprint), tiny_base.hidden_size
+        tmp_path / "mine", BaseOfClassifier(tiny_base.name, tiny_base.fingerprint, 0), tiny_base.hidden_size
     )
     other = BaseModel(random_model("llama", seed=9), "another")
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
         make_verifier(VerifierSettings("pad", classifier=str(tmp_path)))
     with pytest.raises(LoadError, match=r"verifier pad: sigma must be between 0 and 1, not 1.5"):
         make_verifier(VerifierSettings("pad", classifier=str(folder), sigma=1.5))
-    damaged = classifier_folder(tmp_path / "damaged", BaseOfClassifier("none", "v2-0"), WIDTH)
+    damaged = classifier_folder(tmp_path / "damaged", BaseOfClassifier("none", "v2-0", 0), WIDTH)
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "hidden_size": 5}))
     with pytest.raises(LoadError, match=r"is damaged: RuntimeError: .*make it again with python -m jobs.pivots"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drafter.statistics import BatchChoice
-from pipeline.learning.beats import Decoded, EngineBeat, EngineBeats
+from pipeline.learning.feed import Decoded, EngineBeat, EngineBeats
 
 CHOICES = (BatchChoice(4, "ngram", 1, ()),)
 

@@ -20,20 +20,18 @@ from safetensors import SafetensorError
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine.config import EngineConfig
 from drafter.heads.checkpoint import load_head
-from drafter.methods.learning.contract import RowSample
 from drafter.methods.learning.drafter import version_of
 from drafter.methods.learning.learner import Learner
-from drafter.methods.learning.rows import SampleTap
+from drafter.methods.learning.rows import RowSample, SampleTap
 from drafter.methods.learning.settings import LearnerSettings
 from drafter.statistics import BatchChoice, MemberView
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.io.files import locate
-from pipeline.learning.beats import EngineBeat
-from pipeline.learning.config import LearningConfig
-from pipeline.learning.learner_actor import Answer, LearnerActor
-from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
+from pipeline.learning.feed import Answer, EngineBeat
+from pipeline.learning.learner_actor import LearnerActor
 from pipeline.learning.record import LearningRecord, Moment, read_record
 from pipeline.output.folder import OutputFolder
 from tests.support.waiting import PATIENCE, wait_until
@@ -58,10 +56,8 @@ def output(tmp_path: Path) -> OutputFolder:
 
 
 def spec_of(model: Path, output: OutputFolder) -> LearnerSpec:
-    begins = beginning(LearningConfig(enabled=True, head="new", training=SETTINGS), output)
-    return LearnerSpec(
-        str(model), "auto", "cpu", False, begins, SETTINGS, False, 1, False, False, output, output.root.path
-    )
+    config = LearningConfig(enabled=True, head="new", must_pay=False, cpus=1, training=SETTINGS)
+    return LearnerSpec(config, beginning(config, output), output, output.root.path, str(model), "auto", False)
 
 
 def batches() -> Iterator[list[RowSample]]:
@@ -164,7 +160,8 @@ def test_a_short_job_is_not_burdened_with_a_model_that_learns(
     monkeypatch.setattr("pipeline.learning.learner_actor.load_base", loads)
     for name in ("_INTERVAL_SECONDS", "_SLICE_SECONDS"):
         monkeypatch.setattr(f"pipeline.learning.learner_actor.{name}", 0.01)
-    actor = LearnerActor(replace(spec_of(model, output), must_pay=True))
+    spec = spec_of(model, output)
+    actor = LearnerActor(replace(spec, config=replace(spec.config, must_pay=True)))
     made = itertools.count(0, 100)
 
     def reason(tokens_left: float, expected: str) -> bool:

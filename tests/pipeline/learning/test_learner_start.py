@@ -9,14 +9,13 @@ from typing import Any, cast
 import pytest
 
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.methods.learning.contract import HeadVersion
+from drafter.methods.learning.learner import HeadVersion
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, parse_config
 from pipeline.io.files import locate
-from pipeline.learning.config import LearningConfig
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
 from pipeline.learning.job_learner import JobLearner, beside_learner, seconds_left, tokens_left
-from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec, put_head
 from pipeline.learning.record import LearningRecord
 from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearningReport, Progress
@@ -123,7 +122,7 @@ class StartedLearner:
     failures = 0
     """So many times it cannot be started."""
 
-    def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str) -> None:
+    def __init__(self, spec: LearnerSpec, name: str) -> None:
         if StartedLearner.failures:
             StartedLearner.failures -= 1
             raise RuntimeError("no head node")
@@ -140,10 +139,7 @@ def job_learner(monkeypatch: pytest.MonkeyPatch, output: Path, **settings: Any) 
     """A job's learner, of which only the process is not there."""
     monkeypatch.setattr("pipeline.learning.job_learner.WatchedLearner", StartedLearner)
     config, folder = LearningConfig(enabled=True, head="new", **settings), OutputFolder(locate(str(output)))
-    spec = learner_spec(
-        config, beginning(config, folder), folder, "run", model="model", dtype="auto", trust_remote_code=False
-    )
-    return JobLearner(spec, config)
+    return JobLearner(LearnerSpec(config, beginning(config, folder), folder, "run", "model", "auto", False))
 
 
 def told(learner: JobLearner, now: Progress) -> LearningReport:
@@ -225,7 +221,6 @@ def test_what_earlier_submissions_have_learnt_is_told_before_it_goes_on(
 def test_a_gpu_that_is_not_its_own_belongs_to_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def device(**settings: Any) -> str:
         config, folder = LearningConfig(enabled=True, **settings), OutputFolder(locate(str(tmp_path)))
-        begins = beginning(config, folder)
-        return learner_spec(config, begins, folder, "run", model="m", dtype="auto", trust_remote_code=False).device
+        return LearnerSpec(config, beginning(config, folder), folder, "run", "m", "auto", False).device
 
     assert (device(), device(cpus=2.0), device(gpus=0.25)) == ("cpu", "cpu", "auto")

@@ -16,9 +16,7 @@ from drafter.engine.sequence import EndedRow
 from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
 from drafter.methods.learning.rows import SampleTap
-from pipeline.learning.beats import EngineBeat
-from pipeline.learning.feed import LearningFeed
-from pipeline.learning.learner_actor import Answer
+from pipeline.learning.feed import Answer, EngineBeat, LearningFeed
 from tests.support.waiting import wait_until
 
 

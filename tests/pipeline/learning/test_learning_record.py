@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.methods.learning.contract import HeadVersion
+from drafter.methods.learning.learner import HeadVersion
 from drafter.methods.learning.payoff import Evaluation, Interval
 from pipeline.learning.record import LearningRecord, Moment, Published, together
 from pipeline.report.charts import learning_charts
@@ -51,14 +51,14 @@ def test_another_submission_goes_on_with_it() -> None:
     # What was learnt goes on saving, by as much as before.
     assert (again.gain, again.beta_before) == (record.gain, record.beta_before) == (1.5, 2.0)
     # Speeds are of machines.
-    anew = again.begun_anew(shares=True)
+    anew = again.restarted(shares=True)
     assert (anew.balance.rate, anew.balance.taken) == (0, record.balance.taken)
     assert (anew.gain, anew.beta_before) == (1.5, 2.0)
 
 
 def test_a_learner_with_cores_of_its_own_is_not_taken_to_cost_anything() -> None:
-    assert LearningRecord().begun_anew(shares=True).balance.drag > 0
-    record = LearningRecord().begun_anew(shares=False)
+    assert LearningRecord().restarted(shares=True).balance.drag > 0
+    record = LearningRecord().restarted(shares=False)
     record.decoded(interval(100, learned=True), at=2.0)
     assert record.balance.taken == 0
 

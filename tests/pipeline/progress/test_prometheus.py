@@ -20,7 +20,7 @@ from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.shared_texts import OtherTexts
-from pipeline.learning.beats import LearnerMetrics
+from pipeline.learning.learner_actor import LearnerMetrics
 from pipeline.output.columns import RunTraits
 from pipeline.progress.board import LearningReport, Progress, ProgressBoard
 from pipeline.progress.prometheus import JobMetrics

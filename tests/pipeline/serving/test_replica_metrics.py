@@ -8,7 +8,7 @@ import re
 from drafter import Generation
 from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
-from pipeline.learning.beats import learner_families
+from pipeline.learning.record import learner_families
 from pipeline.progress.board import LearningReport
 from pipeline.serving.answers import ReplicaMetrics
 from pipeline.serving.http.handles import metrics_page

@@ -12,7 +12,7 @@ from drafter.engine.config import EngineSettings
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.errors import InputError
-from pipeline.learning.learner_spec import LearnerSpec
+from pipeline.learning.config import LearnerSpec
 from pipeline.serving.application import application
 from pipeline.serving.config import ApplicationConfig, ServingLearning, parse_application, parse_config
 from pipeline.serving.job import check_models
@@ -75,7 +75,7 @@ def test_replicas_and_learner_begin_with_the_same_and_a_plain_model_does_not_lea
     config = ApplicationConfig(plain=True, learning=learning)
     ingress = application(config, CLUSTER, loopback=True)._bound_deployment
     engine, plain = (one._bound_deployment for one in ingress.init_args[0].values())
-    (learner, _) = ingress.init_kwargs["learner"]._bound_deployment.init_args
+    (learner,) = ingress.init_kwargs["learner"]._bound_deployment.init_args
     assert isinstance(engine.init_args[0], EngineSpec)
     assert isinstance(learner, LearnerSpec)
     assert engine.init_args[0].learning == learner.beginning

@@ -14,23 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafter.methods.pad.method import BaseOfClassifier
 from drafter.methods.pad.training import Rejection
 from drafter.requests import Request, SamplingParams
 from pipeline.errors import InputError
 from pipeline.openai.batch import parse_line
-from pipeline.pad.config import PivotsConfig
-from pipeline.pad.folder import PivotsFolder
-from pipeline.pad.rejected_tokens import (
+from pipeline.pad.config import PivotsConfig, PivotsFolder
+from pipeline.pad.labels import (
     REJECTION_TYPE,
-    BaseFacts,
+    Label,
+    continuations_by_side,
     features_of,
     is_held_out,
     labelled,
+    labels_of,
     read_table,
+    refuse_own_settings,
+    requests_of,
     tokens_of,
     write_table,
 )
-from pipeline.pad.rollouts import Label, continuations_by_side, labels_of, refuse_own_settings, requests_of
 from pipeline.pad.steps import PivotSteps
 from pipeline.report.against.audit import RepeatedRow
 
@@ -172,7 +175,7 @@ def test_an_answer_that_is_worth_less_than_nothing_is_refused() -> None:
 def test_labels_are_a_table_that_a_classifier_reads(tmp_path: Path) -> None:
     tokens = pa.Table.from_pylist([token(), token(request_id="b", rejected=31, hidden=[1.0, 31.0])], REJECTION_TYPE)
     table = labelled(tokens, [Label(1, 0.2, 0.8, 20, 19)], 0.5)
-    base = BaseFacts("tiny", "v2-1", 3)
+    base = BaseOfClassifier("tiny", "v2-1", 3)
     write_table(table, tmp_path / "labels.parquet", base)
     again, facts = read_table(tmp_path / "labels.parquet")
     assert facts == base
@@ -187,7 +190,7 @@ def test_labels_are_a_table_that_a_classifier_reads(tmp_path: Path) -> None:
     features, pivots = features_of(again)
     assert pivots.tolist() == [True]
     assert features.hidden.tolist() == [[1, 31]]
-    assert features.scalars.tolist() == [[0.5, 0.25]]
+    assert features.values.tolist() == [[1, 31, 0.5, 0.25]]
     # A table in pieces, of which a filter has left some rows out.
     pieces = pa.concat_tables([tokens, tokens]).append_column("pivot", pa.array([True, False, False, True]))
     features, pivots = features_of(pieces.filter(pa.array([False, True, True, True])))
