@@ -36,7 +36,7 @@ class Question:
 
     Args:
         name: Its `question_id`, or its line.
-        category: Its category; empty if it has none.
+        category: Empty if it has none.
         turns: The user's messages, at least one. The target model answers after each.
         columns: The whole object; ignored in comparisons.
     """
@@ -127,10 +127,7 @@ def prompts_of(
 ) -> list[Prompt]:
     """Return every turn of every question with plain decoding's answer, all first turns first.
 
-    Args:
-        temperature: Sampling temperature of the answers.
-        max_new_tokens: Longest answer.
-        slots: Conversations decoded together.
+    `slots` conversations are decoded together.
 
     Raises:
         QuestionError: A prompt and its answer exceed the target model's positions, or the chat template refuses it.

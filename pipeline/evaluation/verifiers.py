@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from drafter.acceptance.registry import make_verifier
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError, RequestError, one_line
-from drafter.evaluation.environment import comparable, environment
-from drafter.evaluation.plan import Nodes
+from drafter.evaluation.environment import environment
+from drafter.evaluation.measurement import VerifierRun, VerifierTrials
 from drafter.evaluation.questions import Question, encode
-from drafter.evaluation.results import write_json
+from drafter.evaluation.results import Nodes, comparable, write_json
 from drafter.evaluation.verifiers import (
     EXACT,
     VerifierFigures,
-    VerifierRun,
-    VerifierTrials,
     fastest_that_keeps,
     in_order,
     next_setting,
@@ -36,9 +31,9 @@ from drafter.evaluation.verifiers import (
     verifier_grid,
 )
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.shares import ActorResources
+from pipeline.command_line import say
 from pipeline.engines.models import (
     classifier_fingerprints,
     file_fingerprint,
@@ -48,35 +43,26 @@ from pipeline.engines.models import (
 )
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
-from pipeline.evaluation.measuring import Ask, measuring
-from pipeline.report.against.scorers import Scorer, make_scorer, scorer_file, scores_of
+from pipeline.evaluation.measuring import Ask, as_job_errors, load_models, measuring
+from pipeline.report.scorers import Scorer, make_scorer, scorer_file, scores_of
+
+VERIFIERS_FILE = "verifiers.json"
 
 
 class VerifierMeasurement:
     """Actor that holds the target model. Call `load`, then `begin`, then `run` for each verifier."""
 
     def __init__(self, model: str, loading: Mapping[str, Any], threads: int) -> None:
-        self._model, self._loading, self._threads = model, loading, threads
+        self._asked = model, loading, threads
         self._trials: VerifierTrials | None = None
 
     def load(self, command: str) -> dict[str, Any]:
-        """Load the target model, and return the record of the environment.
-
-        Raises:
-            LoadError: It cannot be loaded.
-        """
-        torch.set_num_threads(self._threads)
-        self._base = load_base(self._model, **self._loading)
-        trusted = bool(self._loading["trust_remote_code"])
-        self._tokenizer = load_tokenizer(self._model, trust_remote_code=trusted)
+        """Load the target model, and return the record of the environment."""
+        self._base, self._tokenizer = load_models(*self._asked)
         return environment(self._base, command)
 
     def begin(self, drafter: str, engine: Mapping[str, Any], requests: Sequence[Request], rounds: int) -> int:
-        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path.
-
-        Raises:
-            LoadError: The drafter cannot be loaded.
-        """
+        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path."""
         self._trials = None  # frees the previous engine's memory
         base, config = self._base, EngineConfig(**engine)
         nodes = useful_nodes(base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
@@ -86,12 +72,7 @@ class VerifierMeasurement:
         return self._trials.depth
 
     def run(self, settings: VerifierSettings) -> VerifierRun:
-        """Decode the requests under a verifier.
-
-        Raises:
-            LoadError: The verifier does not fit the target model or the drafter.
-            RequestError: It does not take the requests' settings.
-        """
+        """Decode the requests under a verifier; see `VerifierTrials.run`."""
         assert self._trials is not None
         return self._trials.run(settings)
 
@@ -109,8 +90,8 @@ class ScoredVerifiers:
 
     def __init__(self, ask: Ask, rows: Sequence[Mapping[str, Any]], scorer: Scorer) -> None:
         self._ask, self._rows, self._scorer = ask, rows, scorer
-        run, self._exact = self._run(EXACT)
-        self.exact = VerifierFigures.of(run, self._exact, self._exact)
+        self._exact: list[float] = []
+        self.exact = self.measure(EXACT)
 
     def measure(self, settings: VerifierSettings) -> VerifierFigures:
         """Return the figures of a verifier.
@@ -119,17 +100,11 @@ class ScoredVerifiers:
             InputError: The verifier does not fit, or the scorer cannot score an answer.
             JobError: The measurement failed.
         """
-        run, scores = self._run(settings)
-        return VerifierFigures.of(run, self._exact, scores)
-
-    def _run(self, settings: VerifierSettings) -> tuple[VerifierRun, list[float]]:
         run: VerifierRun = self._ask("run", settings)
-        return run, scores_of(self._rows, run.token_ids, run.texts, self._scorer)
-
-
-# Side-by-side evaluation on scored questions: β, γ and utility relative to exact decoding.
-
-RESULTS_FILE = "verifiers.json"
+        scores = scores_of(self._rows, run.token_ids, run.texts, self._scorer)
+        if settings == EXACT:
+            self._exact = scores
+        return VerifierFigures.of(run, self._exact, scores)
 
 
 @dataclass(frozen=True)
@@ -175,7 +150,7 @@ def evaluate_verifiers(
     settings = product(questions, plan.drafters, plan.num_draft_tokens, plan.batches, plan.temperatures)
     blocks = [Block(*one) for one in settings]
     for block in (one for one in blocks if asdict(one) in made):
-        print(f"{block.title}: measured before", file=sys.stderr, flush=True)
+        say(f"{block.title}: measured before")
     left = [one for one in blocks if asdict(one) not in made]
     if not left:
         return
@@ -183,37 +158,12 @@ def evaluate_verifiers(
     with measuring(resources, VerifierMeasurement, *loaded, mistakes=(LoadError, RequestError)) as ask:
         results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
         for block in left:
-            _evaluate_block(block, config, questions[block.questions], scorer, ask, results, folder)
-
-
-def _evaluate_block(
-    block: Block,
-    config: EvaluateConfig,
-    questions: Sequence[Question],
-    scorer: Scorer,
-    ask: Ask,
-    results: dict[str, Any],
-    folder: Path,
-) -> None:
-    verifiers, left_out = _usable(config, block.temperature)
-    print(block.title, file=sys.stderr, flush=True)
-    for reason in left_out:
-        print(f"left out at temperature {block.temperature:g}: {reason}", file=sys.stderr, flush=True)
-    found = _measured(config, block, questions, verifiers, scorer, ask)
-    kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
-    measured_block = {
-        "block": asdict(block),
-        "left_out": left_out,
-        "verifiers": [one.as_dict() for one in found],
-        "kept": [one.as_dict() for one in kept],
-    }
-    results["blocks"].append(measured_block)
-    # The plot comes first: a block in the results is not measured again, and a kill in between would lose its plot.
-    plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-    utility_plot(found, kept).savefig(plot, dpi=150)
-    write_json(folder / RESULTS_FILE, results)
-    print(f"## {block.title}\n\n{utility_table(found)}\n")
-    print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / RESULTS_FILE}, {plot}"]), flush=True)
+            verifiers, left_out = _usable(config, block.temperature)
+            say(
+                "\n".join([block.title, *(f"left out at temperature {block.temperature:g}: {why}" for why in left_out)])
+            )
+            found = _measured(config, block, questions[block.questions], verifiers, scorer, ask)
+            _add_block(config, block, left_out, found, results, folder)
 
 
 def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
@@ -224,11 +174,12 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
         heads |= head_fingerprints(config.model, name)
     for one in verifiers:
         heads |= classifier_fingerprints(one)
+    texts = {name: json.dumps([dict(one.columns) for one in some]) for name, some in questions.items()}
     return {
         "model": model_fingerprint(model_name(config.model)),
         "heads": heads,
         "dtype": config.loading.dtype,
-        "questions": {name: _digest(some) for name, some in questions.items()},
+        "questions": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()},
         "verifiers": [asdict(one) for one in verifiers],
         "scorer": config.scorer if file is None else file_fingerprint(file),
         "target": config.target,
@@ -239,12 +190,8 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
     }
 
 
-def _digest(questions: Sequence[Question]) -> str:
-    return hashlib.sha256(json.dumps([dict(one.columns) for one in questions]).encode()).hexdigest()[:16]
-
-
 def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    file = folder / RESULTS_FILE
+    file = folder / VERIFIERS_FILE
     if not file.exists():
         return {"identity": identity, "environment": {}, "blocks": []}
     try:
@@ -252,7 +199,9 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
         same = results["identity"] == json.loads(json.dumps(identity))
         comparable(results["environment"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"output {folder} has a damaged {RESULTS_FILE} ({one_line(error)}): choose another") from error
+        raise InputError(
+            f"output {folder} has a damaged {VERIFIERS_FILE} ({one_line(error)}): choose another"
+        ) from error
     if not same:
         raise InputError(f"output {folder} holds another evaluation of verifiers (settings or models): choose another")
     return results
@@ -272,6 +221,7 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
 
 
 def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
+    """Return the verifiers that decode at a temperature, and why the others do not."""
     found: list[VerifierSettings] = []
     left_out: list[str] = []
     for one in config.lenient_verifiers():
@@ -295,7 +245,7 @@ def _measured(
     scorer: Scorer,
     ask: Ask,
 ) -> list[VerifierFigures]:
-    try:
+    with as_job_errors((LoadError, RequestError)):
         tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
         requests = [
             Request(
@@ -305,12 +255,9 @@ def _measured(
             )
             for number, question in enumerate(questions)
         ]
-    except (LoadError, RequestError) as error:
-        raise InputError(str(error)) from error
-    longest = max(len(request.prompt_ids) for request in requests) + config.max_new_tokens
     engine = {
         "max_num_seqs": block.batch,
-        "max_model_len": longest,
+        "max_model_len": max(len(request.prompt_ids) for request in requests) + config.max_new_tokens,
         "num_draft_tokens": block.nodes,
         "compile": config.compile,
     }
@@ -328,20 +275,42 @@ def _tried(
 ) -> list[VerifierFigures]:
     """Return the figures of a verifier's grid and of the search after it, if some utility is to be kept."""
     found: list[VerifierFigures] = []
-    for settings in _to_try(verifier, found, keep, depth):
+
+    def measure(settings: VerifierSettings) -> None:
         found.append(scored.measure(settings))
         kept = "" if (share := found[-1].kept) is None else f", keeps {share:.1%}"
-        print(f"{title_of(settings)}: β {found[-1].beta:.2f}{kept}", file=sys.stderr, flush=True)
+        say(f"{title_of(settings)}: β {found[-1].beta:.2f}{kept}")
+
+    for settings in verifier_grid(verifier):
+        measure(settings)
+    while keep is not None and (following := next_setting(verifier, found, keep, depth)) is not None:
+        measure(following)
     return found
 
 
-def _to_try(
-    verifier: VerifierSettings, found: Sequence[VerifierFigures], keep: float | None, depth: int
-) -> Iterator[VerifierSettings]:
-    """Yield settings one by one; the caller appends the figures of each to `found` before asking for the next."""
-    yield from verifier_grid(verifier)
-    while keep is not None and (settings := next_setting(verifier, found, keep, depth)) is not None:
-        yield settings
+def _add_block(
+    config: EvaluateConfig,
+    block: Block,
+    left_out: Sequence[str],
+    found: Sequence[VerifierFigures],
+    results: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Plot, write and print the figures of a block."""
+    kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
+    measured_block = {
+        "block": asdict(block),
+        "left_out": left_out,
+        "verifiers": [one.as_dict() for one in found],
+        "kept": [one.as_dict() for one in kept],
+    }
+    results["blocks"].append(measured_block)
+    # The plot comes first: a block in the results is not measured again, and a kill in between would lose its plot.
+    plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
+    utility_plot(found, kept).savefig(plot, dpi=150)
+    write_json(folder / VERIFIERS_FILE, results)
+    print(f"## {block.title}\n\n{utility_table(found)}\n")
+    print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / VERIFIERS_FILE}, {plot}"]), flush=True)
 
 
 def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:

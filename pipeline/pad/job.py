@@ -18,7 +18,7 @@ from pipeline.io.listing import input_fingerprints, list_input
 from pipeline.output.run_file import check_output, read_run, save_run
 from pipeline.pad.config import PivotsConfig
 from pipeline.pad.folder import PivotsFolder
-from pipeline.report.against.scorers import make_scorer, scorer_file
+from pipeline.report.scorers import make_scorer, scorer_file
 
 
 def pivots(config: PivotsConfig, command: str) -> None:

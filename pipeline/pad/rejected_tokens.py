@@ -28,7 +28,7 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.pad.rollouts import Label
-from pipeline.report.against.audit import RepeatedRow
+from pipeline.report.audit import RepeatedRow
 
 _BASE = b"base"
 

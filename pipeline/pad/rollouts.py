@@ -15,8 +15,8 @@ from drafter.methods.pad.training import is_pivot
 from drafter.requests import SamplingParams, hashed_seed
 from drafter.text.streaming import cut_at_stop
 from pipeline.errors import InputError
-from pipeline.report.against.audit import RepeatedRow
-from pipeline.report.against.scorers import Scorer, scores_of
+from pipeline.report.audit import RepeatedRow
+from pipeline.report.scorers import Scorer, scores_of
 
 Side = Literal["with", "without"]
 SIDES: tuple[Side, ...] = ("with", "without")

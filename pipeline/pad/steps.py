@@ -39,10 +39,9 @@ from pipeline.pad.rejected_tokens import (
     write_table,
 )
 from pipeline.pad.rollouts import continuations_by_side, labels_of, refuse_own_settings, requests_of
-from pipeline.report.against.audit import RepeatedRow, rows_to_repeat
-from pipeline.report.against.pairs import rows_of
-from pipeline.report.against.scorers import Scorer
-from pipeline.report.output_files import open_output, read_run_of
+from pipeline.report.audit import RepeatedRow, rows_to_repeat
+from pipeline.report.outputs import open_output, read_run_of, rows_of
+from pipeline.report.scorers import Scorer
 
 
 @dataclass(frozen=True)

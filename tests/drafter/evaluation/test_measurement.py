@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from drafter.errors import LoadError
-from drafter.evaluation.measurement import STAGES, Evaluation, Progress, differing_tokens, warm_up_request
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
+from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens, warm_up_request
 from drafter.evaluation.questions import Question, QuestionError
-from drafter.evaluation.results import Results
+from drafter.evaluation.results import PLAIN, STAGES, TRANSFORMERS, Arm, Plan, Results
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams

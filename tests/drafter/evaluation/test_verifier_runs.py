@@ -11,11 +11,10 @@ import pytest
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
+from drafter.evaluation.measurement import VerifierRun, VerifierTrials
 from drafter.evaluation.verifiers import (
     EXACT,
     VerifierFigures,
-    VerifierRun,
-    VerifierTrials,
     fastest_that_keeps,
     in_order,
     title_of,

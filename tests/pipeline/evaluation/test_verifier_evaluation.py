@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.evaluation.environment import comparable
+from drafter.evaluation.measurement import VerifierRun
 from drafter.evaluation.questions import Question, read_questions
-from drafter.evaluation.results import write_json
-from drafter.evaluation.verifiers import VerifierRun
+from drafter.evaluation.results import comparable, write_json
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
 from jobs.evaluate import main

@@ -32,7 +32,7 @@ from pipeline.pad.rejected_tokens import (
 )
 from pipeline.pad.rollouts import Label, continuations_by_side, labels_of, refuse_own_settings, requests_of
 from pipeline.pad.steps import PivotSteps
-from pipeline.report.against.audit import RepeatedRow
+from pipeline.report.audit import RepeatedRow
 
 ROWS = [
     RepeatedRow(Request([1, 2], SamplingParams(6), "a"), [3, 4, 5, 9]),

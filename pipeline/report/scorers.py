@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text, in which commas may separate thousands; None if there is none."""
+    """Return the last number in a text, in which commas may separate thousands."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -30,10 +30,6 @@ def last_number(text: str) -> float | None:
 def _same_number(text: str, target: str) -> bool:
     said = last_number(text)
     return said is not None and said == last_number(target)
-
-
-def _same_string(text: str, target: str) -> bool:
-    return text.strip() == target.strip()
 
 
 def _same_json(text: str, target: str) -> bool:
@@ -45,7 +41,7 @@ def _same_json(text: str, target: str) -> bool:
 
 _BUILT_IN: dict[str, Callable[[str, str], bool]] = {
     "number": _same_number,
-    "string": _same_string,
+    "string": lambda text, target: text.strip() == target.strip(),
     "json": _same_json,
 }
 """Rules by name: (text, target) → whether the text is right."""
@@ -77,10 +73,7 @@ def make_scorer(name: str, target: str | None) -> Scorer:
 def scores_of(
     rows: Sequence[Mapping[str, Any]], token_ids: Sequence[list[int]], texts: Sequence[str], scorer: Scorer
 ) -> list[float]:
-    """Return the utilities of answers.
-
-    Args:
-        rows: Rows with `request_id` and all that the scorer reads beside the answer.
+    """Return the utilities of answers to `rows`, which have `request_id` and all else that the scorer reads.
 
     Raises:
         InputError: The scorer cannot score an answer.
