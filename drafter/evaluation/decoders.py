@@ -21,13 +21,7 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Run:
-    """Result of decoding some requests.
-
-    Args:
-        seconds: Time from the first submission to the last token, prefills included.
-        outputs: New tokens of each request.
-        generations: Full results of an engine; empty for other decoders.
-    """
+    """New tokens of some requests; `seconds` include prefills, and only engines have full results."""
 
     seconds: float
     outputs: list[list[int]]
@@ -132,8 +126,8 @@ def in_turns(
 ) -> Iterator[dict[Name, list[list[Run]]]]:
     """Decode each portion of requests by all decoders, one after another, in every round.
 
-    Yields the runs so far after each turn, as a run of each portion by round. Another decoder begins each turn, so that
-    a changing load of the machine affects all alike.
+    Another decoder begins each turn, so that a changing load of the machine affects all alike. After each turn, yields
+    the runs so far, a run of each portion by round.
     """
     names = list(decoders)
     runs: dict[Name, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in names}

@@ -111,11 +111,9 @@ class Evaluation:
         return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
 
     def run(self, done: Collection[Setting] = ()) -> Iterator[list[Cell] | Progress]:
-        """Measure, except settings in `done`. Yields the cells of all arms when a setting is done, and progress in
-        between.
+        """Measure, except settings in `done`. Yields progress, and the cells of all arms when a setting is done.
 
-        Raises:
-            QuestionError: A question does not fit the target model.
+        Raises `QuestionError` if a question does not fit the target model.
         """
         plan = self._plan
         left = [
@@ -156,8 +154,10 @@ class Evaluation:
             asked = requests[setting]
             portions = [[request] for request in asked] if batch == 1 else [asked]
             turns = self._plan.rounds * len(portions)
-            for turn, runs in enumerate(in_turns(decoders, portions, self._plan.rounds), start=1):
-                yield Progress(setting, turn, turns)
+            measuring = in_turns(decoders, portions, self._plan.rounds)
+            for turn in range(turns):
+                runs = next(measuring)
+                yield Progress(setting, turn + 1, turns)
             part = asked[: max(_STAGE_PROMPTS, batch)]
             stages = {arm: _stage_sums(engine, part) for arm, engine in engines.items()}
             yield [_cell_of(setting, arm, runs[arm], some, stages.get(arm)) for arm in decoders]
@@ -168,11 +168,7 @@ class Evaluation:
         return Engine(self._base, self._drafter(arm), self._tokenizer, config)
 
     def _drafter(self, arm: Arm) -> Drafter:
-        """Return a new drafter for an arm.
-
-        Raises:
-            ValueError: The drafter has no such tree.
-        """
+        """Return a new drafter for an arm. Raises `ValueError` if the drafter has no such tree."""
         if arm.nodes is None:
             return load_drafter(arm.drafter, self._base, 0)
         nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes
@@ -241,13 +237,9 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
 
 @dataclass(frozen=True)
 class VerifierRun:
-    """Results of decoding the requests under one verifier.
+    """Results of decoding the requests under one verifier: answers and counts of the first round, rates by round.
 
-    Args:
-        token_ids: New tokens of each request, in the first round; likewise `texts`, `lenient_tokens` and `counts`.
-        lenient_tokens: Tokens that the target model would not have chosen.
-        rates: Tokens per second, by round.
-        plain_rates: The same of plain decoding in the same rounds.
+    `lenient_tokens` are those that the target model would not have chosen. Rates are in tokens per second.
     """
 
     verifier: VerifierSettings
@@ -271,15 +263,8 @@ class VerifierTrials:
     """Decodes the same requests under several verifiers, each beside plain decoding in the same rounds.
 
     Each verifier has its own engine, because an engine learns what pays under its verifier, reads the hidden states
-    that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time.
-
-    Args:
-        drafter: Makes a new drafter.
-        config: The engines' sizes; `max_queue` is raised to hold all requests.
-        rounds: Number of timed rounds.
-
-    Attributes:
-        depth: Most draft tokens of a path.
+    that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time. `drafter` makes a new
+    drafter for each; `depth` is the most draft tokens of a path.
     """
 
     def __init__(

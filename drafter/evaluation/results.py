@@ -1,4 +1,4 @@
-"""Plan and results of an evaluation: arms, settings, raw counts and seconds as JSON, and the figures derived from them."""
+"""Plan and results of an evaluation: raw counts and seconds as JSON, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -64,11 +64,8 @@ class Plan:
     """Every drafter with every tree and number of draft tokens, at every batch size and temperature.
 
     Args:
-        drafters: Names as `load_drafter` takes them.
-        trees: Shapes of trees. A drafter that has no such tree is skipped there, with the reason.
-        batches: Numbers of requests decoded together.
+        drafters: Names as `load_drafter` takes them. A drafter without one of the `trees` is skipped there.
         samples: Answers to each question, each with its own seed, one after another.
-        rounds: Number of timed rounds.
         compile: Whether this project's engines compile the target model's forward.
         transformers: Whether `transformers.generate` is measured as well.
 
@@ -164,10 +161,8 @@ class Results:
     """An evaluation.
 
     Args:
-        environment: Hardware, versions and command line.
         questions: For each set: file, number of questions and of prompts, fingerprint, categories.
         heads: For each draft head: algorithm, configuration, number of parameters, provenance.
-        skipped: Combinations that cannot be measured.
     """
 
     environment: dict[str, Any]
@@ -220,7 +215,6 @@ class Figures:
     Args:
         rate: Tokens per second, median over rounds.
         gamma: Speed relative to plain decoding.
-        relative_to_transformers: Speed relative to `transformers.generate`; None if not measured.
         beta: New tokens per target decode forward; None for transformers.
         by_depth: Share of steps that accepted at least 1, 2, … draft tokens.
     """

@@ -50,14 +50,7 @@ def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
 
 @dataclass(frozen=True)
 class VerifierFigures:
-    """Speed and utility of a verifier.
-
-    Args:
-        utility: Sums over the requests: of exact decoding, and of this verifier.
-        beta: New tokens per target forward.
-        gamma: Speed relative to plain decoding.
-        lenient_tokens: Tokens that the target model would not have chosen.
-    """
+    """Speed of a verifier, as in `VerifierRun`, and utility: sums over the requests, of exact decoding and of it."""
 
     verifier: VerifierSettings
     utility: PairedSums
@@ -219,8 +212,7 @@ def next_setting(
     better.
 
     Args:
-        verifier: Its name, and what is the same in all of its settings.
-        found: The figures of its settings so far, in any order.
+        found: The figures of the verifier's settings so far, in any order.
         keep: Share of exact decoding's utility that is enough.
         depth: Most draft tokens of a path.
     """
@@ -246,10 +238,7 @@ def _between(
 ) -> VerifierSettings | None:
     """Return the next setting to measure on one line; None if there is nothing to gain.
 
-    Args:
-        line: Settings without the varied one.
-        limits: Values believed to keep enough and too little, or None.
-        best: The largest β that keeps enough.
+    `limits` are values believed to keep enough and too little, `best` is the largest β that keeps enough.
     """
     tried = _on(line, found)
     strict, lenient = _limits(tried, keep, limits[0])

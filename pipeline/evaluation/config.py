@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
 from drafter.acceptance.settings import VerifierSettings
@@ -98,21 +98,25 @@ class EvaluateConfig:
 
     def plan(self) -> Plan:
         """Return the plan of drafters. Raises `ValueError` for a value out of range."""
-        values = {one.name: getattr(self, one.name) for one in fields(Plan)}
-        if self.drafters is None:
-            values["drafters"] = list(embedded_heads()) if self.model is None else "ngram"
-        return Plan(**{name: _each(value) if name in _LISTS else value for name, value in values.items()})
-
-
-_LISTS = ("drafters", "trees", "num_draft_tokens", "batches", "temperatures")
-"""Settings that take one value or a list."""
+        default = embedded_heads() if self.model is None else ("ngram",)
+        return Plan(
+            drafters=default if self.drafters is None else _each(self.drafters),
+            trees=_each(self.trees),
+            num_draft_tokens=_each(self.num_draft_tokens),
+            batches=_each(self.batches),
+            temperatures=_each(self.temperatures),
+            samples=self.samples,
+            rounds=self.rounds,
+            max_new_tokens=self.max_new_tokens,
+            compile=self.compile,
+            transformers=self.transformers,
+        )
 
 
 def named_verifier(text: str) -> VerifierSettings:
     """Parse a lenient verifier's settings, `NAME` or `NAME:setting=value,setting=value`.
 
-    Raises:
-        InputError: There is no such verifier or setting, or the value is no number.
+    Raises `InputError` if there is no such verifier or setting, or the value is no number.
     """
     name, _, rest = text.partition(":")
     kinds = get_type_hints(VerifierSettings)

@@ -28,9 +28,7 @@ _LINE_SECONDS = 5.0
 def evaluate(config: EvaluateConfig, command: str) -> None:
     """Run an evaluation to its end; `command` is kept for the record. Results are written as they arrive.
 
-    Raises:
-        InputError: The configuration, the questions, the models or the output cannot be used.
-        JobError: The job failed on the way.
+    Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
     with as_job_errors((QuestionError,)):
         questions = {name: read_questions(file, config.questions_per_file) for name, file in config.questions.items()}
@@ -98,8 +96,7 @@ def _measure(
 def _collect(stream: Iterator[Results | list[Cell] | Progress | str], folder: Path, earlier: Results | None) -> Results:
     """Collect and save what `_measure` yields as it arrives, and print progress.
 
-    Raises:
-        InputError: `earlier` holds another measurement.
+    Raises `InputError` if `earlier` holds another measurement.
     """
     while isinstance(results := next(stream), str):
         say(results)

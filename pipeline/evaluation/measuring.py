@@ -73,8 +73,7 @@ def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
 def load_models(model: str, loading: Mapping[str, Any], threads: int) -> tuple[BaseModel, Any]:
     """Load a target model and its tokenizer on a worker that has so many threads.
 
-    Raises:
-        LoadError: One of them cannot be loaded.
+    Raises `LoadError` if one of them cannot be loaded.
     """
     torch.set_num_threads(threads)
     return load_base(model, **loading), load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))

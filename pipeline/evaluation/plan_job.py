@@ -32,9 +32,7 @@ from pipeline.settings import ResourcesConfig
 def plan(config: PlanConfig, command: str) -> None:
     """Run a planning job to its end; `command` is kept for the record.
 
-    Raises:
-        InputError: The configuration, the questions, the models or the output cannot be used.
-        JobError: The job failed on the way.
+    Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
     with as_job_errors((QuestionError,)):
         questions = read_questions(config.questions, config.questions_per_file)

@@ -78,15 +78,7 @@ class VerifierMeasurement:
 
 
 class ScoredVerifiers:
-    """Measures verifiers on the requests of a `VerifierMeasurement`. Exact decoding is measured at once.
-
-    Args:
-        rows: The requests' rows, in their order; see `scores_of`.
-
-    Raises:
-        InputError: The scorer cannot score an answer.
-        JobError: The measurement failed.
-    """
+    """Measures verifiers on the requests of a `VerifierMeasurement`, whose rows are `rows`; exact decoding at once."""
 
     def __init__(self, ask: Ask, rows: Sequence[Mapping[str, Any]], scorer: Scorer) -> None:
         self._ask, self._rows, self._scorer = ask, rows, scorer
@@ -96,9 +88,7 @@ class ScoredVerifiers:
     def measure(self, settings: VerifierSettings) -> VerifierFigures:
         """Return the figures of a verifier.
 
-        Raises:
-            InputError: The verifier does not fit, or the scorer cannot score an answer.
-            JobError: The measurement failed.
+        Raises `InputError` if it does not fit or an answer cannot be scored, and `JobError` if the measurement failed.
         """
         run: VerifierRun = self._ask("run", settings)
         scores = scores_of(self._rows, run.token_ids, run.texts, self._scorer)
@@ -134,9 +124,7 @@ def evaluate_verifiers(
 ) -> None:
     """Measure all blocks, one after another, except those that an earlier submission has measured.
 
-    Raises:
-        InputError: A question has several turns, models or verifiers cannot be used, or the output is another's.
-        JobError: A measurement failed.
+    Raises `InputError` if questions, models, verifiers or the output cannot be used, and `JobError` on failure.
     """
     assert config.scorer is not None
     scorer, plan = make_scorer(config.scorer, config.target), config.plan()

@@ -48,13 +48,9 @@ class RepeatedRow:
 
 
 def audit(uri: str, share: float) -> bool:
-    """Repeat a share of an output's rows, on the cluster's GPU if it has one, and print the differences.
+    """Repeat a share of an output's rows, print the differences, and return whether all have the same tokens.
 
-    Returns whether all repeated rows have the same tokens.
-
-    Raises:
-        InputError: The output is not exact, or cannot be read, or its target model cannot be loaded.
-        JobError: The task failed.
+    Raises `InputError` if the output is not exact, it or its target model cannot be read, and `JobError` on failure.
     """
     output = open_output(uri)
     run = read_run_of(output)
@@ -87,8 +83,7 @@ def audit(uri: str, share: float) -> bool:
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
     """Draw a share of an output's rows, at least one. Depends on names alone, so each audit draws the same rows.
 
-    Raises:
-        InputError: The rows cannot be read.
+    Raises `InputError` if the rows cannot be read.
     """
     dataset, config = open_rows(output), run["config"]
     column = config["reading"]["sampling_column"]
@@ -129,11 +124,7 @@ def _plain_differences(
 ) -> Iterator[str]:
     """Generate rows by plain decoding on a worker, and yield a line for each that differs.
 
-    Args:
-        fingerprint: Of the target model that made the output; None where unknown.
-
-    Raises:
-        LoadError: The target model cannot be loaded, or is another one.
+    Raises `LoadError` if the target model cannot be loaded, or has another than the output's `fingerprint`.
     """
     base, tokenizer = load_models(model, loading, threads)
     if fingerprint is not None and not base.has_fingerprint(fingerprint):

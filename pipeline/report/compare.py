@@ -86,14 +86,10 @@ def _marked(tokenizer: Any, row: Row, spans: Sequence[Span]) -> list[MarkedText]
 
 @dataclass
 class Comparison:
-    """Result of a comparison of two outputs.
+    """Result of a comparison of two outputs: of `rows` that both have, `identical` ones have the same tokens.
 
-    Args:
-        rows: Rows that both have.
-        identical: Rows with the same tokens.
-        earliest: The differing row with the earliest difference; None if there is none.
-        shown: Some of the differing rows, drawn by name.
-        utility: Sums of the rows' utilities; None without a scorer.
+    `earliest` is the row with the earliest difference, `shown` are some of the differing rows, drawn by name, and
+    `utility` sums the rows' utilities.
     """
 
     rows: int = 0
@@ -110,11 +106,9 @@ class Comparison:
 
 
 def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int) -> Comparison:
-    """Compare two outputs' rows, which have `request_id`, `token_ids` and the scorer's columns. Few of them are in
-    memory.
+    """Compare two outputs' rows, which have `request_id`, `token_ids` and the scorer's columns; few are in memory.
 
-    Raises:
-        InputError: The scorer cannot score a row.
+    Raises `InputError` if the scorer cannot score a row.
     """
     result = Comparison(utility=None if scorer is None else PairedSums())
     pairs = RowPairs(first, second)
@@ -141,9 +135,7 @@ def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | N
 def compare_or_audit(config: CompareConfig) -> int:
     """Compare two outputs, audit one or both, or do both; return 1 if an audit found a difference, otherwise 0.
 
-    Raises:
-        InputError: An output, the scorer or the page cannot be used, or an output to audit is not exact.
-        JobError: An audit failed.
+    Raises `InputError` if an output, the scorer or the page cannot be used, and `JobError` if an audit failed.
     """
     if config.second is not None:
         _compare(config, config.second)

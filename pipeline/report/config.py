@@ -31,15 +31,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """A report.
-
-    Args:
-        output: Folder or URI of a generation job's results.
-        page: File or URI to write.
-        against: Another output to compare with, of plain decoding; None for no comparison.
-        category: Column to group rows by; None for the default.
-        examples: How many rows to show step by step.
-    """
+    """A report; see `parse_report`."""
 
     output: str
     page: str
@@ -66,15 +58,9 @@ def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """A comparison.
+    """A comparison, or an audit of `first` where there is no `second`; see `parse_comparison`.
 
-    Args:
-        second: The other output; None to audit `first` without a comparison.
-        scorer: Name of the scorer; see `make_scorer`. None compares tokens alone.
-        target: Column with the right answer, for a built-in scorer.
-        page: File or URI to write; by default in the second output.
-        examples: How many differing rows to show.
-        share: Share of each output's rows to repeat by plain decoding; None for none.
+    `share` is the share of each output's rows to repeat by plain decoding; None is no audit.
     """
 
     first: str
@@ -116,11 +102,7 @@ def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:
 
 
 def share_of(text: str) -> float:
-    """Parse a share of rows such as `1%` or `0.01`.
-
-    Raises:
-        InputError: It is not above 0 and at most 1.
-    """
+    """Parse a share of rows such as `1%` or `0.01`. Raises `InputError` if it is not above 0 and at most 1."""
     percent = _PERCENT.fullmatch(text.strip())
     try:
         share = float(percent[1]) / 100 if percent else float(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from itertools import zip_longest
@@ -45,11 +45,7 @@ _MOST_CATEGORIES = 10_000
 
 
 def open_output(uri: str) -> OutputFolder:
-    """Open the output of a generation job.
-
-    Raises:
-        InputError: It cannot be read, or is something else.
-    """
+    """Open the output of a generation job. Raises `InputError` if it cannot be read, or is something else."""
     output = OutputFolder(locate(uri))
     try:
         exists = output.run_file.type == fs.FileType.File
@@ -81,14 +77,13 @@ def read_status(output: OutputFolder) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an output.
+    """The cost of an output of `tokens` new tokens.
 
     Args:
         unit: `GPU-seconds`, or `CPU-seconds` where there is no GPU.
         seconds: Time for which engines held their share of the cluster, in `unit`. Includes loading and repeated work.
         generating: Wall-clock seconds in which rows were generated.
         generated: New tokens generated in that time, including those of repeated rows.
-        tokens: New tokens in the output.
     """
 
     unit: str
@@ -129,8 +124,7 @@ def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) ->
 def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
     """Open the files of finished rows.
 
-    Raises:
-        InputError: There are none, they cannot be read, or they lack columns.
+    Raises `InputError` if there are none, they cannot be read, or they lack columns.
     """
     if not _has_files(output.data):
         raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
@@ -160,8 +154,7 @@ def unreadable(output: OutputFolder, error: Exception) -> InputError:
 def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
     """Read an output's finished rows, in the order of its parts; `columns` None reads all.
 
-    Raises:
-        InputError: There are none, or they cannot be read.
+    Raises `InputError` if there are none, or they cannot be read.
     """
     names = None if columns is None else list(columns)
     batches = open_rows(output).to_batches(columns=names, batch_size=_ROWS_AT_ONCE)
@@ -267,9 +260,14 @@ def _add_counts(result: RowSummary, table: pa.Table) -> None:
     result.prompt_tokens += summed("num_prompt_tokens")
     if _LENIENT in table.column_names:
         result.lenient_tokens += summed(_LENIENT)
-    counts = DecodeCounts(**{name: summed(name) for name in _COUNTS}, acceptance_histogram=_histogram(table))
+    counts = _counts(map(summed, _COUNTS))
+    counts.acceptance_histogram = _histogram(table)
     result.counts = total([result.counts, counts])
     result.finish_reasons.update(table["finish_reason"].to_pylist())
+
+
+def _counts(sums: Iterable[int]) -> DecodeCounts:
+    return DecodeCounts(**dict(zip(_COUNTS, sums, strict=True)))  # type: ignore[arg-type]
 
 
 def _histogram(table: pa.Table) -> list[int]:
@@ -300,7 +298,7 @@ def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) 
             raise InputError(f"more than {_MOST_CATEGORIES:,} categories: choose another column as --category")
         group = result.groups[name]
         group.rows += one["count_all"]
-        group.counts = total([group.counts, DecodeCounts(**{count: one[f"{count}_sum"] for count in _COUNTS})])
+        group.counts = total([group.counts, _counts(one[f"{count}_sum"] for count in _COUNTS)])
 
 
 def _slowest(table: pa.Table, number: int) -> list[Row]:

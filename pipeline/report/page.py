@@ -55,11 +55,7 @@ _LONGEST_TEXT = 2000
 
 
 def report(config: ReportConfig) -> None:
-    """Read the output and write the page.
-
-    Raises:
-        InputError: One of the outputs or the page cannot be used.
-    """
+    """Read the output and write the page. Raises `InputError` if one of the outputs or the page cannot be used."""
     output = open_output(config.output)
     run = read_run_of(output)
     dataset = open_rows(output)
@@ -124,11 +120,7 @@ def _cut(text: str) -> str:
 
 
 def write_page(uri: str, text: str) -> str:
-    """Write a page to a file or URI, and return its path.
-
-    Raises:
-        InputError: It cannot be written.
-    """
+    """Write a page to a file or URI, and return its path. Raises `InputError` if it cannot be written."""
     page = locate(uri)
     try:
         page.write_text(text)
@@ -156,13 +148,9 @@ def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
 
 @dataclass(frozen=True)
 class OtherOutput:
-    """An output to compare with.
+    """An output to compare with. Of `compared` rows drawn from both, `same_tokens` have the same tokens.
 
-    Args:
-        name: Folder or URI.
-        same_tokens: Compared rows with the same tokens in both.
-        compared: Rows drawn from both and compared token by token.
-        differences: Other differences, because of which drafting alone does not explain the costs; sentences.
+    `differences` are sentences on others, because of which drafting alone does not explain the costs.
     """
 
     name: str
@@ -210,11 +198,7 @@ _STEPS = "per_step_accepted"
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Text of consecutive tokens.
-
-    Args:
-        marked: Whether the target model would have chosen other tokens, or the other output has others.
-    """
+    """Text of consecutive tokens; `marked` if the target model would have chosen others, or the other output has."""
 
     text: str
     marked: bool = False

@@ -52,12 +52,11 @@ def make_scorer(name: str, target: str | None) -> Scorer:
 
     Args:
         name: `number` (the last number of text and target is the same), `string` (they are the same except for
-            surrounding space), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row as a
-            dictionary.
-        target: Column with the right answer, for the built-in ones.
+            surrounding space), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row.
+        target: Column with the right answer; the built-in ones need it.
 
     Raises:
-        InputError: There is no such scorer, or a built-in one has no target.
+        InputError: There is no such scorer, or it has no target.
     """
     if name in _BUILT_IN:
         if target is None:
@@ -75,8 +74,7 @@ def scores_of(
 ) -> list[float]:
     """Return the utilities of answers to `rows`, which have `request_id` and all else that the scorer reads.
 
-    Raises:
-        InputError: The scorer cannot score an answer.
+    Raises `InputError` if the scorer cannot score an answer.
     """
     made = zip(rows, token_ids, texts, strict=True)
     return [scorer({**row, "token_ids": ids, "text": text}) for row, ids, text in made]
