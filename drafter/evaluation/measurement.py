@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -33,11 +33,12 @@ from drafter.evaluation.results import (
     Skipped,
     StageSums,
 )
+from drafter.evaluation.verifiers import VerifierFigures
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.registry import HEADS
 from drafter.requests import Request
-from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speedup, total
+from drafter.statistics import DecodeCounts, per_second, total
 from drafter.target.model import BaseModel
 
 _WARM_UP_PROMPTS = 2
@@ -235,30 +236,6 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     return load_head(name, base, HEADS)
 
 
-@dataclass(frozen=True)
-class VerifierRun:
-    """Results of decoding the requests under one verifier: answers and counts of the first round, rates by round.
-
-    `lenient_tokens` are those that the target model would not have chosen. Rates are in tokens per second.
-    """
-
-    verifier: VerifierSettings
-    token_ids: list[list[int]]
-    texts: list[str]
-    lenient_tokens: int
-    counts: DecodeCounts
-    rates: list[float] = field(default_factory=list)
-    plain_rates: list[float] = field(default_factory=list)
-
-    @property
-    def beta(self) -> float:
-        return mean_acceptance_length(self.counts)
-
-    @property
-    def gamma(self) -> float:
-        return speedup(self.rates, self.plain_rates)
-
-
 class VerifierTrials:
     """Decodes the same requests under several verifiers, each beside plain decoding in the same rounds.
 
@@ -284,8 +261,8 @@ class VerifierTrials:
         self._plain = engine_decoder(Engine(base, PlainDecoding(), tokenizer, self._config))
         self._plain(requests[:_WARM_UP_PROMPTS])
 
-    def run(self, settings: VerifierSettings) -> VerifierRun:
-        """Decode the requests under a verifier.
+    def run(self, settings: VerifierSettings) -> VerifierFigures:
+        """Decode the requests under a verifier; the figures have answers, and no utility yet.
 
         Raises:
             LoadError: The verifier does not fit the target model or the drafter.
@@ -298,7 +275,7 @@ class VerifierTrials:
         *_, runs = in_turns({"verifier": decode, "plain": self._plain}, [self._requests], self._rounds)
         rates = {name: [per_second(run.num_tokens, run.seconds) for (run,) in some] for name, some in runs.items()}
         first = runs["verifier"][0][0]
-        return VerifierRun(
+        return VerifierFigures(
             settings,
             first.outputs,
             [one.text for one in first.generations],

@@ -171,9 +171,8 @@ def acceptance_by_depth(found: Sequence[Figures]) -> Figure:
     found = [one for one in found if one.cell.arm.nodes == nodes]
     figure, panels = _panels(found, f"Acceptance by depth, {nodes} draft nodes")
     for name, panel in panels.items():
-        for one in found:
-            if one.cell.questions == name:
-                panel.plot(range(1, len(one.by_depth) + 1), one.by_depth, **_style(one.cell.arm, found))
+        for arm, (one,) in _lines(found, name).items():
+            panel.plot(range(1, len(one.by_depth) + 1), one.by_depth, **_style(arm, found))
         panel.set(xlabel="depth (draft tokens)", ylabel="share of steps that accept as many", ylim=(0, 1))
         panel.set_xticks(range(1, max(len(one.by_depth) for one in found) + 1))
     return _finished(figure, panels.values())
@@ -193,18 +192,17 @@ def beta_by_nodes(found: Sequence[Figures]) -> Figure:
 
 def gamma_by_batch(found: Sequence[Figures]) -> Figure:
     """Plot γ over batch sizes, for adaptive trees if they were measured, otherwise for the smallest."""
-    drafted = [one for one in found if one.cell.arm.nodes is not None]
-    adaptive = any(one.cell.arm.nodes == "auto" for one in drafted)
-    nodes = "auto" if adaptive else min(map(_nodes, drafted))
-    drafted = [one for one in drafted if one.cell.arm.nodes == nodes]
+    fixed = [one.cell.arm.nodes for one in found if isinstance(one.cell.arm.nodes, int)]
+    adaptive = any(one.cell.arm.nodes == "auto" for one in found)
+    nodes = "auto" if adaptive else min(fixed)
+    drafted = [one for one in found if one.cell.arm.nodes == nodes]
     theirs = [one for one in found if one.cell.arm == TRANSFORMERS]
     figure, panels = _panels(found, f"γ by batch, {'adaptive number of' if adaptive else nodes} draft nodes")
     for name, panel in panels.items():
         panel.axhline(1, color="black", linewidth=1, label=PLAIN.method)
-        for arm, line in (_lines(drafted, name) | _lines(theirs, name)).items():
+        for arm, line in _lines([*drafted, *theirs], name).items():
             points = sorted((one.cell.batch, one.gamma) for one in line)
-            style = {"color": "grey", "linestyle": ":", "marker": ".", "label": arm.method}
-            panel.plot(*zip(*points, strict=True), **(style if arm == TRANSFORMERS else _style(arm, drafted)))
+            panel.plot(*zip(*points, strict=True), **_style(arm, drafted))
         _ticks(panel, (one.cell.batch for one in found))
         panel.set(xlabel="batch", ylabel="γ (speed, plain decoding = 1)")
         panel.set_ylim(0, 1.1 * max(one.gamma for one in [*drafted, *theirs]))
@@ -275,6 +273,8 @@ def _ticks(panel: Any, values: Iterable[int]) -> None:
 
 def _style(arm: Arm, found: Iterable[Figures]) -> dict[str, Any]:
     """Return a drafter's colour and marker, and its tree's line style."""
+    if arm == TRANSFORMERS:
+        return {"color": "grey", "linestyle": ":", "marker": ".", "label": arm.method}
     place = list(dict.fromkeys(one.cell.arm.drafter for one in found)).index(arm.drafter)
     return {
         "color": COLOURS[place % len(COLOURS)],

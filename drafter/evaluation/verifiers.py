@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.evaluation.measurement import VerifierRun
 from drafter.evaluation.tables import COLOURS, markdown_table, new_figure
-from drafter.statistics import DecodeCounts, PairedSums, kept_share
+from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, speedup
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,22 +49,35 @@ def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
 
 @dataclass(frozen=True)
 class VerifierFigures:
-    """Speed of a verifier, as in `VerifierRun`, and utility: sums over the requests, of exact decoding and of it."""
+    """Speed and utility of a verifier: answers and counts of the first round, tokens per second by round.
+
+    `lenient_tokens` are those that the target model would not have chosen. `utility` sums that of exact decoding over
+    the requests, and that of this verifier.
+    """
 
     verifier: VerifierSettings
-    utility: PairedSums
-    beta: float
-    gamma: float
+    token_ids: list[list[int]]
+    texts: list[str]
     lenient_tokens: int
     counts: DecodeCounts
+    rates: list[float]
+    plain_rates: list[float]
+    utility: PairedSums = field(default_factory=PairedSums)
 
-    @classmethod
-    def of(cls, run: VerifierRun, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
-        """Return a run's figures, from the utility of each answer of exact decoding and of this run."""
+    def scored(self, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
+        """Return the figures without the answers, but with the utility of each: of exact decoding, and of this one."""
         sums = PairedSums()
         for pair in zip(exact, scores, strict=True):
             sums.add(*pair)
-        return cls(run.verifier, sums, run.beta, run.gamma, run.lenient_tokens, run.counts)
+        return replace(self, token_ids=[], texts=[], utility=sums)
+
+    @property
+    def beta(self) -> float:
+        return mean_acceptance_length(self.counts)
+
+    @property
+    def gamma(self) -> float:
+        return speedup(self.rates, self.plain_rates)
 
     @property
     def kept(self) -> float | None:

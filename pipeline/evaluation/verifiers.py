@@ -16,7 +16,7 @@ from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.evaluation.environment import environment
-from drafter.evaluation.measurement import VerifierRun, VerifierTrials
+from drafter.evaluation.measurement import VerifierTrials
 from drafter.evaluation.questions import Question, encode
 from drafter.evaluation.results import Nodes, comparable, write_json
 from drafter.evaluation.verifiers import (
@@ -71,7 +71,7 @@ class VerifierMeasurement:
         )
         return self._trials.depth
 
-    def run(self, settings: VerifierSettings) -> VerifierRun:
+    def run(self, settings: VerifierSettings) -> VerifierFigures:
         """Decode the requests under a verifier; see `VerifierTrials.run`."""
         assert self._trials is not None
         return self._trials.run(settings)
@@ -90,11 +90,11 @@ class ScoredVerifiers:
 
         Raises `InputError` if it does not fit or an answer cannot be scored, and `JobError` if the measurement failed.
         """
-        run: VerifierRun = self._ask("run", settings)
-        scores = scores_of(self._rows, run.token_ids, run.texts, self._scorer)
+        found: VerifierFigures = self._ask("run", settings)
+        scores = scores_of(self._rows, found.token_ids, found.texts, self._scorer)
         if settings == EXACT:
             self._exact = scores
-        return VerifierFigures.of(run, self._exact, scores)
+        return found.scored(self._exact, scores)
 
 
 @dataclass(frozen=True)

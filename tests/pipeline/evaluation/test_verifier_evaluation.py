@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.evaluation.measurement import VerifierRun
 from drafter.evaluation.questions import Question, read_questions
 from drafter.evaluation.results import comparable, write_json
+from drafter.evaluation.verifiers import VerifierFigures
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
 from jobs.evaluate import main
@@ -117,12 +117,12 @@ class Measured:
         self._requests = requests
         return 8
 
-    def _run(self, settings: VerifierSettings) -> VerifierRun:
+    def _run(self, settings: VerifierSettings) -> VerifierFigures:
         """Answers are right from δ = 0.2 on, and β is 3 for exact decoding and larger the smaller δ is."""
         delta = 1.0 if settings.delta is None else settings.delta
         counts = DecodeCounts(num_output_tokens=int(1e4 * (4 - delta)), num_decode_steps=10_000)
         (_,) = self._requests
-        return VerifierRun(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, [2.0], [1.0])
+        return VerifierFigures(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, [2.0], [1.0])
 
     def run(self, **settings: Any) -> None:
         """Evaluate."""
