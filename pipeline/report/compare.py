@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +10,12 @@ from heapq import nsmallest
 from itertools import zip_longest
 from typing import Any
 
-from drafter.errors import LoadError
 from drafter.statistics import PairedSums
-from drafter.text.tokenizers import load_tokenizer
+from pipeline.command_line import say
 from pipeline.engines.models import model_name
 from pipeline.report.config import CompareConfig
 from pipeline.report.outputs import Row, first_difference, open_output, read_run_of, rows_of
-from pipeline.report.page import MarkedText, render, text_pieces, write_page
+from pipeline.report.page import MarkedText, local_tokenizer, render, text_pieces, write_page
 from pipeline.report.scorers import Scorer, make_scorer
 
 Span = tuple[int, int, bool]
@@ -152,21 +150,14 @@ def _compare(config: CompareConfig, second_uri: str) -> None:
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
     first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
     found = compare_rows(first, second, scorer, config.examples)
-    tokenizer = _tokenizer(model_name(read_run_of(outputs[1])["config"]["model"]))
+    model = model_name(read_run_of(outputs[1])["config"]["model"])
+    if (tokenizer := local_tokenizer(model)) is None:
+        say(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     rows = [(row, row.texts(tokenizer)) for row in found.shown]
     names = config.first, second_uri
     text = render("comparison.html.jinja", names=names, comparison=found, scorer=config.scorer, rows=rows)
     path = write_page(config.page_uri, text)
     print("\n".join([*_summary(found, config), path]), flush=True)
-
-
-def _tokenizer(model: str) -> Any:
-    """The target model's tokenizer if it is on this machine; it is not downloaded."""
-    try:
-        return load_tokenizer(model, local_files_only=True)
-    except LoadError:
-        print(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine", file=sys.stderr)
-        return None
 
 
 def _summary(found: Comparison, config: CompareConfig) -> list[str]:

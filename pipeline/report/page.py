@@ -228,11 +228,9 @@ class Example:
 
 
 def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[str]]:
-    """Return rows with their steps, and sentences on what cannot be shown. The model's tokenizer is not downloaded."""
-    tokenizer, missing = None, []
-    try:
-        tokenizer = load_tokenizer(model, local_files_only=True)
-    except LoadError:
+    """Return rows with their steps, and sentences on what cannot be shown."""
+    tokenizer, missing = local_tokenizer(model), []
+    if tokenizer is None:
         missing.append(f"Tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     if any(_STEPS not in row for row in rows):
         missing.append(f"The steps cannot be shown: the output has no column {_STEPS}")
@@ -244,6 +242,14 @@ def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[
         steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), row.get("lenient_positions") or ())
         examples.append(Example(row, prompt, steps))
     return examples, missing
+
+
+def local_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer; None if it is not on this machine, since nothing is downloaded."""
+    try:
+        return load_tokenizer(model, local_files_only=True)
+    except LoadError:
+        return None
 
 
 def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
