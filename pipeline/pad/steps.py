@@ -22,8 +22,7 @@ from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.measuring import measured, measuring
-from pipeline.evaluation.verifiers import ScoredVerifiers, VerifierMeasurement
+from pipeline.evaluation.measuring import ScoredVerifiers, VerifierMeasurement, measured, measuring
 from pipeline.generate.job import with_model_defaults
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions

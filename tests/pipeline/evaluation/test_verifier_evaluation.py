@@ -17,9 +17,9 @@ from drafter.statistics import DecodeCounts
 from jobs.evaluate import main
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError
-from pipeline.evaluation import verifiers as verifier_evaluation
+from pipeline.evaluation import evaluate_job
 from pipeline.evaluation.config import EvaluateConfig, named_verifier, parse_config
-from pipeline.evaluation.verifiers import evaluate_verifiers
+from pipeline.evaluation.evaluate_job import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
 
 Evaluate = Callable[..., JobRun]
@@ -148,7 +148,7 @@ class Measured:
 @pytest.fixture
 def evaluation(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     found = Measured(model, tmp_path)
-    monkeypatch.setattr(verifier_evaluation, "measuring", found.measuring)
+    monkeypatch.setattr(evaluate_job, "measuring", found.measuring)
     return found
 
 
@@ -214,7 +214,7 @@ def test_a_block_has_its_plot_before_it_counts_as_measured(
             raise KeyboardInterrupt
         write_json(file, values)
 
-    monkeypatch.setattr(verifier_evaluation, "write_json", killed_at_the_second)
+    monkeypatch.setattr(evaluate_job, "write_json", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         evaluation.run()
     both = ["utility_by_beta_1.png", "utility_by_beta_2.png"]
