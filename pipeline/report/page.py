@@ -321,7 +321,7 @@ class Chart:
     unit: str
     along: str
     bars: Sequence[Bar]
-    marks: Sequence[tuple[float, str]] = ()
+    marks: tuple[tuple[float, str], ...] = ()
     form: Callable[[float], str] = "{:,.10g}".format
 
     @property
@@ -382,7 +382,7 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
         rate = per_second(tokens[index], seconds)
         when = datetime.fromtimestamp(start, UTC).strftime(form)
         bars.append(Bar(when, rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
-    marks = [(index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS))]
+    marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))
     title = f"Tokens a second, of the rows finished in each {_span(width)}"
     return Chart(title, "tokens/s", "time (UTC)", bars, marks)
 
@@ -435,6 +435,6 @@ def _versions_chart(what: str, unit: str, moments: Sequence[Moment], values: Seq
         if one.version != version:
             new.append((place / len(moments), drafted))
             version = one.version
-    marks = new[:: math.ceil(len(new) / _MOST_MARKS)] if new else [(0.0, bars[0].label)]
+    marks = tuple(new[:: math.ceil(len(new) / _MOST_MARKS)]) if new else ((0.0, bars[0].label),)
     title = f"{what} of all engines, and when there was a new version of the head"
     return Chart(title, unit, "time (UTC)", bars, marks)
