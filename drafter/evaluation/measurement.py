@@ -6,7 +6,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from drafter.acceptance.registry import make_verifier
@@ -100,15 +100,7 @@ class Evaluation:
             }
             for name, some in self._questions.items()
         }
-        heads = {
-            name: {
-                "algorithm": head.algorithm,
-                "config": vars(head.config),
-                "parameters": sum(parameter.numel() for parameter in head.parameters()),
-                "training": dict(head.provenance.training) if head.provenance is not None else {},
-            }
-            for name, head in self._heads.items()
-        }
+        heads = {name: head_record(head) for name, head in self._heads.items()}
         return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
 
     def run(self, done: Collection[Setting] = ()) -> Iterator[list[Cell] | Progress]:
@@ -117,27 +109,16 @@ class Evaluation:
         Raises `QuestionError` if a question does not fit the target model.
         """
         plan = self._plan
-        left = [
-            (temperature, batch, name)
-            for batch in plan.batches
-            for temperature in plan.temperatures
-            for name in self._questions
-            if (temperature, batch, name) not in done
-        ]
+        settings = ((t, batch, name) for batch, t, name in product(plan.batches, plan.temperatures, self._questions))
+        left = [setting for setting in settings if setting not in done]
+        sizes = {"max_new_tokens": plan.max_new_tokens, "slots": max(plan.batches)}
         prompts = {
-            (temperature, name): prompts_of(
-                self._base,
-                self._tokenizer,
-                self._questions[name],
-                temperature=temperature,
-                max_new_tokens=plan.max_new_tokens,
-                slots=max(plan.batches),
-            )
-            for temperature, name in dict.fromkeys((temperature, name) for temperature, _, name in left)
+            (t, name): prompts_of(self._base, self._tokenizer, self._questions[name], temperature=t, **sizes)
+            for t, name in dict.fromkeys((t, name) for t, _, name in left)
         }
         # Each temperature has new engines: a drafter that stores texts would have seen answers to the same prompts.
-        for (batch, _), settings in groupby(left, key=lambda setting: (setting[1], setting[0])):
-            yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in settings})
+        for (batch, _), some in groupby(left, key=lambda setting: (setting[1], setting[0])):
+            yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in some})
 
     def _with_engines(self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
         """Measure settings of one batch size with the same engines. They and their caches are freed afterwards."""
@@ -225,6 +206,16 @@ def _cell_of(
         counts={category: total(some) for category, some in counts.items()},
         stages=stages,
     )
+
+
+def head_record(head: DraftHead) -> dict[str, Any]:
+    """Return the description of a head that is stored with its measurements."""
+    return {
+        "algorithm": head.algorithm,
+        "config": vars(head.config),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "training": dict(head.provenance.training) if head.provenance is not None else {},
+    }
 
 
 def _load_head(name: str, base: BaseModel) -> DraftHead | None:
