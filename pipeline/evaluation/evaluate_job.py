@@ -207,9 +207,9 @@ def evaluate_verifiers(
         results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
         for block in left:
             verifiers, left_out = _usable(config, block.temperature)
-            say(
-                "\n".join([block.title, *(f"left out at temperature {block.temperature:g}: {why}" for why in left_out)])
-            )
+            say(block.title)
+            for reason in left_out:
+                say(f"left out at temperature {block.temperature:g}: {reason}")
             found = _measured(config, block, questions[block.questions], verifiers, scorer, ask)
             _add_block(config, block, left_out, found, results, folder)
 
