@@ -21,6 +21,7 @@ from typing import Any
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
+from drafter.evaluation.measurement import head_record
 from drafter.evaluation.questions import QuestionError, prompts_of, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
@@ -122,13 +123,7 @@ def measure(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) 
                 raise
             continue
         beta[tree] = {str(nodes): round(value, 4) for nodes, value in found.items()}
-    return {
-        "algorithm": head.algorithm,
-        "config": vars(head.config),
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "training": dict(head.provenance.training) if head.provenance is not None else {},
-        "beta": beta,
-    }
+    return head_record(head) | {"beta": beta}
 
 
 def write_table(folder: Path) -> str:

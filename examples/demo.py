@@ -28,11 +28,10 @@ from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
 from pipeline.generate.job_context import SPECULATION
 from pipeline.output.summary import histogram_lines, read_totals
-from pipeline.report.against.pairs import compare_rows, rows_of
-from pipeline.report.config import parse_config as parse_report
-from pipeline.report.output_files import open_output, read_run_of, read_status
-from pipeline.report.report_job import report
-from pipeline.report.rows import Example, make_examples
+from pipeline.report.compare import compare_rows
+from pipeline.report.config import parse_report
+from pipeline.report.outputs import open_output, read_run_of, read_status, rows_of
+from pipeline.report.page import Example, make_examples, report
 from recipes.smollm2.__main__ import cache_folder
 from recipes.smollm2.fetch import fetch, is_fetched
 

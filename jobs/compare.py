@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.command_line import run_job
-from pipeline.report.against.config import parse_config
+from pipeline.report.config import parse_comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,8 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    config = parse_config(arguments)
-    from pipeline.report.against.job import compare_or_audit  # takes seconds: a mistake is told before
+    config = parse_comparison(arguments)
+    from pipeline.report.compare import compare_or_audit  # takes seconds: a mistake is told before
 
     return compare_or_audit(config)
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.command_line import run_job
-from pipeline.report.config import parse_config
+from pipeline.report.config import parse_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,8 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
-    config = parse_config(arguments)
-    from pipeline.report.report_job import report  # takes seconds: a mistake is told before
+    config = parse_report(arguments)
+    from pipeline.report.page import report  # takes seconds: a mistake is told before
 
     report(config)
 

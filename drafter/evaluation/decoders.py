@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,20 +15,21 @@ from drafter.requests import Generation, Request, sampling_defaults
 from drafter.statistics import DecodeCounts
 from drafter.target.prepacked import as_loaded
 
+Name = TypeVar("Name")
+
 
 @dataclass(frozen=True)
 class Run:
-    """Result of decoding some requests.
-
-    Args:
-        seconds: Time from the first submission to the last token, prefills included.
-        outputs: New tokens of each request.
-        counts: Speculation counts of each request; empty if the decoder keeps none.
-    """
+    """New tokens of some requests; `seconds` include prefills, and only engines have full results."""
 
     seconds: float
     outputs: list[list[int]]
-    counts: list[DecodeCounts]
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def counts(self) -> list[DecodeCounts]:
+        """Speculation counts of each request; empty if the decoder keeps none."""
+        return [one.counts for one in self.generations]
 
     @property
     def num_tokens(self) -> int:
@@ -40,19 +41,16 @@ Decoder = Callable[[Sequence[Request]], Run]
 
 
 class Generating(Protocol):
-    """A model that `generate` can run: a `BaseModel` or another one."""
+    """A model that `generate` can run: a `BaseModel` or another one. `model` has `generate`."""
 
     @property
-    def model(self) -> Any:
-        """The model, with `generate`."""
+    def model(self) -> Any: ...
 
     @property
-    def device(self) -> torch.device:
-        """Device of the token ids."""
+    def device(self) -> torch.device: ...
 
     @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence."""
+    def eos_token_ids(self) -> frozenset[int]: ...
 
 
 def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Generation]]:
@@ -71,7 +69,7 @@ def engine_decoder(engine: Engine) -> Decoder:
 
     def decode(requests: Sequence[Request]) -> Run:
         seconds, generations = decode_all(engine, requests)
-        return Run(seconds, [g.token_ids for g in generations], [g.counts for g in generations])
+        return Run(seconds, [one.token_ids for one in generations], generations)
 
     return decode
 
@@ -112,7 +110,7 @@ def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any
         start = time.perf_counter()
         outputs = [o for first in range(0, len(requests), batch) for o in generate(requests[first : first + batch])]
         synchronise(base.device)
-        return Run(time.perf_counter() - start, outputs, [])
+        return Run(time.perf_counter() - start, outputs)
 
     return decode
 
@@ -120,3 +118,21 @@ def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any
 def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
     """Return `tokens` up to the first end token, inclusive."""
     return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)
+
+
+def in_turns(
+    decoders: Mapping[Name, Decoder], portions: Sequence[Sequence[Request]], rounds: int
+) -> Iterator[dict[Name, list[list[Run]]]]:
+    """Decode each portion of requests by all decoders, one after another, in every round.
+
+    Another decoder begins each turn, so that a changing load of the machine affects all alike. After each turn, yields
+    the runs so far, a run of each portion by round.
+    """
+    names = list(decoders)
+    runs: dict[Name, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in names}
+    for turn in range(rounds * len(portions)):
+        done, portion = divmod(turn, len(portions))
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            runs[name][done].append(decoders[name](portions[portion]))
+        yield runs

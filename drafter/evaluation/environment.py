@@ -50,11 +50,6 @@ def surroundings(device: torch.device, command: str) -> dict[str, Any]:
     }
 
 
-def comparable(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what must be equal for measurements to be compared: machine, threads, target model, code."""
-    return {name: record[name] for name in ("hardware", "threads", "dtype", "base", "versions", "commit")}
-
-
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()

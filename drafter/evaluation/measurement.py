@@ -1,46 +1,50 @@
-"""Measures all arms of a plan side by side in one process, in turns, with the time of each stage of a step."""
+"""Measures drafters side by side in one process, and verifiers beside exact decoding."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
-from drafter.drafters.contract import Drafter
+from drafter.acceptance.settings import VerifierSettings, make_verifier
+from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, decode_all, engine_decoder, padding, transformers_decoder
+from drafter.evaluation.decoders import (
+    Run,
+    decode_all,
+    engine_decoder,
+    in_turns,
+    padding,
+    transformers_decoder,
+)
 from drafter.evaluation.environment import environment
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.questions import Prompt, Question, check_batches, prompts_of
-from drafter.evaluation.results import Cell, Results, Setting, Skipped, StageSums
+from drafter.evaluation.results import (
+    PLAIN,
+    STAGES,
+    TRANSFORMERS,
+    Arm,
+    Cell,
+    Plan,
+    Results,
+    Setting,
+    Skipped,
+    StageSums,
+)
+from drafter.evaluation.verifiers import VerifierFigures
 from drafter.heads.checkpoint import HEADS, load_head
 from drafter.heads.contract import DraftHead
 from drafter.requests import Request
-from drafter.statistics import DecodeCounts, total
+from drafter.statistics import DecodeCounts, per_second, total
 from drafter.target.model import BaseModel
-
-STAGES = ("draft", "tree", "verify", "commit", "host")
-"""Stages of a decoding step: the head's forward, the tree search, the target model's forward with the verifier's
-decision, the commit of accepted tokens, and everything else. On a GPU a step is queued as a whole, and all of it counts
-as `verify`.
-"""
-
-
-def stage_seconds(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str, float], int]:
-    """Decode requests; return seconds by each of `STAGES`, without prefills, and the number of new tokens."""
-    before = engine.state().stage_seconds
-    _, generations = decode_all(engine, requests)
-    spent = {stage: seconds - before[stage] for stage, seconds in engine.state().stage_seconds.items()}
-    spent["verify"] += spent["wait"]
-    return {stage: spent[stage] for stage in STAGES}, sum(len(one.token_ids) for one in generations)
-
 
 _WARM_UP_PROMPTS = 2
 _WARM_UP_TOKENS = 16
@@ -101,46 +105,25 @@ class Evaluation:
             }
             for name, some in self._questions.items()
         }
-        heads = {
-            name: {
-                "algorithm": head.algorithm,
-                "config": vars(head.config),
-                "parameters": sum(parameter.numel() for parameter in head.parameters()),
-                "training": dict(head.provenance.training) if head.provenance is not None else {},
-            }
-            for name, head in self._heads.items()
-        }
+        heads = {name: head_record(head) for name, head in self._heads.items()}
         return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
 
     def run(self, done: Collection[Setting] = ()) -> Iterator[list[Cell] | Progress]:
-        """Measure, except settings in `done`. Yields the cells of all arms when a setting is done, and progress in
-        between.
+        """Measure, except settings in `done`. Yields progress, and the cells of all arms when a setting is done.
 
-        Raises:
-            QuestionError: A question does not fit the target model.
+        Raises `QuestionError` if a question does not fit the target model.
         """
         plan = self._plan
-        left = [
-            (temperature, batch, name)
-            for batch in plan.batches
-            for temperature in plan.temperatures
-            for name in self._questions
-            if (temperature, batch, name) not in done
-        ]
+        settings = ((t, batch, name) for batch, t, name in product(plan.batches, plan.temperatures, self._questions))
+        left = [setting for setting in settings if setting not in done]
+        sizes = {"max_new_tokens": plan.max_new_tokens, "slots": max(plan.batches)}
         prompts = {
-            (temperature, name): prompts_of(
-                self._base,
-                self._tokenizer,
-                self._questions[name],
-                temperature=temperature,
-                max_new_tokens=plan.max_new_tokens,
-                slots=max(plan.batches),
-            )
-            for temperature, name in dict.fromkeys((temperature, name) for temperature, _, name in left)
+            (t, name): prompts_of(self._base, self._tokenizer, self._questions[name], temperature=t, **sizes)
+            for t, name in dict.fromkeys((t, name) for t, _, name in left)
         }
         # Each temperature has new engines: a drafter that stores texts would have seen answers to the same prompts.
-        for (batch, _), settings in groupby(left, key=lambda setting: (setting[1], setting[0])):
-            yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in settings})
+        for (batch, _), some in groupby(left, key=lambda setting: (setting[1], setting[0])):
+            yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in some})
 
     def _with_engines(self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
         """Measure settings of one batch size with the same engines. They and their caches are freed afterwards."""
@@ -155,27 +138,16 @@ class Evaluation:
         for decode in decoders.values():
             decode([warm_up_request(one) for one in next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)]])
         for setting, some in prompts.items():
-            rounds = yield from self._rounds(decoders, setting, requests[setting])
-            part = requests[setting][: max(_STAGE_PROMPTS, batch)]
-            stages = {arm: StageSums(*stage_seconds(engine, part)) for arm, engine in engines.items()}
-            yield [cell_of(setting, arm, rounds[arm], some, stages.get(arm)) for arm in decoders]
-
-    def _rounds(
-        self, decoders: Mapping[Arm, Decoder], setting: Setting, requests: Sequence[Request]
-    ) -> Generator[Progress, None, dict[Arm, list[list[Run]]]]:
-        """Return the runs of every arm, by round."""
-        _, batch, _ = setting
-        portions = [[request] for request in requests] if batch == 1 else [requests]
-        arms, turns = list(decoders), self._plan.rounds * len(portions)
-        runs: dict[Arm, list[list[Run]]] = {arm: [] for arm in arms}
-        for turn in range(turns):
-            first, portion = turn % len(arms), turn % len(portions)
-            for arm in arms[first:] + arms[:first]:
-                if portion == 0:
-                    runs[arm].append([])
-                runs[arm][-1].append(decoders[arm](portions[portion]))
-            yield Progress(setting, turn + 1, turns)
-        return runs
+            asked = requests[setting]
+            portions = [[request] for request in asked] if batch == 1 else [asked]
+            turns = self._plan.rounds * len(portions)
+            measuring = in_turns(decoders, portions, self._plan.rounds)
+            for turn in range(turns):
+                runs = next(measuring)
+                yield Progress(setting, turn + 1, turns)
+            part = asked[: max(_STAGE_PROMPTS, batch)]
+            stages = {arm: _stage_sums(engine, part) for arm, engine in engines.items()}
+            yield [_cell_of(setting, arm, runs[arm], some, stages.get(arm)) for arm in decoders]
 
     def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
         nodes = "auto" if arm.nodes is None else arm.nodes
@@ -183,11 +155,7 @@ class Evaluation:
         return Engine(self._base, self._drafter(arm), self._tokenizer, config)
 
     def _drafter(self, arm: Arm) -> Drafter:
-        """Return a new drafter for an arm.
-
-        Raises:
-            ValueError: The drafter has no such tree.
-        """
+        """Return a new drafter for an arm. Raises `ValueError` if the drafter has no such tree."""
         if arm.nodes is None:
             return load_drafter(arm.drafter, self._base, 0)
         nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes
@@ -205,14 +173,23 @@ def warm_up_request(request: Request) -> Request:
     return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
 
 
-def cell_of(
-    setting: Setting,
-    arm: Arm,
-    rounds: Sequence[Sequence[Run]],
-    prompts: Sequence[Prompt],
-    stages: StageSums | None,
+def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
+    """Count tokens that differ from those expected at the same positions; missing tokens differ."""
+    return max(len(output), len(expected)) - sum(a == b for a, b in zip(output, expected, strict=False))
+
+
+def _stage_sums(engine: Engine, requests: Sequence[Request]) -> StageSums:
+    """Decode requests; return the seconds by each of `STAGES`, without prefills."""
+    before = engine.state().stage_seconds
+    _, generations = decode_all(engine, requests)
+    spent = {stage: seconds - before[stage] for stage, seconds in engine.state().stage_seconds.items()}
+    spent["verify"] += spent["wait"]
+    return StageSums({stage: spent[stage] for stage in STAGES}, sum(len(one.token_ids) for one in generations))
+
+
+def _cell_of(
+    setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompts: Sequence[Prompt], stages: StageSums | None
 ) -> Cell:
-    """Return an arm's runs at one setting as raw counts."""
     temperature, batch, questions = setting
     counts: dict[str, list[DecodeCounts]] = {}
     differing = 0
@@ -236,9 +213,14 @@ def cell_of(
     )
 
 
-def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
-    """Count tokens that differ from those expected at the same positions; missing tokens differ."""
-    return max(len(output), len(expected)) - sum(a == b for a, b in zip(output, expected, strict=False))
+def head_record(head: DraftHead) -> dict[str, Any]:
+    """Return the description of a head that is stored with its measurements."""
+    return {
+        "algorithm": head.algorithm,
+        "config": vars(head.config),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "training": dict(head.provenance.training) if head.provenance is not None else {},
+    }
 
 
 def _load_head(name: str, base: BaseModel) -> DraftHead | None:
@@ -248,3 +230,53 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     if name == "auto" or name in TRAINING_FREE or kind_and_rest(name)[0] or len(merged_names(name)) > 1:
         return None
     return load_head(name, base)
+
+
+class VerifierTrials:
+    """Decodes the same requests under several verifiers, each beside plain decoding in the same rounds.
+
+    Each verifier has its own engine, because an engine learns what pays under its verifier, reads the hidden states
+    that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time. `drafter` makes a new
+    drafter for each; `depth` is the most draft tokens of a path.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        tokenizer: Any,
+        drafter: Callable[[], Drafter],
+        requests: Sequence[Request],
+        config: EngineConfig,
+        rounds: int,
+    ) -> None:
+        self._base, self._tokenizer, self._drafter, self._requests = base, tokenizer, drafter, requests
+        self._config, self._rounds = replace(config, max_queue=max(config.max_queue, len(requests))), rounds
+        gc.collect()  # engines are cyclic: an unused one holds device memory until collected
+        spec, nodes = drafter().spec, config.num_draft_tokens
+        self.depth = min(spec.max_depth, spec.max_nodes if nodes == "auto" else nodes)
+        self._plain = engine_decoder(Engine(base, PlainDecoding(), tokenizer, self._config))
+        self._plain(requests[:_WARM_UP_PROMPTS])
+
+    def run(self, settings: VerifierSettings) -> VerifierFigures:
+        """Decode the requests under a verifier; the figures have answers, and no utility yet.
+
+        Raises:
+            LoadError: The verifier does not fit the target model or the drafter.
+            RequestError: The verifier does not take the requests' settings.
+        """
+        gc.collect()
+        verifier = make_verifier(settings)
+        decode = engine_decoder(Engine(self._base, self._drafter(), self._tokenizer, self._config, verifier=verifier))
+        decode(self._requests[:_WARM_UP_PROMPTS])
+        *_, runs = in_turns({"verifier": decode, "plain": self._plain}, [self._requests], self._rounds)
+        rates = {name: [per_second(run.num_tokens, run.seconds) for (run,) in some] for name, some in runs.items()}
+        first = runs["verifier"][0][0]
+        return VerifierFigures(
+            settings,
+            first.outputs,
+            [one.text for one in first.generations],
+            sum(len(one.lenient) for one in first.generations),
+            total(first.counts),
+            rates["verifier"],
+            rates["plain"],
+        )

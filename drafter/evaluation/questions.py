@@ -32,13 +32,9 @@ class QuestionError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation.
+    """One conversation: the user's messages, at least one. The target model answers after each.
 
-    Args:
-        name: Its `question_id`, or its line.
-        category: Its category; empty if it has none.
-        turns: The user's messages, at least one. The target model answers after each.
-        columns: The whole object; ignored in comparisons.
+    `name` is its `question_id` or its line, `columns` the whole object, `category` empty if it has none.
     """
 
     name: str
@@ -50,8 +46,7 @@ class Question:
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
     """Read JSON lines; at most `limit` questions, spread evenly over the file, so that every category keeps its share.
 
-    Raises:
-        QuestionError: The file cannot be read, has no question, or has a line that is not a question.
+    Raises `QuestionError` if the file cannot be read, has no question, or has a line that is not a question.
     """
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
@@ -127,13 +122,8 @@ def prompts_of(
 ) -> list[Prompt]:
     """Return every turn of every question with plain decoding's answer, all first turns first.
 
-    Args:
-        temperature: Sampling temperature of the answers.
-        max_new_tokens: Longest answer.
-        slots: Conversations decoded together.
-
-    Raises:
-        QuestionError: A prompt and its answer exceed the target model's positions, or the chat template refuses it.
+    `slots` conversations are decoded together. Raises `QuestionError` if a prompt and its answer exceed the target
+    model's positions, or the chat template refuses it.
     """
     histories: list[list[dict[str, str]]] = [[] for _ in questions]
     prompts: list[Prompt] = []
@@ -167,10 +157,7 @@ def prompts_of(
 def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return the token ids of a conversation up to the assistant's next answer.
 
-    Without a chat template the messages' texts are joined by empty lines.
-
-    Raises:
-        RequestError: The chat cannot be encoded.
+    Without a chat template the messages' texts are joined by empty lines. Raises `RequestError` if that fails.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])

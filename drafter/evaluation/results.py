@@ -1,23 +1,114 @@
-"""Results of an evaluation as JSON: raw counts and seconds, from which tables and plots are derived."""
+"""Plan and results of an evaluation: raw counts and seconds as JSON, and the figures derived from them."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
-from drafter.evaluation.environment import comparable
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
+from pydantic import TypeAdapter
+
+from drafter.heads.config import Tree
 from drafter.statistics import DecodeCounts, acceptance_by_depth, mean_acceptance_length, mean_rate, speedup, total
 
 RESULTS_FILE = "results.json"
 
+STAGES = ("draft", "tree", "verify", "commit", "host")
+"""Stages of a decoding step: the head's forward, the tree search, the target model's forward with the verifier's
+decision, the commit of accepted tokens, and everything else. On a GPU a step is queued as a whole, and all of it counts
+as `verify`.
+"""
+
+Nodes = int | Literal["auto"]
+
 Setting = tuple[float, int, str]
 """Temperature, batch size and set of questions. All arms are compared at each setting."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode.
+
+    Args:
+        drafter: Name of a drafter as `load_drafter` takes it; `none` is plain decoding.
+        tree: Shape of its trees; None for plain decoding.
+        nodes: Draft tokens of a step; `auto` adapts to the machine; None for plain decoding.
+    """
+
+    drafter: str
+    tree: Tree | None = None
+    nodes: Nodes | None = None
+
+    @property
+    def method(self) -> str:
+        """Name of the drafter for tables and plots, without folders.
+
+        A training job has its head in a folder `head`, so the name is that of the job's output.
+        """
+        if self.tree is None:
+            return "plain decoding" if self.drafter == "none" else self.drafter
+        return re.sub(r"[^:>+]*/", "", re.sub(r"(?<=[^:>+/])/head(?=/*(?:[>+]|$))", "", self.drafter).rstrip("/"))
+
+
+TRANSFORMERS = Arm("transformers.generate")
+PLAIN = Arm("none")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every drafter with every tree and number of draft tokens, at every batch size and temperature.
+
+    Args:
+        drafters: Names as `load_drafter` takes them. A drafter without one of the `trees` is skipped there.
+        samples: Answers to each question, each with its own seed, one after another.
+        compile: Whether this project's engines compile the target model's forward.
+        transformers: Whether `transformers.generate` is measured as well.
+
+    Raises:
+        ValueError: A list is empty or has a value twice, or a value is out of range.
+    """
+
+    drafters: tuple[str, ...]
+    trees: tuple[Tree, ...] = ("exact", "static")
+    num_draft_tokens: tuple[Nodes, ...] = (16, "auto")
+    batches: tuple[int, ...] = (1, 4)
+    temperatures: tuple[float, ...] = (0.0,)
+    samples: int = 1
+    rounds: int = 1
+    max_new_tokens: int = 48
+    compile: bool = False
+    transformers: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("drafters", "trees", "num_draft_tokens", "batches", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be at least one value, none of them twice, not {list(values)}")
+        counts = {
+            "num_draft_tokens": [nodes for nodes in self.num_draft_tokens if nodes != "auto"],
+            "batches": self.batches,
+            "samples": [self.samples],
+            "rounds": [self.rounds],
+            "max_new_tokens": [self.max_new_tokens],
+        }
+        for name, numbers in counts.items():
+            if wrong := [number for number in numbers if number < 1]:
+                raise ValueError(f"{name} must be at least 1, not {wrong[0]}")
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ValueError(f"temperatures must be finite and at least 0, not {list(self.temperatures)}")
+        if self.samples > 1 and 0 in self.temperatures:
+            raise ValueError(
+                "samples: at temperature 0 all answers to a question are the same: use one, or other temperatures"
+            )
+        if unknown := [tree for tree in self.trees if tree not in get_args(Tree)]:
+            raise ValueError(f"trees must be {' or '.join(get_args(Tree))}, not {unknown[0]}")
+        if {PLAIN.drafter, TRANSFORMERS.drafter} & set(self.drafters):
+            raise ValueError(f"drafters: {PLAIN.drafter} and {TRANSFORMERS.drafter} are no drafters: leave them out")
 
 
 @dataclass(frozen=True)
@@ -33,8 +124,6 @@ class Cell:
     """One arm on one set of questions, at one batch size and temperature.
 
     Args:
-        questions: Name of the set.
-        batch: Requests decoded together.
         tokens: New tokens of each run, by round. A run is one prompt at batch 1, otherwise all prompts.
         seconds: Seconds of the same runs.
         differing_tokens: Tokens over all rounds that differ from plain decoding's; None if the arm does not draw the
@@ -55,7 +144,6 @@ class Cell:
 
     @property
     def setting(self) -> Setting:
-        """Setting, which the cells to compare share."""
         return self.temperature, self.batch, self.questions
 
 
@@ -73,10 +161,8 @@ class Results:
     """An evaluation.
 
     Args:
-        environment: Hardware, versions and command line.
         questions: For each set: file, number of questions and of prompts, fingerprint, categories.
         heads: For each draft head: algorithm, configuration, number of parameters, provenance.
-        skipped: Combinations that cannot be measured.
     """
 
     environment: dict[str, Any]
@@ -88,7 +174,11 @@ class Results:
 
     def same_measurement(self, other: Results) -> bool:
         """Return whether cells of both can be compared: same plan, questions, models, machine and code."""
-        return _identity(self) == _identity(other)
+        return self._identity() == other._identity()
+
+    def _identity(self) -> str:
+        values = [self.plan, self.questions, self.heads, comparable(self.environment)]
+        return json.dumps(values, sort_keys=True)  # as JSON, because loaded results have lists instead of tuples
 
     def save(self, folder: Path) -> None:
         """Write `results.json` to `folder` atomically, creating the folder."""
@@ -101,25 +191,12 @@ class Results:
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        values = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-        cells = [
-            Cell(
-                **cell
-                | {
-                    "arm": Arm(**cell["arm"]),
-                    "counts": {category: DecodeCounts(**counts) for category, counts in cell["counts"].items()},
-                    "stages": StageSums(**cell["stages"]) if cell["stages"] else None,
-                }
-            )
-            for cell in values["cells"]
-        ]
-        return cls(**values | {"skipped": [Skipped(**one) for one in values["skipped"]], "cells": cells})
+        return TypeAdapter(cls).validate_json((folder / RESULTS_FILE).read_bytes())
 
 
-def _identity(results: Results) -> str:
-    """Return the values that must agree for results to be comparable, as text."""
-    values = [results.plan, results.questions, results.heads, comparable(results.environment)]
-    return json.dumps(values, sort_keys=True)  # as JSON, because loaded results have lists instead of tuples
+def comparable(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for measurements to be compared: machine, threads, target model, code."""
+    return {name: environment[name] for name in ("hardware", "threads", "dtype", "base", "versions", "commit")}
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -138,7 +215,6 @@ class Figures:
     Args:
         rate: Tokens per second, median over rounds.
         gamma: Speed relative to plain decoding.
-        relative_to_transformers: Speed relative to `transformers.generate`; None if not measured.
         beta: New tokens per target decode forward; None for transformers.
         by_depth: Share of steps that accepted at least 1, 2, … draft tokens.
     """

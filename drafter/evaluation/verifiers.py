@@ -1,24 +1,17 @@
-"""Measures lenient verifiers: speed against utility over a grid of settings, and a search between its points."""
+"""Figures of lenient verifiers, speed against utility: their table and plot, and a search for the best setting."""
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from drafter.acceptance.settings import VerifierSettings, make_verifier
-from drafter.drafters.contract import Drafter, PlainDecoding
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
-from drafter.evaluation.decoders import decode_all
-from drafter.evaluation.tables import markdown_table
-from drafter.requests import Generation, Request
-from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, per_second, speedup, total
-from drafter.target.model import BaseModel
+from drafter.acceptance.settings import VerifierSettings
+from drafter.evaluation.tables import COLOURS, markdown_table, new_figure
+from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, speedup
 
 EXACT = VerifierSettings()
 _GRIDS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -29,53 +22,36 @@ _GRIDS: dict[str, tuple[str, tuple[float, ...]]] = {
 """The varied setting of each, from the strictest value: the published one, and some on both sides of it."""
 
 
-def varied(name: str) -> str:
-    """Return the name of a lenient verifier's varied setting."""
-    return _GRIDS[name][0]
+def _value(settings: VerifierSettings) -> float | None:
+    """Return the value of the varied setting; None where it is not set."""
+    value: float | None = getattr(settings, _GRIDS[settings.name][0])
+    return value
 
 
-def grid_values(name: str) -> tuple[float, ...]:
-    """Return the grid of the varied setting, from the strictest to the most lenient."""
-    return _GRIDS[name][1]
-
-
-def varied_value(settings: VerifierSettings) -> float:
-    """Return the value of a lenient verifier's varied setting, which must be set."""
-    return float(getattr(settings, varied(settings.name)))
-
-
-def with_value(settings: VerifierSettings, value: float | None) -> VerifierSettings:
-    """Return the settings with another value of the varied one."""
-    return replace(settings, **{varied(settings.name): value})  # type: ignore[arg-type]
+def _with_value(settings: VerifierSettings, value: float | None) -> VerifierSettings:
+    return replace(settings, **{_GRIDS[settings.name][0]: value})  # type: ignore[arg-type]
 
 
 def leniency(settings: VerifierSettings) -> float:
     """Return a number that grows with the leniency of the varied setting, which must be set."""
-    strictest, *_, most_lenient = grid_values(settings.name)
-    value = varied_value(settings)
+    value, (strictest, *_, most_lenient) = _value(settings), _GRIDS[settings.name][1]
+    assert value is not None
     return value if most_lenient > strictest else -value
 
 
 def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
     """Return the settings to measure, from the strictest: the grid, or `settings` if its varied value is set."""
-    if getattr(settings, varied(settings.name)) is not None:
+    if _value(settings) is not None:
         return [settings]
-    return [with_value(settings, value) for value in grid_values(settings.name)]
-
-
-_WARM_UP = 2
+    return [_with_value(settings, value) for value in _GRIDS[settings.name][1]]
 
 
 @dataclass(frozen=True)
-class VerifierRun:
-    """Results of decoding the requests under one verifier.
+class VerifierFigures:
+    """Speed and utility of a verifier: answers and counts of the first round, tokens per second by round.
 
-    Args:
-        token_ids: New tokens of each request, in the first round.
-        lenient_tokens: Tokens that the target model would not have chosen, in the first round.
-        counts: Speculation counts of the first round.
-        rates: Tokens per second, by round.
-        plain_rates: The same of plain decoding in the same rounds.
+    `lenient_tokens` are those that the target model would not have chosen. `utility` sums that of exact decoding over
+    the requests, and that of this verifier.
     """
 
     verifier: VerifierSettings
@@ -83,119 +59,24 @@ class VerifierRun:
     texts: list[str]
     lenient_tokens: int
     counts: DecodeCounts
-    rates: list[float] = field(default_factory=list)
-    plain_rates: list[float] = field(default_factory=list)
+    rates: list[float]
+    plain_rates: list[float]
+    utility: PairedSums = field(default_factory=PairedSums)
+
+    def scored(self, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
+        """Return the figures without the answers, but with the utility of each: of exact decoding, and of this one."""
+        sums = PairedSums()
+        for pair in zip(exact, scores, strict=True):
+            sums.add(*pair)
+        return replace(self, token_ids=[], texts=[], utility=sums)
 
     @property
     def beta(self) -> float:
-        """β: new tokens per target forward."""
         return mean_acceptance_length(self.counts)
 
     @property
     def gamma(self) -> float:
         return speedup(self.rates, self.plain_rates)
-
-
-class VerifierTrials:
-    """Decodes the same requests under several verifiers, each beside plain decoding in the same round.
-
-    Each verifier has its own engine, because an engine learns what pays under its verifier, reads the hidden states
-    that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time.
-
-    Args:
-        drafter: Makes a new drafter.
-        config: The engines' sizes; `max_queue` is raised to hold all requests.
-        rounds: Number of timed rounds.
-
-    Attributes:
-        depth: Most draft tokens of a path.
-    """
-
-    def __init__(
-        self,
-        base: BaseModel,
-        tokenizer: Any,
-        drafter: Callable[[], Drafter],
-        requests: Sequence[Request],
-        config: EngineConfig,
-        rounds: int,
-    ) -> None:
-        config = replace(config, max_queue=max(config.max_queue, len(requests)))
-        self._base, self._tokenizer, self._drafter = base, tokenizer, drafter
-        self._requests, self._config, self._rounds = requests, config, rounds
-        gc.collect()  # engines are cyclic: an unused one holds device memory until collected
-        spec = drafter().spec
-        self.depth = min(
-            spec.max_depth, spec.max_nodes if config.num_draft_tokens == "auto" else config.num_draft_tokens
-        )
-        self._plain = Engine(base, PlainDecoding(), tokenizer, config)
-        decode_all(self._plain, requests[:_WARM_UP])
-
-    def run(self, settings: VerifierSettings) -> VerifierRun:
-        """Decode the requests under a verifier.
-
-        Raises:
-            LoadError: The verifier does not fit the target model or the drafter.
-            RequestError: The verifier does not take the requests' settings.
-        """
-        plain, requests = self._plain, self._requests
-        gc.collect()
-        engine = Engine(self._base, self._drafter(), self._tokenizer, self._config, verifier=make_verifier(settings))
-        decode_all(engine, requests[:_WARM_UP])
-        rates: list[float] = []
-        plain_rates: list[float] = []
-        first: list[Generation] = []
-        for turn in range(self._rounds):
-            # Alternate the order, so that a changing load of the machine affects both alike.
-            both = [(engine, rates), (plain, plain_rates)]
-            for one, found in both if turn % 2 == 0 else both[::-1]:
-                seconds, made = decode_all(one, requests)
-                found.append(per_second(sum(len(generation.token_ids) for generation in made), seconds))
-                if one is engine and not first:
-                    first = made
-        return VerifierRun(
-            settings,
-            [one.token_ids for one in first],
-            [one.text for one in first],
-            sum(len(one.lenient) for one in first),
-            total(one.counts for one in first),
-            rates,
-            plain_rates,
-        )
-
-
-_COLOURS = {"fly": "#0072B2", "pad": "#D55E00", "typical": "#009E73"}
-"""From the colour-blind safe palette of Okabe and Ito."""
-_STYLES = ({"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "s"}, {"linestyle": ":", "marker": "^"})
-"""Line styles of one verifier; a line may be a single point."""
-
-
-@dataclass(frozen=True)
-class VerifierFigures:
-    """Speed and utility of a verifier.
-
-    Args:
-        utility: Sums over the requests: of exact decoding, and of this verifier.
-        beta: New tokens per target forward.
-        gamma: Speed relative to plain decoding.
-        lenient_tokens: Tokens that the target model would not have chosen.
-        counts: Raw speculation counts.
-    """
-
-    verifier: VerifierSettings
-    utility: PairedSums
-    beta: float
-    gamma: float
-    lenient_tokens: int
-    counts: DecodeCounts
-
-    @classmethod
-    def of(cls, run: VerifierRun, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
-        """Return a run's figures, from the utility of each answer of exact decoding and of this run."""
-        sums = PairedSums()
-        for pair in zip(exact, scores, strict=True):
-            sums.add(*pair)
-        return cls(run.verifier, sums, run.beta, run.gamma, run.lenient_tokens, run.counts)
 
     @property
     def kept(self) -> float | None:
@@ -239,17 +120,30 @@ def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[Ve
     """Return each lenient verifier's setting of largest β that keeps at least the share `keep` of utility, if any."""
     best: dict[str, VerifierFigures] = {}
     for one in found:
-        name = one.verifier.name
-        if one.verifier == EXACT or not one.keeps(keep):
-            continue
-        if name not in best or one.beta > best[name].beta:
-            best[name] = one
+        known = best.get(one.verifier.name)
+        if one.verifier != EXACT and one.keeps(keep) and (known is None or one.beta > known.beta):
+            best[one.verifier.name] = one
     return list(best.values())
 
 
 def in_order(found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
     """Return figures by verifier, each from the strictest value of the varied setting."""
     return [one for line in _lines(found).values() for one in line]
+
+
+def _lines(found: Sequence[VerifierFigures]) -> dict[VerifierSettings, list[VerifierFigures]]:
+    """Return figures by all of their settings but the varied one, each line from the strictest."""
+    commons = dict.fromkeys(_common(one.verifier) for one in found)
+    return {common: _on(common, found) for common in commons}
+
+
+def _common(settings: VerifierSettings) -> VerifierSettings:
+    return EXACT if settings == EXACT else _with_value(settings, None)
+
+
+def _on(line: VerifierSettings, found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
+    some = [one for one in found if _common(one.verifier) == line]
+    return some if line == EXACT else sorted(some, key=lambda one: leniency(one.verifier))
 
 
 def utility_table(found: Sequence[VerifierFigures]) -> str:
@@ -273,24 +167,28 @@ def utility_table(found: Sequence[VerifierFigures]) -> str:
     return markdown_table(rows)
 
 
+_COLOURS = dict(zip(_GRIDS, COLOURS, strict=False))
+_STYLES = ({"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "s"}, {"linestyle": ":", "marker": "^"})
+"""Line styles of one verifier; a line may be a single point."""
+
+
 def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures] = ()) -> Figure:
     """Plot utility over β, a line for each verifier and window of `fly`; `kept` are highlighted."""
-    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
-    panel = figure.subplots()
+    figure, (panel,) = new_figure((6.5, 4.5))
     lines = _lines(found)
     names = [common.name for common in lines]
     for number, (common, line) in enumerate(lines.items()):
-        name = common.name
-        points = [_place(one) for one in line]
         style: dict[str, Any] = {"color": "black", "marker": "*", "linestyle": "none"}
-        if name in _COLOURS:
-            style = {"color": _COLOURS[name], **_STYLES[names[:number].count(name) % len(_STYLES)]}
+        if common != EXACT:
+            style = {"color": _COLOURS[common.name], **_STYLES[names[:number].count(common.name) % len(_STYLES)]}
+        points = [_place(one) for one in line]
         panel.plot(*zip(*points, strict=True), label=title_of(common), markersize=4, **style)
         for one, place in zip(line, points, strict=True):
-            if one.verifier != EXACT and (varied_value(one.verifier) in grid_values(name) or one in kept):
-                text = f"{varied_value(one.verifier):g}"
+            if one.verifier != EXACT and (_value(one.verifier) in _GRIDS[common.name][1] or one in kept):
                 below = one in kept  # where its neighbours' numbers are not
-                panel.annotate(text, place, textcoords="offset points", xytext=(4, -13 if below else 4), fontsize=7)
+                offset = (4, -13 if below else 4)
+                text = f"{_value(one.verifier):g}"
+                panel.annotate(text, place, textcoords="offset points", xytext=offset, fontsize=7)
     for one in kept:
         ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
         panel.plot(*_place(one), color=_COLOURS[one.verifier.name], **ring)
@@ -300,20 +198,11 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
     return figure
 
 
-def _lines(found: Sequence[VerifierFigures]) -> dict[VerifierSettings, list[VerifierFigures]]:
-    """Return figures by all of their settings but the varied one."""
-    lines: dict[VerifierSettings, list[VerifierFigures]] = {}
-    for one in found:
-        lines.setdefault(EXACT if one.verifier == EXACT else with_value(one.verifier, None), []).append(one)
-    return {
-        common: line if common == EXACT else sorted(line, key=lambda one: leniency(one.verifier))
-        for common, line in lines.items()
-    }
-
-
 def _place(one: VerifierFigures) -> tuple[float, float]:
     return one.beta, one.utility.difference.second
 
+
+# The search for a setting between those of the grid.
 
 _HALVINGS = 4
 """Bisections of an interval: a sixteenth of it is left."""
@@ -334,15 +223,14 @@ def next_setting(
     better.
 
     Args:
-        verifier: Its name, and what is the same in all of its settings.
-        found: The figures of its settings so far, in any order.
+        found: The figures of the verifier's settings so far, in any order.
         keep: Share of exact decoding's utility that is enough.
         depth: Most draft tokens of a path.
     """
-    if getattr(verifier, varied(verifier.name)) is not None:
+    if _value(verifier) is not None:
         return None
     exact, best = _EXACT_AT.get(verifier.name), max((one.beta for one in found if one.keeps(keep)), default=0.0)
-    strict, lenient = _limits(verifier, found, keep, exact)
+    strict, lenient = _limits(_on(verifier, found), keep, exact)
     setting = _between(verifier, found, keep, (strict, lenient), best)
     for window in _other_windows(verifier, depth):
         if setting is None:
@@ -361,44 +249,33 @@ def _between(
 ) -> VerifierSettings | None:
     """Return the next setting to measure on one line; None if there is nothing to gain.
 
-    Args:
-        line: Settings without the varied one.
-        limits: Values believed to keep enough and too little, or None.
-        best: The largest β that keeps enough.
+    `limits` are values believed to keep enough and too little, `best` is the largest β that keeps enough.
     """
-    strict, lenient = _limits(line, found, keep, limits[0])
+    tried = _on(line, found)
+    strict, lenient = _limits(tried, keep, limits[0])
     if strict is None:
         return None
-    betas = {varied_value(one.verifier): one.beta for one in _on(line, found)}
+    betas = {_value(one.verifier): one.beta for one in tried}
     if lenient is None:
         lenient = limits[1]
     elif betas[lenient] <= best:
         return None
-    grid = grid_values(line.name)
+    grid = _GRIDS[line.name][1]
     if lenient is None:
-        return None if grid[-1] in betas else with_value(line, grid[-1])
+        return None if grid[-1] in betas else _with_value(line, grid[-1])
     middle = round((strict + lenient) / 2, _DIGITS)
     if len(betas.keys() - set(grid)) >= _HALVINGS or middle in (strict, lenient):
         return None
-    return with_value(line, middle)
+    return _with_value(line, middle)
 
 
-def _limits(
-    line: VerifierSettings, found: Sequence[VerifierFigures], keep: float, strict: float | None
-) -> tuple[float | None, float | None]:
+def _limits(tried: Sequence[VerifierFigures], keep: float, strict: float | None) -> tuple[float | None, float | None]:
     """Return the most lenient value that keeps enough (`strict` if none was measured), and the next one, if any."""
-    tried = _on(line, found)
     last = max((place for place, one in enumerate(tried) if one.keeps(keep)), default=-1)
     if last >= 0:
-        strict = varied_value(tried[last].verifier)
+        strict = _value(tried[last].verifier)
     following = tried[last + 1 :]
-    return strict, varied_value(following[0].verifier) if following else None
-
-
-def _on(line: VerifierSettings, found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
-    """Return the figures on a line, from the strictest."""
-    some = [one for one in found if with_value(one.verifier, None) == line]
-    return sorted(some, key=lambda one: leniency(one.verifier))
+    return strict, _value(following[0].verifier) if following else None
 
 
 def _other_windows(verifier: VerifierSettings, depth: int) -> list[int]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.evaluation.plan import Nodes, Plan
+from drafter.evaluation.results import Nodes, Plan
 from drafter.heads.config import Tree
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.config import LoadingConfig
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,19 +93,11 @@ class EvaluateConfig:
             raise InputError(str(error)) from error
 
     def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
-        """Return the verifiers to measure.
-
-        Raises:
-            InputError: A name or a setting is unknown.
-        """
+        """Return the verifiers to measure. Raises `InputError` for an unknown name or setting."""
         return () if self.verifiers is None else tuple(map(named_verifier, _each(self.verifiers)))
 
     def plan(self) -> Plan:
-        """Return what is measured.
-
-        Raises:
-            ValueError: A value is out of range.
-        """
+        """Return the plan of drafters. Raises `ValueError` for a value out of range."""
         default = embedded_heads() if self.model is None else ("ngram",)
         return Plan(
             drafters=default if self.drafters is None else _each(self.drafters),
@@ -126,8 +116,7 @@ class EvaluateConfig:
 def named_verifier(text: str) -> VerifierSettings:
     """Parse a lenient verifier's settings, `NAME` or `NAME:setting=value,setting=value`.
 
-    Raises:
-        InputError: There is no such verifier or setting, or the value is no number.
+    Raises `InputError` if there is no such verifier or setting, or the value is no number.
     """
     name, _, rest = text.partition(":")
     kinds = get_type_hints(VerifierSettings)
@@ -147,11 +136,10 @@ def named_verifier(text: str) -> VerifierSettings:
 
 
 def embedded_heads() -> tuple[str, ...]:
-    """Return the names of the embedded model's draft heads."""
     return tuple(sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file()))
 
 
-def _each(value: list[T] | T) -> tuple[T, ...]:
+def _each(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -173,9 +161,6 @@ again to resume the job where it stopped.
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
     """Parse an evaluation's command line; see `command_line.parse`."""
     return parse(EvaluateConfig, make_parser(EvaluateConfig, "jobs.evaluate", "--output DIR", _DESCRIPTION), arguments)
-
-
-# Planning.
 
 
 @dataclass(frozen=True)

@@ -1,68 +1,83 @@
-"""Entry of the evaluation job.
-
-One Ray task measures everything side by side, on a GPU if there is one. Results are written as they arrive.
-"""
+"""The evaluation job, of drafters or of verifiers: everything is measured side by side, on a GPU if there is one."""
 
 from __future__ import annotations
 
-import sys
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from drafter.errors import LoadError
-from drafter.evaluation.measurement import Evaluation, Progress
-from drafter.evaluation.plan import Plan
-from drafter.evaluation.questions import Question, QuestionError, read_questions
-from drafter.evaluation.results import RESULTS_FILE, Cell, Results, Setting
+from drafter.acceptance.settings import VerifierSettings, make_verifier
+from drafter.errors import LoadError, RequestError, one_line
+from drafter.evaluation.questions import Question, QuestionError, encode, read_questions
+from drafter.evaluation.results import RESULTS_FILE, Cell, Nodes, Results, Setting, comparable, write_json
 from drafter.evaluation.tables import speed_tables, write_report
-from drafter.target.loading import load_base
+from drafter.evaluation.verifiers import (
+    VerifierFigures,
+    fastest_that_keeps,
+    in_order,
+    next_setting,
+    title_of,
+    utility_plot,
+    utility_table,
+    verifier_grid,
+)
+from drafter.methods.learning.payoff import Evaluation
+from drafter.requests import Request, SamplingParams
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.command_line import say
-from pipeline.engines.models import model_name
+from pipeline.engines.models import (
+    classifier_fingerprints,
+    file_fingerprint,
+    head_fingerprints,
+    model_fingerprint,
+    model_name,
+)
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
-from pipeline.evaluation.measuring import measured
-from pipeline.evaluation.verifiers import RESULTS_FILE as VERIFIERS_FILE
-from pipeline.evaluation.verifiers import evaluate_verifiers
-from pipeline.generate.config import LoadingConfig
+from pipeline.evaluation.measuring import (
+    Ask,
+    ScoredVerifiers,
+    VerifierMeasurement,
+    as_job_errors,
+    load_models,
+    measured,
+    measuring,
+)
+from pipeline.progress.board import Progress
+from pipeline.report.scorers import Scorer, make_scorer, scorer_file
 from pipeline.settings import ResourcesConfig
 
-Item = Results | list[Cell] | Progress | str
-"""Items of the task: status lines, results without cells, then the cells of each setting, and progress."""
-
+VERIFIERS_FILE = "verifiers.json"
 _LINE_SECONDS = 5.0
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:
-    """Run a job to its end; `command` is kept for the record.
+    """Run an evaluation to its end; `command` is kept for the record. Results are written as they arrive.
 
-    Raises:
-        InputError: The configuration, the questions, the models or the output cannot be used.
-        JobError: The job failed on the way.
+    Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
-    try:
+    with as_job_errors((QuestionError,)):
         questions = {name: read_questions(file, config.questions_per_file) for name, file in config.questions.items()}
-    except QuestionError as error:
-        raise InputError(str(error)) from error
-    folder = Path(config.output).expanduser()
-    earlier = open_output(folder)
-    wanted = ResourcesConfig(gpus_per_actor=config.gpus)
+    folder = output_folder(config.output)
+    earlier = _earlier_results(folder)
     if config.verifiers is not None and earlier is not None:
         raise InputError(f"output {folder} holds an evaluation of drafters: choose another")
     if config.verifiers is None and (folder / VERIFIERS_FILE).exists():
         raise InputError(f"output {folder} holds an evaluation of verifiers: choose another")
-    resources = share_out(wanted, connect(), what="evaluation", settings="{}")
+    resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
     if config.verifiers is not None:
         evaluate_verifiers(config, questions, command, folder, resources)
         return
     done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
-    results = collect(measure_on(resources, config, questions, command, done), folder, earlier)
+    asked = (config, questions, command, done, resources.threads)
+    results = _collect(measured(resources, _measure, *asked, mistakes=(LoadError, QuestionError)), folder, earlier)
     files = write_report(results, folder)
     print(f"{speed_tables(results)}\n")
     for one in results.skipped:
@@ -70,80 +85,51 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
 
 
-def open_output(folder: Path) -> Results | None:
-    """Create the output folder. Return the results of an earlier submission; None if there are none.
-
-    Raises:
-        InputError: The folder cannot be created, or the earlier results cannot be read.
-    """
+def output_folder(output: str) -> Path:
+    folder = Path(output).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return Results.load(folder) if (folder / RESULTS_FILE).exists() else None
     except OSError as error:
         raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    return folder
+
+
+def _earlier_results(folder: Path) -> Results | None:
+    """Return the results of an earlier submission; None if there are none."""
+    try:
+        return Results.load(folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
+    except ValueError as error:
         raise InputError(f"output {folder} has a damaged {RESULTS_FILE}: choose another output") from error
 
 
-def measure_on(
-    resources: ActorResources,
+def _measure(
     config: EvaluateConfig,
     questions: Mapping[str, Sequence[Question]],
     command: str,
     done: frozenset[Setting],
-) -> Iterator[Item]:
-    """Yield what `measure` yields, run as a task on the cluster.
-
-    Raises:
-        InputError: The models or the questions cannot be used.
-        JobError: The task failed.
-    """
-    return measured(
-        resources,
-        measure,
-        model_name(config.model),
-        config.loading,
-        config.plan(),
-        questions,
-        config.questions,
-        command,
-        done,
-        resources.threads,
-        mistakes=(LoadError, QuestionError),
-    )
-
-
-def measure(
-    model: str,
-    loading: LoadingConfig,
-    plan: Plan,
-    questions: Mapping[str, Sequence[Question]],
-    files: Mapping[str, str],
-    command: str,
-    done: frozenset[Setting],
     threads: int,
-) -> Iterator[Item]:
+) -> Iterator[Results | list[Cell] | Progress | str]:
     """Load the models and measure all settings but those in `done`. Runs on a worker.
 
-    Raises:
-        LoadError: A model cannot be loaded.
-        QuestionError: The questions do not fit the target model or the plan.
+    Yields status lines, then results without cells, then the cells of each setting, and progress.
     """
-    torch.set_num_threads(threads)
+    model = model_name(config.model)
     yield f"loading the model {model}"
-    base = load_base(model, **asdict(loading))
-    tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
+    base, tokenizer = load_models(model, asdict(config.loading), threads)
     yield "timing steps, and decoding the prompts"
-    evaluation = Evaluation(base, tokenizer, questions, plan)
-    yield evaluation.describe(command, files)
+    evaluation = Evaluation(base, tokenizer, questions, config.plan())
+    yield evaluation.describe(command, config.questions)
     yield from evaluation.run(done)
 
 
-def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Results:
-    """Collect and save the results as they arrive, and print progress.
+def _collect(stream: Iterator[Results | list[Cell] | Progress | str], folder: Path, earlier: Results | None) -> Results:
+    """Collect and save what `_measure` yields as it arrives, and print progress.
 
-    Raises:
-        InputError: `earlier` holds another measurement.
+    Raises `InputError` if `earlier` holds another measurement.
     """
     while isinstance(results := next(stream), str):
         say(results)
@@ -164,5 +150,227 @@ def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Re
             last_line = time.monotonic()
             temperature, batch, questions = item.setting
             where = f"temperature {temperature:g}, batch {batch}, {questions}"
-            print(f"{where}: {item.done} of {item.total} turns of all arms", file=sys.stderr, flush=True)
+            say(f"{where}: {item.done} of {item.total} turns of all arms")
     return results
+
+
+# Verifiers.
+
+
+@dataclass(frozen=True)
+class Block:
+    """A combination of settings under which all verifiers are compared."""
+
+    questions: str
+    drafter: str
+    nodes: Nodes
+    batch: int
+    temperature: float
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.questions}, {self.drafter}, {self.nodes} draft nodes, batch {self.batch}, "
+            f"temperature {self.temperature:g}"
+        )
+
+
+def evaluate_verifiers(
+    config: EvaluateConfig,
+    questions: Mapping[str, Sequence[Question]],
+    command: str,
+    folder: Path,
+    resources: ActorResources,
+) -> None:
+    """Measure all blocks, one after another, except those that an earlier submission has measured.
+
+    Raises `InputError` if questions, models, verifiers or the output cannot be used, and `JobError` on failure.
+    """
+    assert config.scorer is not None
+    scorer, plan = make_scorer(config.scorer, config.target), config.plan()
+    for name, some in questions.items():
+        if more := [question.name for question in some if len(question.turns) > 1]:
+            raise InputError(
+                f"questions {name}: {more[0]} has several turns, and a scorer scores one answer: leave it out"
+            )
+    results = _open_results(folder, _identity(config, questions))
+    made = [one["block"] for one in results["blocks"]]
+    settings = product(questions, plan.drafters, plan.num_draft_tokens, plan.batches, plan.temperatures)
+    blocks = [Block(*one) for one in settings]
+    for block in (one for one in blocks if asdict(one) in made):
+        say(f"{block.title}: measured before")
+    left = [one for one in blocks if asdict(one) not in made]
+    if not left:
+        return
+    loaded = (model_name(config.model), asdict(config.loading), resources.threads)
+    with measuring(resources, VerifierMeasurement, *loaded, mistakes=(LoadError, RequestError)) as ask:
+        results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
+        for block in left:
+            verifiers, left_out = _usable(config, block.temperature)
+            say(block.title)
+            for reason in left_out:
+                say(f"left out at temperature {block.temperature:g}: {reason}")
+            found = _measured(config, block, questions[block.questions], verifiers, scorer, ask)
+            _add_block(config, block, left_out, found, results, folder)
+
+
+def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
+    assert config.scorer is not None
+    file, verifiers = scorer_file(config.scorer), config.lenient_verifiers()
+    heads: dict[str, str] = {}
+    for name in config.plan().drafters:
+        heads |= head_fingerprints(config.model, name)
+    for one in verifiers:
+        heads |= classifier_fingerprints(one)
+    texts = {name: json.dumps([dict(one.columns) for one in some]) for name, some in questions.items()}
+    return {
+        "model": model_fingerprint(model_name(config.model)),
+        "heads": heads,
+        "dtype": config.loading.dtype,
+        "questions": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()},
+        "verifiers": [asdict(one) for one in verifiers],
+        "scorer": config.scorer if file is None else file_fingerprint(file),
+        "target": config.target,
+        "keep": config.keep,
+        "rounds": config.rounds,
+        "max_new_tokens": config.max_new_tokens,
+        "compile": config.compile,
+    }
+
+
+def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    file = folder / VERIFIERS_FILE
+    if not file.exists():
+        return {"identity": identity, "environment": {}, "blocks": []}
+    try:
+        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        same = results["identity"] == json.loads(json.dumps(identity))
+        comparable(results["environment"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"output {folder} has a damaged {VERIFIERS_FILE} ({one_line(error)}): choose another"
+        ) from error
+    if not same:
+        raise InputError(f"output {folder} holds another evaluation of verifiers (settings or models): choose another")
+    return results
+
+
+def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment of the file's blocks, or `here` before the first; refuse to mix different ones."""
+    if not earlier:
+        return here
+    before, now = comparable(earlier), comparable(here)
+    if other := [name for name in now if now[name] != before[name]]:
+        raise InputError(
+            f"output {folder} holds an evaluation of verifiers on another machine or by other code "
+            f"({', '.join(other)}), and speeds of both cannot stand side by side: choose another"
+        )
+    return earlier
+
+
+def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
+    """Return the verifiers that decode at a temperature, and why the others do not."""
+    found: list[VerifierSettings] = []
+    left_out: list[str] = []
+    for one in config.lenient_verifiers():
+        try:
+            for settings in verifier_grid(one):
+                make_verifier(settings).refuse(SamplingParams(temperature=temperature))
+        except RequestError as error:
+            left_out.append(str(error))
+        except LoadError as error:
+            raise InputError(str(error)) from error
+        else:
+            found.append(one)
+    return found, left_out
+
+
+def _measured(
+    config: EvaluateConfig,
+    block: Block,
+    questions: Sequence[Question],
+    verifiers: Sequence[VerifierSettings],
+    scorer: Scorer,
+    ask: Ask,
+) -> list[VerifierFigures]:
+    with as_job_errors((LoadError, RequestError)):
+        tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
+        requests = [
+            Request(
+                encode(tokenizer, [{"role": "user", "content": question.turns[0]}]),
+                SamplingParams(config.max_new_tokens, block.temperature, seed=number),
+                question.name,
+            )
+            for number, question in enumerate(questions)
+        ]
+    engine = {
+        "max_num_seqs": block.batch,
+        "max_model_len": max(len(request.prompt_ids) for request in requests) + config.max_new_tokens,
+        "num_draft_tokens": block.nodes,
+        "compile": config.compile,
+    }
+    depth: int = ask("begin", block.drafter, engine, requests, config.rounds)
+    rows = [{**question.columns, "request_id": question.name} for question in questions]
+    scored = ScoredVerifiers(ask, rows, scorer)
+    found = [scored.exact]
+    for verifier in verifiers:
+        found += _tried(verifier, scored, config.keep, depth)
+    return in_order(found)
+
+
+def _tried(
+    verifier: VerifierSettings, scored: ScoredVerifiers, keep: float | None, depth: int
+) -> list[VerifierFigures]:
+    """Return the figures of a verifier's grid and of the search after it, if some utility is to be kept."""
+    found: list[VerifierFigures] = []
+
+    def measure(settings: VerifierSettings) -> None:
+        found.append(scored.measure(settings))
+        kept = "" if (share := found[-1].kept) is None else f", keeps {share:.1%}"
+        say(f"{title_of(settings)}: β {found[-1].beta:.2f}{kept}")
+
+    for settings in verifier_grid(verifier):
+        measure(settings)
+    while keep is not None and (following := next_setting(verifier, found, keep, depth)) is not None:
+        measure(following)
+    return found
+
+
+def _add_block(
+    config: EvaluateConfig,
+    block: Block,
+    left_out: Sequence[str],
+    found: Sequence[VerifierFigures],
+    results: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Plot, write and print the figures of a block."""
+    kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
+    measured_block = {
+        "block": asdict(block),
+        "left_out": left_out,
+        "verifiers": [one.as_dict() for one in found],
+        "kept": [one.as_dict() for one in kept],
+    }
+    results["blocks"].append(measured_block)
+    # The plot comes first: a block in the results is not measured again, and a kill in between would lose its plot.
+    plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
+    utility_plot(found, kept).savefig(plot, dpi=150)
+    write_json(folder / VERIFIERS_FILE, results)
+    print(f"## {block.title}\n\n{utility_table(found)}\n")
+    print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / VERIFIERS_FILE}, {plot}"]), flush=True)
+
+
+def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:
+    if config.keep is None:
+        return []
+    lines = []
+    for name in dict.fromkeys(one.verifier.name for one in found[1:]):
+        best = next((one for one in kept if one.verifier.name == name), None)
+        if best is None:
+            lines.append(f"keeps {config.keep:.1%}: no setting of {name}")
+            continue
+        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best.verifier.given.items())
+        betas = f"β {best.beta:.2f}, exact {found[0].beta:.2f}"
+        lines.append(f"keeps {config.keep:.1%}: --verifier {name} {flags} ({betas})")
+    return [*lines, ""]

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
+import torch
 
+from drafter.acceptance.settings import VerifierSettings
+from drafter.drafters.registry import load_drafter, useful_nodes
+from drafter.engine.config import EngineConfig
 from drafter.errors import one_line
+from drafter.evaluation.environment import environment
+from drafter.evaluation.measurement import VerifierTrials
+from drafter.evaluation.verifiers import EXACT, VerifierFigures
+from drafter.requests import Request
+from drafter.target.loading import load_base
+from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError, JobError
+from pipeline.report.scorers import Scorer, scores_of
 
 Ask = Callable[..., Any]
 """Calls a method of the actor by its name, with arguments, and returns its result."""
+Item = TypeVar("Item")
+Mistakes = tuple[type[Exception], ...]
 
 
 @contextmanager
-def measuring(
-    resources: ActorResources, kind: type, *arguments: Any, mistakes: tuple[type[Exception], ...]
-) -> Iterator[Ask]:
+def measuring(resources: ActorResources, kind: type, *arguments: Any, mistakes: Mistakes) -> Iterator[Ask]:
     """Run an actor on the cluster for as long as the context lasts; yields the function that asks it.
 
-    Asking raises `InputError` where the actor raises one of the `mistakes`, and `JobError` where it fails otherwise.
-    The actor's constructor must not fail.
+    Asking raises errors as `as_job_errors` does. The actor's constructor must not fail.
     """
     options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": 0}
     actor = ray.remote(**options)(kind).remote(*arguments)
@@ -38,21 +49,10 @@ def measuring(
         ray.kill(actor)
 
 
-Item = TypeVar("Item")
-
-
 def measured(
-    resources: ActorResources,
-    measure: Callable[..., Iterator[Item]],
-    *arguments: Any,
-    mistakes: tuple[type[Exception], ...],
+    resources: ActorResources, measure: Callable[..., Iterator[Item]], *arguments: Any, mistakes: Mistakes
 ) -> Iterator[Item]:
-    """Yield what `measure` yields, run as a task on the cluster.
-
-    Raises:
-        InputError: The task raised one of the `mistakes`.
-        JobError: It failed otherwise.
-    """
+    """Yield what `measure` yields, run as a task on the cluster. Raises errors as `as_job_errors` does."""
     options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0, "num_returns": "streaming"}
     with as_job_errors(mistakes):
         for item in ray.remote(**options)(measure).remote(*arguments):
@@ -60,17 +60,76 @@ def measured(
 
 
 @contextmanager
-def as_job_errors(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn Ray's errors into the job's.
+def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
+    """Turn errors of this process and of workers into the job's.
 
     Raises:
-        InputError: The worker raised one of the `mistakes`.
-        JobError: It failed otherwise.
+        InputError: One of the `mistakes` was raised, here or by a worker.
+        JobError: A worker failed otherwise.
     """
     try:
         yield
-    except ray.exceptions.RayError as error:
+    except ray.exceptions.RayError as error:  # first: Ray's error is also of its cause's class, with a longer message
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, mistakes):
             raise InputError(str(cause)) from error
         raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
+    except mistakes as error:
+        raise InputError(str(error)) from error
+
+
+def load_models(model: str, loading: Mapping[str, Any], threads: int) -> tuple[BaseModel, Any]:
+    """Load a target model and its tokenizer on a worker that has so many threads.
+
+    Raises `LoadError` if one of them cannot be loaded.
+    """
+    torch.set_num_threads(threads)
+    return load_base(model, **loading), load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
+
+
+class VerifierMeasurement:
+    """Actor that holds the target model. Call `load`, then `begin`, then `run` for each verifier."""
+
+    def __init__(self, model: str, loading: Mapping[str, Any], threads: int) -> None:
+        self._asked = model, loading, threads
+        self._trials: VerifierTrials | None = None
+
+    def load(self, command: str) -> dict[str, Any]:
+        """Load the target model, and return the record of the environment."""
+        self._base, self._tokenizer = load_models(*self._asked)
+        return environment(self._base, command)
+
+    def begin(self, drafter: str, engine: Mapping[str, Any], requests: Sequence[Request], rounds: int) -> int:
+        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path."""
+        self._trials = None  # frees the previous engine's memory
+        base, config = self._base, EngineConfig(**engine)
+        nodes = useful_nodes(base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
+        self._trials = VerifierTrials(
+            base, self._tokenizer, lambda: load_drafter(drafter, base, nodes), requests, config, rounds
+        )
+        return self._trials.depth
+
+    def run(self, settings: VerifierSettings) -> VerifierFigures:
+        """Decode the requests under a verifier; see `VerifierTrials.run`."""
+        assert self._trials is not None
+        return self._trials.run(settings)
+
+
+class ScoredVerifiers:
+    """Measures verifiers on the requests of a `VerifierMeasurement`, whose rows are `rows`; exact decoding at once."""
+
+    def __init__(self, ask: Ask, rows: Sequence[Mapping[str, Any]], scorer: Scorer) -> None:
+        self._ask, self._rows, self._scorer = ask, rows, scorer
+        self._exact: list[float] = []
+        self.exact = self.measure(EXACT)
+
+    def measure(self, settings: VerifierSettings) -> VerifierFigures:
+        """Return the figures of a verifier.
+
+        Raises `InputError` if it does not fit or an answer cannot be scored, and `JobError` if the measurement failed.
+        """
+        found: VerifierFigures = self._ask("run", settings)
+        scores = scores_of(self._rows, found.token_ids, found.texts, self._scorer)
+        if settings == EXACT:
+            self._exact = scores
+        return found.scored(self._exact, scores)

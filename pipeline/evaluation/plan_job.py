@@ -1,14 +1,10 @@
-"""Entry of the planning job: one Ray task measures the drafters and plans the best stack of them."""
+"""Entry of the planning job: one Ray task measures drafters and plans the best stack of them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from drafter.drafters.registry import useful_nodes
 from drafter.errors import LoadError, RequestError
@@ -22,80 +18,55 @@ from drafter.methods.draft_models.planning import (
     stack_table,
     write_stacks,
 )
-from drafter.target.loading import load_base
-from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import share_out
+from pipeline.command_line import say
 from pipeline.engines.models import head_fingerprints, model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.config import PlanConfig
-from pipeline.evaluation.measuring import measured
+from pipeline.evaluation.evaluate_job import output_folder
+from pipeline.evaluation.measuring import as_job_errors, load_models, measured
 from pipeline.settings import ResourcesConfig
 
 
 def plan(config: PlanConfig, command: str) -> None:
-    """Run a job to its end; `command` is kept for the record.
+    """Run a planning job to its end; `command` is kept for the record.
 
-    Raises:
-        InputError: The configuration, the questions, the models or the output cannot be used.
-        JobError: The job failed on the way.
+    Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
-    try:
+    with as_job_errors((QuestionError,)):
         questions = read_questions(config.questions, config.questions_per_file)
-    except QuestionError as error:
-        raise InputError(str(error)) from error
     if len(questions) < 2:
         raise InputError(
             f"questions {config.questions}: a plan needs at least 2, one to measure on and one to try it on"
         )
     for name in config.drafters:
         head_fingerprints(config.model, name)  # check names before anything is loaded
-    folder = Path(config.output).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
+    folder = output_folder(config.output)
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="planning", settings="{}")
-    found: tuple[Comparison, dict[str, Any]] | None = None
     asked = (config, questions, command, resources.threads)
-    for item in measured(resources, measure_stacks, *asked, mistakes=(LoadError, QuestionError, RequestError)):
+    mistakes = (LoadError, QuestionError, RequestError)
+    for item in measured(resources, _measure_stacks, *asked, mistakes=mistakes):
         if isinstance(item, str):
-            print(item, file=sys.stderr, flush=True)
+            say(item)
         else:
-            found = item
-    assert found is not None
-    comparison, where = found
+            comparison, where = item
     files = write_stacks(comparison, where, folder)
     print(f"{acceptance_table(comparison)}\n\n{stack_table(comparison)}\n")
     print(f"best:     --drafter '{stack_name(comparison.expected[0].levels)}'")
     print("written:  " + ", ".join(map(str, files)), flush=True)
 
 
-def measure_stacks(
+def _measure_stacks(
     config: PlanConfig, questions: Sequence[Question], command: str, threads: int
 ) -> Iterator[str | tuple[Comparison, dict[str, Any]]]:
-    """Load the models and measure; yield status lines, then the result and its environment.
-
-    Raises:
-        LoadError: A model cannot be loaded.
-        QuestionError: The questions do not fit the target model.
-    """
-    torch.set_num_threads(threads)
-    model = model_name(config.model)
-    base = load_base(model, **asdict(config.loading))
-    tokenizer = load_tokenizer(model, trust_remote_code=config.loading.trust_remote_code)
+    """Load the models and measure. Runs on a worker; yields status lines, then the result and its environment."""
+    base, tokenizer = load_models(model_name(config.model), asdict(config.loading), threads)
     nodes = config.num_draft_tokens or useful_nodes(base.device)
     planning = StackPlanning(base, tokenizer, config.drafters, nodes, config.batch)
+    sampling: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     prompts, held_out = (
-        prompts_of(
-            base,
-            tokenizer,
-            some,
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-            slots=config.batch,
-        )
-        for some in (questions[::2], questions[1::2])
+        prompts_of(base, tokenizer, some, slots=config.batch, **sampling) for some in (questions[::2], questions[1::2])
     )
     yield f"{len(prompts)} prompts, and {len(held_out)} others to try the plan on"
     comparison = yield from planning.run(prompts, held_out)

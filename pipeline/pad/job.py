@@ -17,7 +17,7 @@ from pipeline.generate.job import generate
 from pipeline.io.listing import input_fingerprints, list_input
 from pipeline.output.run_file import check_output, save_run
 from pipeline.pad.config import PivotsConfig, PivotsFolder
-from pipeline.report.against.scorers import make_scorer, scorer_file
+from pipeline.report.scorers import make_scorer, scorer_file
 
 
 def pivots(config: PivotsConfig, command: str) -> None:

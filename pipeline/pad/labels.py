@@ -32,8 +32,8 @@ from drafter.target.loading import load_base
 from drafter.text.tokenizers import cut_at_stop, load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.report.against.audit import RepeatedRow
-from pipeline.report.against.scorers import Scorer, scores_of
+from pipeline.report.audit import RepeatedRow
+from pipeline.report.scorers import Scorer, scores_of
 
 _BASE = b"base"
 _ROWS_AT_ONCE = 256

@@ -22,8 +22,7 @@ from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.measuring import measured, measuring
-from pipeline.evaluation.verifiers import ScoredVerifiers, VerifierMeasurement
+from pipeline.evaluation.measuring import ScoredVerifiers, VerifierMeasurement, measured, measuring
 from pipeline.generate.job import with_model_defaults
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
@@ -40,10 +39,9 @@ from pipeline.pad.labels import (
     requests_of,
     write_table,
 )
-from pipeline.report.against.audit import RepeatedRow, rows_to_repeat
-from pipeline.report.against.pairs import rows_of
-from pipeline.report.against.scorers import Scorer
-from pipeline.report.output_files import open_output, read_run_of
+from pipeline.report.audit import RepeatedRow, rows_to_repeat
+from pipeline.report.outputs import open_output, read_run_of, rows_of
+from pipeline.report.scorers import Scorer
 
 
 def roc_plot(found: Roc) -> Figure:

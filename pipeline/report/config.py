@@ -1,35 +1,37 @@
-"""Configuration and command line of the report job."""
+"""Configurations and command lines of the report and comparison jobs."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.command_line import new_parser, parse_arguments
 from pipeline.errors import InputError
 
-PAGE = "report.html"
-_DESCRIPTION = """\
+REPORT_PAGE, COMPARISON_PAGE = "report.html", "comparison.html"
+CATEGORY = "category"
+"""Default column to group rows by."""
+_REPORT = """\
 Show what a generation job has done as one HTML page: totals, speed, acceptance, cost, slow and failed
 rows, and some rows step by step. The job may still be running, and its output may be on S3 or the like.
 
   python -m jobs.report results
   python -m jobs.report results --against plain-results --page /tmp/report.html"""
-CATEGORY = "category"
-"""Default column to group rows by."""
+_COMPARISON = """\
+Compare two outputs of generation jobs, of the same prompts: how many rows have the same tokens, where the
+others differ, and, with a scorer, whether one is worth more than the other.
+
+  python -m jobs.compare exact lenient --scorer number --target answer
+  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
+  python -m jobs.compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """A report.
-
-    Args:
-        output: Folder or URI of a generation job's results.
-        page: File or URI to write.
-        against: Another output to compare with, of plain decoding; None for no comparison.
-        category: Column to group rows by; None for the default.
-        examples: How many rows to show step by step.
-    """
+    """A report; see `parse_report`."""
 
     output: str
     page: str
@@ -38,18 +40,83 @@ class ReportConfig:
     examples: int
 
 
-def parse_config(arguments: Sequence[str] | None = None) -> ReportConfig:
-    """Return the report that a command line asks for."""
-    parser = new_parser("jobs.report", "output [settings]", _DESCRIPTION)
+def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
+    parser = new_parser("jobs.report", "output [settings]", _REPORT)
     parser.add_argument("output", help="folder or URI of a generation job's results")
-    parser.add_argument("--page", help=f"file or URI to write; by default {PAGE} in the output")
+    parser.add_argument("--page", help=f"file or URI to write; by default {REPORT_PAGE} in the output")
     parser.add_argument("--against", help="output of the same job with --drafter none, to compare with")
     parser.add_argument(
         "--category", help=f"input column to group rows by; by default {CATEGORY!r}, or else the rows' source files"
     )
     parser.add_argument("--examples", type=int, default=8, help="rows to show step by step")
     given = parse_arguments(parser, arguments)
-    if given.examples < 0:
-        raise InputError(f"--examples must be at least 0, not {given.examples}")
-    page = given.page if given.page is not None else f"{given.output.rstrip('/')}/{PAGE}"
-    return ReportConfig(given.output, page, given.against, given.category, given.examples)
+    _check_examples(given.examples)
+    return ReportConfig(
+        given.output, _page(given.page, given.output, REPORT_PAGE), given.against, given.category, given.examples
+    )
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison, or an audit of `first` where there is no `second`; see `parse_comparison`.
+
+    `share` is the share of each output's rows to repeat by plain decoding; None is no audit.
+    """
+
+    first: str
+    second: str | None = None
+    scorer: str | None = None
+    target: str | None = None
+    page: str | None = None
+    examples: int = 20
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_examples(self.examples)
+        if self.second is None and self.share is None:
+            raise InputError("there is one output: give another to compare it with, or --sample to audit it")
+        if self.second is None and (self.scorer is not None or self.page is not None):
+            raise InputError("an audit of one output has no scorer and no page: leave out --scorer and --page")
+
+    @property
+    def outputs(self) -> list[str]:
+        return [self.first] if self.second is None else [self.first, self.second]
+
+    @property
+    def page_uri(self) -> str:
+        return _page(self.page, self.outputs[-1], COMPARISON_PAGE)
+
+
+def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:
+    parser = new_parser("jobs.compare", "first [second] [settings]", _COMPARISON)
+    parser.add_argument("first", help="folder or URI of a generation job's results")
+    parser.add_argument("second", nargs="?", help="the same of another job on the same prompts")
+    parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")
+    parser.add_argument("--target", help="column with the right answer, for number, string and json")
+    parser.add_argument("--page", help=f"file or URI to write; by default {COMPARISON_PAGE} in the second output")
+    parser.add_argument("--examples", type=int, default=20, help="differing rows to show")
+    parser.add_argument("--sample", help="share of each output's rows to generate again plainly, such as 1%")
+    given = parse_arguments(parser, arguments)
+    share = None if given.sample is None else share_of(given.sample)
+    return CompareConfig(given.first, given.second, given.scorer, given.target, given.page, given.examples, share)
+
+
+def share_of(text: str) -> float:
+    """Parse a share of rows such as `1%` or `0.01`. Raises `InputError` if it is not above 0 and at most 1."""
+    percent = _PERCENT.fullmatch(text.strip())
+    try:
+        share = float(percent[1]) / 100 if percent else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
+    return share
+
+
+def _check_examples(examples: int) -> None:
+    if examples < 0:
+        raise InputError(f"--examples must be at least 0, not {examples}")
+
+
+def _page(page: str | None, output: str, name: str) -> str:
+    return page if page is not None else f"{output.rstrip('/')}/{name}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
-from drafter.evaluation.results import Figures, Results, figures
+from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Figures, Results, figures
 from drafter.evaluation.tables import circumstances, markdown_table
 from recipes.paper.published_figures import Published
 

@@ -11,7 +11,7 @@ import pytest
 
 from drafter.statistics import DecodeCounts
 from examples.demo import PLAIN, SPECULATIVE, answer_text, closing, in_colour, judgement, read_runs, screen
-from pipeline.report.rows import Example, Run, Step
+from pipeline.report.page import Example, MarkedText, Step
 from tests.pipeline.report.outputs import write_output
 
 SUMMARY: dict[str, Any] = {
@@ -30,7 +30,7 @@ SUMMARY: dict[str, Any] = {
     "load_average": 2.0,
     "hardware": {"cores": 2},
 }
-STEPS = (Step(1, 2, (Run(" a b"),), " c"), Step(2, 0, (), " d"), Step(3, 1, (Run(" e"),), "<end>"))
+STEPS = (Step(1, 2, (MarkedText(" a b"),), " c"), Step(2, 0, (), " d"), Step(3, 1, (MarkedText(" e"),), "<end>"))
 ANSWER = Example({"prompt": "Why?", "text": " a b c d e"}, "", STEPS)
 
 
@@ -67,7 +67,7 @@ def test_accepted_draft_tokens_are_marked_and_the_end_token_is_left_out() -> Non
 
 
 def test_a_long_answer_is_cut() -> None:
-    steps = [Step(number, 1, (Run("a"),), "b") for number in range(100)]
+    steps = [Step(number, 1, (MarkedText("a"),), "b") for number in range(100)]
     assert answer_text(Example({"text": "ab" * 100}, "", steps), colour=False) == "[a]b" * 80 + " …"
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import main as make_again
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
-from drafter.evaluation.results import Cell, Results, Skipped, StageSums, figures
+from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results, Skipped, StageSums, figures
 from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
 from drafter.statistics import DecodeCounts, mean_rate, speedup
 

@@ -33,7 +33,8 @@ def searched(verifier: VerifierSettings, curve: Curve, keep: float = 0.99, depth
         beta, kept = curve(one)
         sums = PairedSums()
         sums.add(1.0, kept)
-        return VerifierFigures(one, sums, beta, 1.0, 0, DecodeCounts())
+        counts = DecodeCounts(num_output_tokens=round(beta * 10**9), num_decode_steps=10**9)
+        return VerifierFigures(one, [], [], 0, counts, [1.0], [1.0], sums)
 
     found = [measure(one) for one in verifier_grid(verifier)]
     while (following := next_setting(verifier, found, keep, depth)) is not None:

@@ -11,11 +11,10 @@ import pytest
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
+from drafter.evaluation.measurement import VerifierTrials
 from drafter.evaluation.verifiers import (
     EXACT,
     VerifierFigures,
-    VerifierRun,
-    VerifierTrials,
     fastest_that_keeps,
     in_order,
     title_of,
@@ -77,8 +76,8 @@ def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> Non
 
 def figures(exact: list[float], scores: list[float], beta: int, name: Any = "fly", **given: Any) -> VerifierFigures:
     counts = DecodeCounts(num_output_tokens=10 * beta, num_decode_steps=10)
-    run = VerifierRun(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, [20.0, 40.0], [10.0, 10.0])
-    return VerifierFigures.of(run, exact, scores)
+    run = VerifierFigures(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, [20.0, 40.0], [10.0, 10.0])
+    return run.scored(exact, scores)
 
 
 def test_the_fastest_that_keeps_enough_is_found_for_each_verifier() -> None:

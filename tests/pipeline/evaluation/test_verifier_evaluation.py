@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.evaluation.environment import comparable
 from drafter.evaluation.questions import Question, read_questions
-from drafter.evaluation.results import write_json
-from drafter.evaluation.verifiers import VerifierRun
+from drafter.evaluation.results import comparable, write_json
+from drafter.evaluation.verifiers import VerifierFigures
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
 from jobs.evaluate import main
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError
-from pipeline.evaluation import verifiers as verifier_evaluation
+from pipeline.evaluation import evaluate_job
 from pipeline.evaluation.config import EvaluateConfig, named_verifier, parse_config
-from pipeline.evaluation.verifiers import evaluate_verifiers
+from pipeline.evaluation.evaluate_job import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
 
 Evaluate = Callable[..., JobRun]
@@ -118,12 +117,12 @@ class Measured:
         self._requests = requests
         return 8
 
-    def _run(self, settings: VerifierSettings) -> VerifierRun:
+    def _run(self, settings: VerifierSettings) -> VerifierFigures:
         """Answers are right from δ = 0.2 on, and β is 3 for exact decoding and larger the smaller δ is."""
         delta = 1.0 if settings.delta is None else settings.delta
         counts = DecodeCounts(num_output_tokens=int(1e4 * (4 - delta)), num_decode_steps=10_000)
         (_,) = self._requests
-        return VerifierRun(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, [2.0], [1.0])
+        return VerifierFigures(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, [2.0], [1.0])
 
     def run(self, **settings: Any) -> None:
         """Evaluate."""
@@ -149,7 +148,7 @@ class Measured:
 @pytest.fixture
 def evaluation(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     found = Measured(model, tmp_path)
-    monkeypatch.setattr(verifier_evaluation, "measuring", found.measuring)
+    monkeypatch.setattr(evaluate_job, "measuring", found.measuring)
     return found
 
 
@@ -215,7 +214,7 @@ def test_a_block_has_its_plot_before_it_counts_as_measured(
             raise KeyboardInterrupt
         write_json(file, values)
 
-    monkeypatch.setattr(verifier_evaluation, "write_json", killed_at_the_second)
+    monkeypatch.setattr(evaluate_job, "write_json", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         evaluation.run()
     both = ["utility_by_beta_1.png", "utility_by_beta_2.png"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from drafter.methods.learning.learner import HeadVersion
 from drafter.methods.learning.payoff import Evaluation, Interval
 from pipeline.learning.record import LearningRecord, Moment, Published, together
-from pipeline.report.charts import learning_charts
+from pipeline.report.page import learning_charts
 
 FOUND = Evaluation(seconds=4.0, steps=9, rows=3, candidate=1.5, published=1.0, better=True)
 

@@ -35,7 +35,7 @@ from pipeline.pad.labels import (
     write_table,
 )
 from pipeline.pad.steps import PivotSteps
-from pipeline.report.against.audit import RepeatedRow
+from pipeline.report.audit import RepeatedRow
 
 ROWS = [
     RepeatedRow(Request([1, 2], SamplingParams(6), "a"), [3, 4, 5, 9]),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.charts import rates_over_time, scale, shares
+from pipeline.report.page import rates_over_time, scale, shares
 from tests.pipeline.report.outputs import BEGUN
 
 

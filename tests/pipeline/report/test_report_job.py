@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from jobs.generate import main as generate
 from jobs.report import main
 from pipeline.output.folder import OutputFolder
-from pipeline.report.rows import steps_of, text_pieces
+from pipeline.report.page import steps_of, text_pieces
 from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 from tests.pipeline.report.outputs import write_output
 

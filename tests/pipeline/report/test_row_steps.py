@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
-from pipeline.report.rows import Run, Step, steps_of, text_pieces
+from pipeline.report.page import MarkedText, Step, steps_of, text_pieces
 
 
 def test_a_step_is_its_accepted_run_and_the_token_after_it() -> None:
     pieces = ["a", "b", "c", "d", "e", "f"]
     assert steps_of(pieces, [2, 0, 1]) == [
-        Step(1, 2, (Run("ab"),), "c"),
+        Step(1, 2, (MarkedText("ab"),), "c"),
         Step(2, 0, (), "d"),
-        Step(3, 1, (Run("e"),), "f"),
+        Step(3, 1, (MarkedText("e"),), "f"),
     ]
     # A row that ended inside its last run has no token after it.
-    assert steps_of(pieces, [3, 2]) == [Step(1, 3, (Run("abc"),), "d"), Step(2, 2, (Run("ef"),), "")]
+    assert steps_of(pieces, [3, 2]) == [Step(1, 3, (MarkedText("abc"),), "d"), Step(2, 2, (MarkedText("ef"),), "")]
     assert steps_of([], []) == []
 
 
 def test_tokens_that_were_accepted_leniently_stand_apart() -> None:
     (step, _) = steps_of(["a", "b", "c", "d", "e", "f"], [4, 0], [1, 2])
-    assert step == Step(1, 4, (Run("a"), Run("bc", lenient=True), Run("d")), "e")
+    assert step == Step(1, 4, (MarkedText("a"), MarkedText("bc", marked=True), MarkedText("d")), "e")
     assert step.drafted == "abcd"
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
-from drafter.evaluation.results import Cell, Results
+from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results
 from drafter.statistics import DecodeCounts
 from recipes.paper.head_settings import read_recipes
 from recipes.paper.paper_table import paper_page, write_table

@@ -7,7 +7,7 @@ from pathlib import Path
 from drafter.drafters.registry import load_drafter
 from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.report.against.scorers import last_number
+from pipeline.report.scorers import last_number
 from recipes.sums.__main__ import TEST_PROBLEMS, main
 from recipes.sums.problems import Problem, problems, words
 from recipes.sums.training import Size, build_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.report.against.scorers import last_number, make_scorer
+from pipeline.report.scorers import last_number, make_scorer
 
 
 @pytest.mark.parametrize(

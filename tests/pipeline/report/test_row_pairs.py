@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.against.pairs import RowPairs
+from pipeline.report.compare import RowPairs
 
 NAMES = st.lists(st.integers(0, 30), unique=True, max_size=20)
 

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text, in which commas may separate thousands; None if there is none."""
+    """Return the last number in a text, in which commas may separate thousands."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -30,10 +30,6 @@ def last_number(text: str) -> float | None:
 def _same_number(text: str, target: str) -> bool:
     said = last_number(text)
     return said is not None and said == last_number(target)
-
-
-def _same_string(text: str, target: str) -> bool:
-    return text.strip() == target.strip()
 
 
 def _same_json(text: str, target: str) -> bool:
@@ -45,7 +41,7 @@ def _same_json(text: str, target: str) -> bool:
 
 _BUILT_IN: dict[str, Callable[[str, str], bool]] = {
     "number": _same_number,
-    "string": _same_string,
+    "string": lambda text, target: text.strip() == target.strip(),
     "json": _same_json,
 }
 """Rules by name: (text, target) → whether the text is right."""
@@ -56,12 +52,11 @@ def make_scorer(name: str, target: str | None) -> Scorer:
 
     Args:
         name: `number` (the last number of text and target is the same), `string` (they are the same except for
-            surrounding space), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row as a
-            dictionary.
-        target: Column with the right answer, for the built-in ones.
+            surrounding space), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row.
+        target: Column with the right answer; the built-in ones need it.
 
     Raises:
-        InputError: There is no such scorer, or a built-in one has no target.
+        InputError: There is no such scorer, or it has no target.
     """
     if name in _BUILT_IN:
         if target is None:
@@ -77,13 +72,9 @@ def make_scorer(name: str, target: str | None) -> Scorer:
 def scores_of(
     rows: Sequence[Mapping[str, Any]], token_ids: Sequence[list[int]], texts: Sequence[str], scorer: Scorer
 ) -> list[float]:
-    """Return the utilities of answers.
+    """Return the utilities of answers to `rows`, which have `request_id` and all else that the scorer reads.
 
-    Args:
-        rows: Rows with `request_id` and all that the scorer reads beside the answer.
-
-    Raises:
-        InputError: The scorer cannot score an answer.
+    Raises `InputError` if the scorer cannot score an answer.
     """
     made = zip(rows, token_ids, texts, strict=True)
     return [scorer({**row, "token_ids": ids, "text": text}) for row, ids, text in made]

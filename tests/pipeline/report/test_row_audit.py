@@ -15,8 +15,8 @@ from drafter.requests import SamplingParams
 from jobs.compare import main
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
-from pipeline.report.against.audit import rows_to_repeat
-from pipeline.report.against.config import share_of
+from pipeline.report.audit import rows_to_repeat
+from pipeline.report.config import share_of
 from tests.pipeline.conftest import FinishedJob
 from tests.pipeline.report.outputs import write_output
 

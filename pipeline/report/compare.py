@@ -1,0 +1,176 @@
+"""The comparison job: pairs the rows of two outputs, compares their tokens, and writes the differences as one page."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from heapq import nsmallest
+from itertools import zip_longest
+from typing import Any
+
+from drafter.statistics import PairedSums
+from pipeline.command_line import say
+from pipeline.engines.models import model_name
+from pipeline.report.config import CompareConfig
+from pipeline.report.outputs import Row, first_difference, open_output, read_run_of, rows_of
+from pipeline.report.page import MarkedText, local_tokenizer, render, text_pieces, write_page
+from pipeline.report.scorers import Scorer, make_scorer
+
+Span = tuple[int, int, bool]
+"""First token of a part of one of two sequences, the one after its last, and whether the other sequence lacks them."""
+_COLUMNS = ("request_id", "token_ids")
+
+
+def differing_spans(first: Sequence[int], second: Sequence[int]) -> tuple[list[Span], list[Span]]:
+    """Split both sequences into common and differing spans, by their longest common runs."""
+    ours, theirs = list[Span](), list[Span]()
+    for tag, start, stop, other_start, other_stop in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        for spans, begin, end in ((ours, start, stop), (theirs, other_start, other_stop)):
+            if begin < end:
+                spans.append((begin, end, tag != "equal"))
+    return ours, theirs
+
+
+@dataclass
+class RowPairs:
+    """Pairs of rows with the same `request_id`. Outputs of the same input have the same order, or nearly.
+
+    Only rows without their counterpart are in memory. Once all pairs have been taken, `only_first` and `only_second`
+    have the rows, by name, that the other output lacks.
+    """
+
+    first: Iterator[Row]
+    second: Iterator[Row]
+    only_first: dict[str, Row] = field(default_factory=dict)
+    only_second: dict[str, Row] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[tuple[Row, Row]]:
+        for ours, theirs in zip_longest(self.first, self.second):
+            if ours is not None:
+                self.only_first[ours["request_id"]] = ours
+            if theirs is not None:
+                self.only_second[theirs["request_id"]] = theirs
+            for row in (ours, theirs):
+                name = None if row is None else row["request_id"]
+                if name in self.only_first and name in self.only_second:
+                    yield self.only_first.pop(name), self.only_second.pop(name)
+
+
+@dataclass(frozen=True)
+class DifferingRow:
+    """A row whose tokens first differ at `place`, with its utilities in both outputs; None without a scorer."""
+
+    first: Row
+    second: Row
+    place: int
+    scores: tuple[float, float] | None
+
+    @property
+    def name(self) -> str:
+        return str(self.first["request_id"])
+
+    def texts(self, tokenizer: Any) -> list[list[MarkedText]]:
+        """Return the row's text in both outputs with the differing tokens marked; `tokenizer` None shows token ids."""
+        spans = differing_spans(self.first["token_ids"], self.second["token_ids"])
+        return [_marked(tokenizer, *one) for one in zip((self.first, self.second), spans, strict=True)]
+
+
+def _marked(tokenizer: Any, row: Row, spans: Sequence[Span]) -> list[MarkedText]:
+    pieces = text_pieces(tokenizer, row["token_ids"])
+    return [MarkedText("".join(pieces[start:stop]), differs) for start, stop, differs in spans]
+
+
+@dataclass
+class Comparison:
+    """Result of a comparison of two outputs: of `rows` that both have, `identical` ones have the same tokens.
+
+    `earliest` is the row with the earliest difference, `shown` are some of the differing rows, drawn by name, and
+    `utility` sums the rows' utilities.
+    """
+
+    rows: int = 0
+    identical: int = 0
+    only_first: int = 0
+    only_second: int = 0
+    earliest: DifferingRow | None = None
+    shown: list[DifferingRow] = field(default_factory=list)
+    utility: PairedSums | None = None
+
+    @property
+    def differing(self) -> int:
+        return self.rows - self.identical
+
+
+def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int) -> Comparison:
+    """Compare two outputs' rows, which have `request_id`, `token_ids` and the scorer's columns; few are in memory.
+
+    Raises `InputError` if the scorer cannot score a row.
+    """
+    result = Comparison(utility=None if scorer is None else PairedSums())
+    pairs = RowPairs(first, second)
+    for ours, theirs in pairs:
+        result.rows += 1
+        scores = None
+        if scorer is not None and result.utility is not None:
+            scores = (scorer(ours), scorer(theirs))
+            result.utility.add(*scores)
+        place = first_difference(ours["token_ids"], theirs["token_ids"])
+        if place is None:
+            result.identical += 1
+            continue
+        row = DifferingRow(ours, theirs, place, scores)
+        if result.earliest is None or place < result.earliest.place:
+            result.earliest = row
+        result.shown = nsmallest(
+            examples, [*result.shown, row], key=lambda one: (zlib.crc32(one.name.encode()), one.name)
+        )
+    result.only_first, result.only_second = len(pairs.only_first), len(pairs.only_second)
+    return result
+
+
+def compare_or_audit(config: CompareConfig) -> int:
+    """Compare two outputs, audit one or both, or do both; return 1 if an audit found a difference, otherwise 0.
+
+    Raises `InputError` if an output, the scorer or the page cannot be used, and `JobError` if an audit failed.
+    """
+    if config.second is not None:
+        _compare(config, config.second)
+    if config.share is None:
+        return 0
+    from pipeline.report.audit import audit  # Ray takes seconds to import: a comparison does without
+
+    same = [audit(uri, config.share) for uri in config.outputs]
+    return int(not all(same))
+
+
+def _compare(config: CompareConfig, second_uri: str) -> None:
+    outputs = [open_output(uri) for uri in (config.first, second_uri)]
+    scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
+    first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
+    found = compare_rows(first, second, scorer, config.examples)
+    model = model_name(read_run_of(outputs[1])["config"]["model"])
+    if (tokenizer := local_tokenizer(model)) is None:
+        say(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine")
+    rows = [(row, row.texts(tokenizer)) for row in found.shown]
+    names = config.first, second_uri
+    text = render("comparison.html.jinja", names=names, comparison=found, scorer=config.scorer, rows=rows)
+    path = write_page(config.page_uri, text)
+    print("\n".join([*_summary(found, config), path]), flush=True)
+
+
+def _summary(found: Comparison, config: CompareConfig) -> list[str]:
+    lines = [f"{found.rows:,} rows in both outputs, {found.identical:,} of them with the same tokens"]
+    if found.only_first or found.only_second:
+        lines.append(f"{found.only_first:,} rows only in {config.first}, {found.only_second:,} only in {config.second}")
+    if found.earliest is not None:
+        lines.append(f"earliest difference: row {found.earliest.name}, token {found.earliest.place}")
+    if found.utility is not None and found.rows:
+        difference = found.utility.difference
+        margin = "" if difference.margin is None else f" ± {difference.margin:.4f} (95 %, paired)"
+        lines.append(
+            f"utility by {config.scorer}: {difference.first:.4f} and {difference.second:.4f}, "
+            f"difference {difference.mean:+.4f}{margin}"
+        )
+    return lines

@@ -1,0 +1,347 @@
+"""Reads outputs of generation jobs: run, status, cost, totals over the rows, single rows, and errors."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest, nsmallest
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset
+from pyarrow import fs
+
+from drafter.errors import one_line
+from drafter.statistics import DecodeCounts, per_second, total
+from pipeline.errors import InputError
+from pipeline.io.column_types import python_rows, python_values
+from pipeline.io.files import Location, locate
+from pipeline.output.folder import OutputFolder
+from pipeline.output.run_file import read_run
+
+Row = dict[str, Any]
+_BATCH_ROWS = 1 << 16
+_ROWS_AT_ONCE = 1024
+"""The same where rows become Python objects."""
+_COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+_COLUMNS = (
+    "request_id",
+    *_COUNTS,
+    "num_prompt_tokens",
+    "acceptance_histogram",
+    "finish_reason",
+    "generation_seconds",
+    "finished_at",
+)
+_LENIENT = "num_lenient_tokens"
+"""Only outputs of verifiers that are not lossless have this column."""
+_MOST_CATEGORIES = 10_000
+
+
+def open_output(uri: str) -> OutputFolder:
+    """Open the output of a generation job. Raises `InputError` if it cannot be read, or is something else."""
+    output = OutputFolder(locate(uri))
+    try:
+        exists = output.run_file.type == fs.FileType.File
+    except OSError as error:
+        raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
+    if not exists:
+        raise InputError(f"{uri} is not the output of a generation job: it has no {output.run_file.name}")
+    return output
+
+
+def read_run_of(output: OutputFolder) -> dict[str, Any]:
+    """Return `run.json`. Raises `InputError` if it is damaged."""
+    try:
+        return read_run(output.run_file)
+    except ValueError as error:
+        raise InputError(one_line(error)) from error
+
+
+def read_status(output: OutputFolder) -> dict[str, Any]:
+    """Return `status.json`; empty where it is missing or damaged."""
+    if output.status_file.type != fs.FileType.File:
+        return {}
+    try:
+        found = json.loads(output.status_file.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of an output of `tokens` new tokens.
+
+    Args:
+        unit: `GPU-seconds`, or `CPU-seconds` where there is no GPU.
+        seconds: Time for which engines held their share of the cluster, in `unit`. Includes loading and repeated work.
+        generating: Wall-clock seconds in which rows were generated.
+        generated: New tokens generated in that time, including those of repeated rows.
+    """
+
+    unit: str
+    seconds: float
+    generating: float
+    generated: int
+    tokens: int
+    devices: tuple[str, ...]
+
+    @property
+    def per_thousand(self) -> float:
+        return 1000 * self.seconds / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens a second; None where the generation time is unknown. See `per_second`."""
+        return per_second(self.generated, self.generating) if self.generating else None
+
+
+def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
+    """Return the cost of an output, or the reason why it is unknown; `rows` includes errors."""
+    if not submissions:
+        return "status.json, which says how long the engines ran, is missing"
+    if tokens == 0:
+        return "no token was generated"
+    counted = sum(one["rows"] for one in submissions)
+    if counted < rows:
+        return f"status.json has only {counted:,} of the {rows:,} rows"
+    gpu, cpu = (sum(one[unit] for one in submissions) for unit in ("gpu_seconds", "cpu_seconds"))
+    if gpu + cpu == 0:
+        return "status.json does not say how long the engines ran"
+    devices = dict.fromkeys(one["device"] for one in submissions if one["device"])
+    unit, seconds = ("GPU-seconds", gpu) if gpu else ("CPU-seconds", cpu)
+    generating, generated = (sum(one[name] for one in submissions) for name in ("seconds", "tokens"))
+    return Cost(unit, seconds, generating, generated, tokens, tuple(devices))
+
+
+def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
+    """Open the files of finished rows.
+
+    Raises `InputError` if there are none, they cannot be read, or they lack columns.
+    """
+    if not _has_files(output.data):
+        raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
+    try:
+        found = _dataset(output.data)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise unreadable(output, error) from error
+    if missing := [name for name in _COLUMNS if name not in found.schema.names]:
+        raise InputError(f"{output.data.path} is not of jobs.generate: its rows have no {', '.join(missing)}")
+    return found
+
+
+def _has_files(folder: Location) -> bool:
+    return any(info.path.endswith(".parquet") for info in folder.children())
+
+
+def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
+    return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
+
+
+def unreadable(output: OutputFolder, error: Exception) -> InputError:
+    """Return the error for files of finished rows that are damaged or unreadable."""
+    why = f"{one_line(error)}; submit its job again"
+    return InputError(f"output {output.root.path} has rows that cannot be read: {why}")
+
+
+def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
+    """Read an output's finished rows, in the order of its parts; `columns` None reads all.
+
+    Raises `InputError` if there are none, or they cannot be read.
+    """
+    names = None if columns is None else list(columns)
+    batches = open_rows(output).to_batches(columns=names, batch_size=_ROWS_AT_ONCE)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise unreadable(output, error) from error
+        if batch is None:
+            return
+        yield from python_rows(batch)
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Return the first position where two sequences differ, the end of the shorter one included; None if equal."""
+    places = enumerate(zip_longest(first, second))
+    return next((place for place, (ours, theirs) in places if ours != theirs), None)
+
+
+@dataclass
+class Category:
+    """Sums over the rows of one category, without the histogram."""
+
+    rows: int = 0
+    counts: DecodeCounts = field(default_factory=DecodeCounts)
+
+
+@dataclass
+class RowSummary:
+    """Totals over the finished rows.
+
+    Args:
+        lenient_tokens: Accepted tokens that the target model would not have chosen.
+        groups: The rows by category; empty where there are no categories.
+        by_second: (rows, tokens) finished in each second of the Unix epoch.
+        slowest: Some columns of the slowest rows, slowest first.
+        drawn: Names of randomly drawn rows, and the file of each. Depends on names alone, so outputs of the same input
+            draw the same rows.
+    """
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    lenient_tokens: int = 0
+    counts: DecodeCounts = field(default_factory=DecodeCounts)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))
+    by_second: dict[int, tuple[int, int]] = field(default_factory=dict)
+    slowest: list[Row] = field(default_factory=list)
+    drawn: dict[str, str] = field(default_factory=dict)
+
+
+def read_rows(
+    dataset: pyarrow.dataset.Dataset, category: str | None, by_file: bool, slowest: int, drawn: int
+) -> RowSummary:
+    """Read all finished rows; keep the `slowest` slowest ones, and draw `drawn` at random.
+
+    Args:
+        category: Column to group by.
+        by_file: Without a `category`, group by the input file that begins a row's name.
+
+    Raises:
+        InputError: There is no such column, or it has too many values.
+    """
+    if category is not None and category not in dataset.schema.names:
+        names = ", ".join(dataset.schema.names)
+        raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
+    result = RowSummary()
+    keys: list[tuple[int, str, str]] = []
+    leniently = [_LENIENT] if _LENIENT in dataset.schema.names else []
+    for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *leniently, *filter(None, [category])]))):
+        ids = table["request_id"].to_pylist()
+        _add_counts(result, table)
+        _add_times(result, table)
+        if category is not None:
+            _add_groups(result, table, python_values(table[category].combine_chunks()))
+        elif by_file:
+            _add_groups(result, table, [name.rpartition(":")[0] for name in ids])
+        result.slowest += _slowest(table, slowest)
+        result.slowest = nlargest(slowest, result.slowest, key=lambda row: row["generation_seconds"])
+        named = zip((zlib.crc32(name.encode()) for name in ids), ids, table["__filename"].to_pylist(), strict=True)
+        keys = nsmallest(drawn, [*keys, *named])
+    result.drawn = {name: file for _, name, file in keys}
+    return result
+
+
+def _tables(dataset: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the rows with their file's name, in tables of about `_BATCH_ROWS`: many outputs have many small files."""
+    held: list[pa.RecordBatch] = []
+    for batch in dataset.to_batches(columns=[*columns, "__filename"], batch_size=_BATCH_ROWS):
+        held.append(batch)
+        if sum(one.num_rows for one in held) >= _BATCH_ROWS:
+            yield pa.Table.from_batches(held)
+            held = []
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _add_counts(result: RowSummary, table: pa.Table) -> None:
+    def summed(name: str) -> int:
+        return pc.sum(table[name]).as_py() or 0
+
+    result.rows += table.num_rows
+    result.prompt_tokens += summed("num_prompt_tokens")
+    if _LENIENT in table.column_names:
+        result.lenient_tokens += summed(_LENIENT)
+    counts = _counts(map(summed, _COUNTS))
+    counts.acceptance_histogram = _histogram(table)
+    result.counts = total([result.counts, counts])
+    result.finish_reasons.update(table["finish_reason"].to_pylist())
+
+
+def _counts(sums: Iterable[int]) -> DecodeCounts:
+    return DecodeCounts(**dict(zip(_COUNTS, sums, strict=True)))  # type: ignore[arg-type]
+
+
+def _histogram(table: pa.Table) -> list[int]:
+    """Return the sum of the rows' histograms, which have different lengths."""
+    lists = table["acceptance_histogram"].combine_chunks()
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.arange(len(starts)) - starts
+    found: list[int] = np.bincount(places, weights=pc.list_flatten(lists).to_numpy()).astype(int).tolist()
+    return found
+
+
+def _add_times(result: RowSummary, table: pa.Table) -> None:
+    seconds = table["finished_at"].cast(pa.timestamp("s", "UTC"), safe=False).cast(pa.int64())
+    sums = pa.table({"second": seconds, "tokens": table["num_output_tokens"]}).group_by("second")
+    for one in sums.aggregate([("tokens", "sum"), ("tokens", "count")]).to_pylist():
+        rows, tokens = result.by_second.get(one["second"], (0, 0))
+        result.by_second[one["second"]] = (rows + one["tokens_count"], tokens + one["tokens_sum"])
+
+
+def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) -> None:
+    names = ["(none)" if value is None else str(value) for value in categories]
+    columns = {"category": pa.array(names, pa.string())} | {name: table[name] for name in _COUNTS}
+    sums = pa.table(columns).group_by("category").aggregate([*((name, "sum") for name in _COUNTS), ([], "count_all")])
+    for one in sums.to_pylist():
+        name = one["category"]
+        if name not in result.groups and len(result.groups) >= _MOST_CATEGORIES:
+            raise InputError(f"more than {_MOST_CATEGORIES:,} categories: choose another column as --category")
+        group = result.groups[name]
+        group.rows += one["count_all"]
+        group.counts = total([group.counts, _counts(one[f"{count}_sum"] for count in _COUNTS)])
+
+
+def _slowest(table: pa.Table, number: int) -> list[Row]:
+    places = pc.top_k_unstable(table["generation_seconds"], min(number, table.num_rows))
+    rows: list[Row] = table.drop_columns(["acceptance_histogram", "finished_at"]).take(places).to_pylist()
+    return rows
+
+
+def read_full(output: OutputFolder, rows: RowSummary) -> list[Row]:
+    """Return the drawn rows with all their columns, in the order of the draw."""
+    if not rows.drawn:
+        return []
+    files = list(dict.fromkeys(rows.drawn.values()))
+    dataset = pyarrow.dataset.dataset(files, filesystem=output.root.filesystem, format="parquet")
+    table = dataset.to_table(filter=pc.field("request_id").isin(list(rows.drawn)))
+    found = {row["request_id"]: row for row in python_rows(table)}
+    return [found[name] for name in rows.drawn]
+
+
+@dataclass
+class ErrorSummary:
+    """Number of failed rows by type of error, and some rows of each type."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    examples: list[Row] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return self.kinds.total()
+
+
+def read_errors(output: OutputFolder, each: int) -> ErrorSummary:
+    """Read all errors, and keep up to `each` rows of each type."""
+    result = ErrorSummary()
+    if not _has_files(output.errors):
+        return result
+    columns = ["request_id", "error_type", "message", "input"]
+    for batch in _dataset(output.errors).to_batches(columns=columns, batch_size=_BATCH_ROWS):
+        kinds = batch["error_type"]
+        for kind in kinds.unique().to_pylist():
+            of_kind = batch.filter(pc.equal(kinds, kind))
+            room = each - result.kinds[kind]
+            result.kinds[kind] += of_kind.num_rows
+            result.examples += of_kind.slice(0, max(room, 0)).to_pylist()
+    result.examples.sort(key=lambda row: str(row["error_type"]))
+    return result

@@ -1,0 +1,439 @@
+"""The report job: reads an output and writes one HTML page without scripts and network access."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from tqdm import tqdm
+
+from drafter.errors import LoadError, one_line
+from drafter.statistics import (
+    DecodeCounts,
+    acceptance_by_depth,
+    draft_acceptance_rate,
+    mean_acceptance_length,
+    per_second,
+    total,
+)
+from drafter.text.tokenizers import Detokenizer, load_tokenizer
+from pipeline.engines.models import model_name
+from pipeline.errors import InputError
+from pipeline.io.files import locate
+from pipeline.learning.record import LearningRecord, Moment, together
+from pipeline.output.folder import OutputFolder
+from pipeline.report.config import CATEGORY, ReportConfig
+from pipeline.report.outputs import (
+    Category,
+    Cost,
+    Row,
+    RowSummary,
+    cost_of,
+    open_output,
+    open_rows,
+    read_errors,
+    read_full,
+    read_rows,
+    read_run_of,
+    read_status,
+)
+
+_COMPARED_ROWS = 100
+"""Rows drawn from both outputs for the comparison token by token."""
+_COMPARED = ("model", "loading", "sampling", "reading")
+"""Keys of `meaning` in `run.json` that are compared."""
+_SLOWEST = 10
+_ERRORS_EACH = 5
+_MOST_GROUPS = 24
+_LONGEST_TEXT = 2000
+
+
+def report(config: ReportConfig) -> None:
+    """Read the output and write the page. Raises `InputError` if one of the outputs or the page cannot be used."""
+    output = open_output(config.output)
+    run = read_run_of(output)
+    dataset = open_rows(output)
+    column = config.category or (CATEGORY if CATEGORY in dataset.schema.names else None)
+    # A row's name begins with its file only where no column names the rows.
+    by_file = column is None and run["config"]["reading"]["id_column"] is None
+    number = max(config.examples, _COMPARED_ROWS if config.against is not None else 0)
+    rows = read_rows(dataset, column, by_file, _SLOWEST, number)
+    errors, status, drawn = read_errors(output, _ERRORS_EACH), read_status(output), read_full(output, rows)
+    other = None if config.against is None else _other_output(config.against, run, rows, drawn)
+    examples, not_shown = make_examples(drawn[: config.examples], model_name(run["config"]["model"]))
+    learning = _read_learning(output, run)
+    text = render(
+        "page.html.jinja",
+        name=config.output,
+        run=run,
+        status=status,
+        rows=rows,
+        errors=errors,
+        cost=_cost(status, rows, errors.rows),
+        other=other,
+        category=column or "source file",
+        groups=_groups(rows),
+        examples=examples,
+        not_shown=not_shown,
+        acceptance=_acceptance_charts(rows.counts),
+        over_time=rates_over_time(rows.by_second),
+        learning=learning,
+        learnt_over_time=learning_charts(learning) if isinstance(learning, LearningRecord) else [],
+        # None in outputs of earlier releases, which have the drafter chosen at each batch size.
+        speculation=status.get("speculation") or run.get("speculation"),
+        old_choices=status.get("drafting") or run.get("drafting") or (),
+    )
+    print(write_page(config.page, text), flush=True)
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a page. Texts from the rows are escaped."""
+    environment = Environment(
+        loader=PackageLoader("pipeline.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "acceptance_length": mean_acceptance_length,
+        "acceptance": draft_acceptance_rate,
+        "count": "{:,}".format,
+        "cut": _cut,
+        "decimals": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+        "lines_shown": lambda text: text.replace("\n", "↵\n").removesuffix("\n"),  # the template breaks the last line
+        "span": tqdm.format_interval,
+    }
+    return environment.get_template(template).render(values)
+
+
+def _cut(text: str) -> str:
+    """Clip a long text, and say how much is missing."""
+    left = len(text) - _LONGEST_TEXT
+    return text if left <= 0 else f"{text[:_LONGEST_TEXT]}… ({left:,} more characters)"
+
+
+def write_page(uri: str, text: str) -> str:
+    """Write a page to a file or URI, and return its path. Raises `InputError` if it cannot be written."""
+    page = locate(uri)
+    try:
+        page.write_text(text)
+    except OSError as error:
+        raise InputError(f"page {uri} cannot be written: {one_line(error)}") from error
+    return page.path
+
+
+def _cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cost | str:
+    return cost_of(status.get("submissions", ()), rows.rows + errors, rows.counts.num_output_tokens)
+
+
+def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
+    """Return the largest categories by name, and all others together."""
+    ordered = sorted(rows.groups.items(), key=lambda one: (-one[1].rows, one[0]))
+    shown, rest = ordered[:_MOST_GROUPS], [group for _, group in ordered[_MOST_GROUPS:]]
+    if rest:
+        others = Category(sum(group.rows for group in rest), total(group.counts for group in rest))
+        shown.append((f"{len(rest):,} others", others))
+    return shown
+
+
+# Another output beside this one.
+
+
+@dataclass(frozen=True)
+class OtherOutput:
+    """An output to compare with. Of `compared` rows drawn from both, `same_tokens` have the same tokens.
+
+    `differences` are sentences on others, because of which drafting alone does not explain the costs.
+    """
+
+    name: str
+    rows: RowSummary
+    cost: Cost | str
+    same_tokens: int
+    compared: int
+    differences: Sequence[str]
+
+
+def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Row]) -> OtherOutput:
+    """Compare an output with another one, token by token on the drawn rows that both have."""
+    output = open_output(uri)
+    other_run = read_run_of(output)
+    other_rows = read_rows(open_rows(output), None, False, 0, _COMPARED_ROWS)
+    tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
+    both = [row for row in drawn if row["request_id"] in tokens]
+    return OtherOutput(
+        name=uri,
+        rows=other_rows,
+        cost=_cost(read_status(output), other_rows, read_errors(output, 0).rows),
+        same_tokens=sum(row["token_ids"] == tokens[row["request_id"]] for row in both),
+        compared=len(both),
+        differences=_differences(run, rows, other_run, other_rows),
+    )
+
+
+def _differences(
+    run: Mapping[str, Any], rows: RowSummary, other_run: Mapping[str, Any], other_rows: RowSummary
+) -> list[str]:
+    found = []
+    if other_rows.counts.num_spec_steps:
+        found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")
+    if rows.rows != other_rows.rows:
+        found.append(f"Not the same in both: the rows, {rows.rows:,} and {other_rows.rows:,}")
+    same = {name: run["meaning"].get(name) == other_run["meaning"].get(name) for name in _COMPARED}
+    same["input"] = run.get("input") == other_run.get("input")
+    return found + [f"Not the same in both: the {name}" for name, is_same in same.items() if not is_same]
+
+
+# Rows shown step by step.
+
+_STEPS = "per_step_accepted"
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """Text of consecutive tokens; `marked` if the target model would have chosen others, or the other output has."""
+
+    text: str
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of a row: its draft tokens, and the target model's own token, empty where the row ended before."""
+
+    number: int
+    accepted: int
+    runs: tuple[MarkedText, ...]
+    own: str
+
+    @property
+    def drafted(self) -> str:
+        return "".join(run.text for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row with all its columns, its prompt as text, and its decode steps."""
+
+    row: Mapping[str, Any]
+    prompt: str
+    steps: Sequence[Step]
+
+
+def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[str]]:
+    """Return rows with their steps, and sentences on what cannot be shown."""
+    tokenizer, missing = local_tokenizer(model), []
+    if tokenizer is None:
+        missing.append(f"Tokens are shown as numbers: the tokenizer of {model} is not on this machine")
+    if any(_STEPS not in row for row in rows):
+        missing.append(f"The steps cannot be shown: the output has no column {_STEPS}")
+    examples = []
+    for row in rows:
+        ids = row["prompt_token_ids"]
+        prompt = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+        pieces = text_pieces(tokenizer, row["token_ids"])
+        steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), row.get("lenient_positions") or ())
+        examples.append(Example(row, prompt, steps))
+    return examples, missing
+
+
+def local_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer; None if it is not on this machine, since nothing is downloaded."""
+    try:
+        return load_tokenizer(model, local_files_only=True)
+    except LoadError:
+        return None
+
+
+def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """Return each token's part of the text, or the ids where `tokenizer` is None.
+
+    A character of several tokens belongs to the last of them. Special tokens show their names.
+    """
+    if tokenizer is None:
+        return [f"{token} " for token in token_ids]
+    special = set(tokenizer.all_special_ids)
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token) for token in token_ids]
+    names = tokenizer.convert_ids_to_tokens(list(token_ids))
+    return [
+        str(name) if token in special else piece for token, piece, name in zip(token_ids, pieces, names, strict=True)
+    ]
+
+
+def steps_of(
+    pieces: Sequence[str], per_step_accepted: Sequence[int], lenient_positions: Collection[int] = ()
+) -> list[Step]:
+    """Split a row's tokens into decode steps.
+
+    Args:
+        per_step_accepted: Accepted draft tokens of each step; the step added one token more.
+        lenient_positions: Positions of tokens that the target model would not have chosen.
+    """
+    lenient = set(lenient_positions)
+    steps, start = [], 0
+    for number, accepted in enumerate(per_step_accepted, start=1):
+        end = min(start + accepted, len(pieces))
+        groups = itertools.groupby(range(start, end), lenient.__contains__)
+        runs = tuple(MarkedText("".join(pieces[place] for place in places), marked) for marked, places in groups)
+        steps.append(Step(number, accepted, runs, "".join(pieces[start + accepted : start + accepted + 1])))
+        start += accepted + 1
+    return steps
+
+
+# Bar charts as data.
+
+_DAY = 86400
+_WIDTHS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, _DAY]
+"""Seconds that a bar may span."""
+_MOST_BARS = 90
+_TIME_MARKS = 6
+_MOST_MARKS = 12
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar; `text` is its value as people read it."""
+
+    label: str
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Bars side by side, over a scale from 0.
+
+    Args:
+        along: Meaning of the horizontal axis.
+        marks: (share of the width, text) below the bars; empty to label each bar.
+        form: Format of a number on the scale.
+    """
+
+    title: str
+    unit: str
+    along: str
+    bars: Sequence[Bar]
+    marks: tuple[tuple[float, str], ...] = ()
+    form: Callable[[float], str] = "{:,.10g}".format
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """(value, text) of the lines on the scale; the last is its upper end."""
+        return [(tick, self.form(tick)) for tick in scale(max((bar.value for bar in self.bars), default=0.0))]
+
+
+def scale(highest: float, steps: int = 4) -> list[float]:
+    """Return round numbers from 0 to at least `highest`, in about `steps` steps."""
+    if highest <= 0:
+        return [0.0, 1.0]
+    rough = highest / steps
+    power = 10.0 ** math.floor(math.log10(rough))
+    # Rounding errors must not add a step.
+    size = next(digit * power for digit in (1.0, 2.0, 2.5, 5.0, 10.0) if digit * power >= rough * (1 - 1e-9))
+    return [size * number for number in range(math.ceil(highest / size - 1e-9) + 1)]
+
+
+def shares(title: str, along: str, values: Sequence[tuple[str, float]]) -> Chart:
+    """Return a chart of (label, share of the decode steps), each share from 0 to 1."""
+    bars = [Bar(label, value, f"{value:.1%}") for label, value in values]
+    return Chart(title, "share of steps", along, bars, form=lambda tick: f"{100 * tick:.10g}%")
+
+
+def _acceptance_charts(counts: DecodeCounts) -> list[Chart]:
+    """Chart the share of steps that accepted exactly, and at least, so many draft tokens."""
+    if not counts.num_draft_tokens:
+        return []
+    steps = sum(counts.acceptance_histogram)
+    exactly = [(str(accepted), number / steps) for accepted, number in enumerate(counts.acceptance_histogram)]
+    depths = [(str(depth), share) for depth, share in enumerate(acceptance_by_depth(counts), start=1)]
+    charts = [shares("Share of steps that accepted so many draft tokens", "draft tokens accepted", exactly)]
+    if depths:
+        charts.append(shares("By depth: share of steps that accepted at least so many", "depth", depths))
+    return charts
+
+
+def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
+    """Chart new tokens a second over equal intervals, by `RowSummary.by_second`; None without rows."""
+    if not by_second:
+        return None
+    first, last = min(by_second), max(by_second)
+    width = _bar_width(last - first + 1)
+    begin = first - first % width
+    number = (last - begin) // width + 1
+    rows, tokens = [0] * number, [0] * number
+    for second, (some_rows, some_tokens) in by_second.items():
+        rows[(second - begin) // width] += some_rows
+        tokens[(second - begin) // width] += some_tokens
+    form = "%H:%M:%S" if width < 60 else "%H:%M"
+    if last - first >= _DAY:
+        form = f"%d %b {form}"
+    bars = []
+    for index in range(number):
+        start, end = begin + index * width, begin + (index + 1) * width
+        seconds = min(end, last + 1) - max(start, first)  # the first and the last interval may be shorter
+        rate = per_second(tokens[index], seconds)
+        when = datetime.fromtimestamp(start, UTC).strftime(form)
+        bars.append(Bar(when, rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
+    marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))
+    title = f"Tokens a second, of the rows finished in each {_span(width)}"
+    return Chart(title, "tokens/s", "time (UTC)", bars, marks)
+
+
+def _bar_width(span: int) -> int:
+    """Return the seconds of a bar that give at most `_MOST_BARS` bars."""
+    return next((width for width in _WIDTHS if span / width <= _MOST_BARS), _DAY * math.ceil(span / _DAY / _MOST_BARS))
+
+
+def _span(seconds: int) -> str:
+    """Return a number of seconds in words, in the largest unit that it is a multiple of."""
+    units = (_DAY, "day"), (3600, "hour"), (60, "minute"), (1, "second")
+    size, name = next((size, name) for size, name in units if seconds % size == 0)
+    return name if seconds == size else f"{seconds // size} {name}s"
+
+
+def _read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecord | str | None:
+    """Return the learner's record, or the reason why there is none; None where learning was off."""
+    if not output.learning_file.exists:
+        said = run.get("learning")
+        return f"No learner has recorded anything. It was {said['state']}: {said['reason']}." if said else None
+    try:
+        return LearningRecord.of_json(output.learning_file.read_text())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"{output.learning_file.name} is damaged: {one_line(error)}"
+
+
+def learning_charts(record: LearningRecord) -> list[Chart]:
+    """Return charts of acceptance length and tokens a second of all engines; empty before anything was decoded."""
+    moments = together(record.moments, _MOST_BARS)
+    if not moments:
+        return []
+    lengths = [DecodeCounts(num_output_tokens=one.tokens, num_decode_steps=one.row_steps) for one in moments]
+    rates = [per_second(one.tokens, one.seconds) for one in moments]
+    return [
+        _versions_chart("Acceptance length", "tokens a step", moments, list(map(mean_acceptance_length, lengths)), 2),
+        _versions_chart("Tokens a second", "tokens/s", moments, rates, 0),
+    ]
+
+
+def _versions_chart(what: str, unit: str, moments: Sequence[Moment], values: Sequence[float], digits: int) -> Chart:
+    bars: list[Bar] = []
+    new: list[tuple[float, str]] = []
+    version = None
+    for place, (one, value) in enumerate(zip(moments, values, strict=True)):
+        drafted = "no version yet" if one.version is None else f"version {one.version}"
+        when = datetime.fromtimestamp(one.at, UTC).strftime("%H:%M:%S")
+        learned = f"learning {one.learned / one.seconds:.0%} of the time"
+        bars.append(Bar(when, value, f"{value:,.{digits}f}, {drafted}, {learned}"))
+        if one.version != version:
+            new.append((place / len(moments), drafted))
+            version = one.version
+    marks = tuple(new[:: math.ceil(len(new) / _MOST_MARKS)]) if new else ((0.0, bars[0].label),)
+    title = f"{what} of all engines, and when there was a new version of the head"
+    return Chart(title, unit, "time (UTC)", bars, marks)
