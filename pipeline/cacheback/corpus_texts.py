@@ -15,10 +15,9 @@ from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_messages
 from pipeline.io.files import locate
-from pipeline.io.listing import InputFile, InputListing, list_input
-from pipeline.io.reading import Chunk, read_file
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import read_run
+from pipeline.io.listing import InputListing, list_input
+from pipeline.io.reading import Chunk, InputFile, read_file
+from pipeline.output.folder import OutputFolder, read_run
 
 _ROWS = 512
 """Rows that are tokenised together."""

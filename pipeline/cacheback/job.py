@@ -20,7 +20,7 @@ from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import input_fingerprints
-from pipeline.output.run_file import versions
+from pipeline.output.folder import versions
 
 _NGRAMS = 1 << 22
 """Different n-grams that are counted at once; they take a few hundred MiB."""

@@ -16,10 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import ray
-from pyarrow import fs
 
 from pipeline.errors import RowError
-from pipeline.io.reading import parquet_rows
+from pipeline.io.files import parquet_rows
 from pipeline.output.folder import OutputFolder
 
 _HOPELESS = 20
@@ -28,11 +27,7 @@ _HOPELESS = 20
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The outcome of a row: one of the two is set.
-
-    Args:
-        problem: Fields of a `RowProblem`.
-    """
+    """The outcome of a row: one of the two is set. `problem` has the fields of a `RowProblem`."""
 
     generated: dict[str, Any] | None = None
     problem: dict[str, Any] | None = None
@@ -40,8 +35,6 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class RowKey:
-    """A row's key in the ledger."""
-
     part: str
     request_id: str
 
@@ -97,7 +90,7 @@ class Ledger:
 
     Args:
         row_attempts: Engine deaths with a row inside after which the row becomes an error.
-        base: Fingerprint of the target model that an earlier submission used.
+        base: Fingerprint of an earlier submission's target model.
     """
 
     def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
@@ -130,7 +123,7 @@ class Ledger:
         return self._base
 
     def has_loaded(self) -> bool:
-        """Return whether any engine has loaded its models, which proves that they can be loaded."""
+        """Return whether any engine has loaded its models, so that they can be loaded."""
         return self._base is not None
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
@@ -222,24 +215,18 @@ class RemoteLedger:
 
 def read_unfinished(output: OutputFolder) -> list[SavedRow]:
     """Read an earlier submission's finished rows of uncommitted parts; none, with a message, if the file is damaged."""
-    if output.unfinished.type != fs.FileType.File:
+    if not output.unfinished.exists:
         return []
     if parquet_rows(output.unfinished) is None:
         print(f"{output.unfinished.path} is damaged: its rows are generated again", file=sys.stderr, flush=True)
         return []
-    table = pa.parquet.read_table(output.unfinished.path, filesystem=output.root.filesystem)
-    return [SavedRow(**row) for row in table.to_pylist()]
+    return [SavedRow(**row) for row in output.unfinished.read_parquet().to_pylist()]
 
 
 def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
     """Save rows for the next submission, replacing earlier ones. Without rows there is no file."""
     if not rows:
-        delete_unfinished(output)
+        output.unfinished.delete()
         return
     with output.unfinished.open_whole(aside=output.temporary / output.unfinished.name) as stream:
         pa.parquet.write_table(pa.Table.from_pylist([vars(row) for row in rows]), stream)
-
-
-def delete_unfinished(output: OutputFolder) -> None:
-    if output.unfinished.type == fs.FileType.File:
-        output.unfinished.filesystem.delete_file(output.unfinished.path)

@@ -1,21 +1,30 @@
-"""Fingerprints of models, heads and tables, computed without loading them."""
+"""Models of a job: fingerprints, computed without loading them, and what an engine's process loads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.errors import LoadError, one_line
 from drafter.generation_defaults import GENERATION_FILE, read_generation_file
 from pipeline.errors import InputError
+
+if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads nothing
+    from drafter.llm import SpeculativeLM
+    from drafter.methods.learning.settings import StartingHead
+    from pipeline.learning.learner_spec import Beginning
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
 """Suffixes of files that affect a model's computation or its input texts."""
@@ -53,10 +62,7 @@ def file_fingerprint(file: Path) -> str:
 
 
 def tensor_spans(file: Any, size: int) -> list[Span]:
-    """Return the byte ranges of tensors in a safetensors file.
-
-    Args:
-        file: The file, opened at its beginning, as a stream of bytes.
+    """Return the byte ranges of tensors in a safetensors file, a stream of bytes at its beginning.
 
     Raises:
         ValueError: It is not a safetensors file, or incomplete.
@@ -171,7 +177,11 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
             found[name] = model_fingerprint(model_and_device(rest)[0])
             continue
         if kind == "cacheback":
-            found[name] = _table_fingerprint(name, rest)
+            table = Path(rest).expanduser()
+            if not table.is_file():
+                made = "make one with python -m jobs.cache"
+                raise InputError(f"drafter {name} names no table: there is no file {rest} ({made})")
+            found[name] = file_fingerprint(table)
             continue
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
@@ -200,13 +210,6 @@ def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
     return {verifier.classifier: folder_fingerprint(folder)}
 
 
-def _table_fingerprint(name: str, path: str) -> str:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise InputError(f"drafter {name} names no table: there is no file {path} (make one with python -m jobs.cache)")
-    return file_fingerprint(file)
-
-
 def _on_hub(what: str, name: str) -> str:
     """Return a hub id with its current commit, or with the cached one if the hub is not asked."""
     from drafter.hub import hub_file, not_found  # most jobs need no hub: import it late
@@ -220,3 +223,72 @@ def _on_hub(what: str, name: str) -> str:
         ) from error
     # The cache keeps each commit's files in a folder of its name.
     return f"{name}@{file.parent.name}"
+
+
+def capacity(slots: int) -> int:
+    """Return the rows to keep in an engine: enough that no slot is empty between two pulses of its feeder."""
+    return slots + max(4, slots // 2)
+
+
+def fed(engine: EngineSettings) -> EngineConfig:
+    """Return the sizes of an engine with a queue for the rows that a feeder keeps in it."""
+    return EngineConfig(**asdict(engine), max_queue=capacity(engine.max_num_seqs))
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Models and settings of an engine's process.
+
+    Args:
+        model: Hub id or folder; None is the embedded target model.
+        loading: Fields of `LoadingConfig`.
+        learning: Initial state of a head that learns from the rows; None without learning.
+    """
+
+    model: str | None
+    drafter: str
+    loading: dict[str, Any]
+    config: EngineConfig
+    threads: int
+    isolated: bool = False
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: Beginning | None = None
+
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        """Load the models and start the engine; see `SpeculativeLM.from_pretrained` for `on_stage`.
+
+        Raises:
+            LoadError: The models cannot be loaded.
+        """
+        import torch
+
+        torch.set_num_threads(self.threads)
+        if self.learning is None:
+            return self._load(None, on_stage)
+        with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
+            start = self.learning.here(folder)
+            try:
+                return self._load(start, on_stage)
+            except LoadError as error:
+                if start == self.learning.start:
+                    raise
+                print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
+                return self._load(self.learning.start, on_stage)
+
+    def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
+        from drafter.llm import SpeculativeLM
+        from drafter.methods.learning.drafter import Learning
+
+        drafter = self.drafter
+        if start is not None and start.folder is not None and drafter != "auto":
+            drafter = start.folder  # the head alone, by where this process has it
+        return SpeculativeLM.from_pretrained(
+            self.model,
+            drafter,
+            config=self.config,
+            isolated=self.isolated,
+            verifier=self.verifier,
+            learning=None if start is None else Learning(start),
+            on_stage=on_stage,
+            **self.loading,
+        )

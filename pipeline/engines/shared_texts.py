@@ -47,7 +47,7 @@ def earlier_texts(data: Location, tokens: int) -> list[Text]:
 
 def _newest_first(data: Location) -> Iterator[Text]:
     try:
-        files = [info for info in data.children() if info.path.endswith(".parquet")]
+        files = data.parquets().values()
     except OSError as error:
         print(f"{data.path} is not remembered: {one_line(error)}", file=sys.stderr, flush=True)
         return
@@ -128,18 +128,14 @@ _UNTOLD_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """Sources of texts besides an engine's own rows."""
+    """Sources of texts besides an engine's own rows: the output's files, and the node's other engines."""
 
     data: Location | None
     shared: bool
 
 
 class MemoryFeed:
-    """Adds other processes' texts to a drafter's memory, in threads.
-
-    Args:
-        connect: Returns an actor handle for a job's name.
-    """
+    """Adds other processes' texts to a drafter's memory, in threads."""
 
     def __init__(
         self, drafter: Drafter, others: OtherTexts, run: str, connect: Callable[[str], Any] = texts_of_node
@@ -152,14 +148,12 @@ class MemoryFeed:
         self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
 
     def start(self) -> None:
-        """Start the threads, if the drafter has a memory and there are sources."""
         if self._drafter.memory.room:
             threading.Thread(target=self.refill, name="refill", daemon=True).start()
             if self._others.shared:
                 self._pulse.start()
 
     def finished(self, generation: Generation, request: Request) -> None:
-        """Send a finished row to the node's other engines."""
         if self._others.shared and self._drafter.memory.room:
             self._said.put([[*request.prompt_ids, *generation.token_ids]])
 

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
-from pyarrow import fs
-
 from pipeline.errors import InputError
 from pipeline.io.files import Location, partials
 
@@ -30,8 +28,6 @@ _PATIENCE_BEATS = 3
 
 @dataclass(frozen=True)
 class Holder:
-    """The submission that holds a lease."""
-
     name: str
     host: str
     pid: int
@@ -47,10 +43,8 @@ class Holder:
             return False
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
 
@@ -59,7 +53,6 @@ class Lease:
 
     Args:
         lost: Called from another thread if another submission takes the lease because this one seemed dead.
-        beat_seconds: Seconds between changes of the file.
     """
 
     def __init__(self, file: Location, lost: Callable[[Holder], None], beat_seconds: float = BEAT_SECONDS) -> None:
@@ -127,7 +120,7 @@ class Lease:
                 continue  # the next sign of life makes up for one that failed
 
     def _read(self) -> Holder | None:
-        if self._file.type != fs.FileType.File:
+        if not self._file.exists:
             return None
         try:
             return Holder(**json.loads(self._file.read_text()))

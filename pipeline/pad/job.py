@@ -15,7 +15,7 @@ from pipeline.engines.models import file_fingerprint, head_fingerprints, model_f
 from pipeline.generate.job import generate
 from pipeline.io.files import locate
 from pipeline.io.listing import input_fingerprints, list_input
-from pipeline.output.run_file import check_output, read_run, save_run
+from pipeline.output.folder import check_output, read_run, save_run
 from pipeline.pad.config import PivotsConfig
 from pipeline.pad.folder import PivotsFolder
 from pipeline.report.against.scorers import make_scorer, scorer_file

@@ -24,9 +24,9 @@ from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import measured, measuring
 from pipeline.evaluation.verifiers import ScoredVerifiers, VerifierMeasurement
-from pipeline.generate.job import with_model_defaults
+from pipeline.generate.checks import with_model_defaults
 from pipeline.io.files import locate
-from pipeline.output.run_file import versions
+from pipeline.output.folder import versions
 from pipeline.pad.config import PivotsConfig
 from pipeline.pad.folder import PivotsFolder
 from pipeline.pad.rejected_tokens import (

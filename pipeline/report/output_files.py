@@ -13,8 +13,7 @@ from drafter.errors import one_line
 from drafter.statistics import per_second
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import read_run
+from pipeline.output.folder import OutputFolder, read_run
 from pipeline.report.rows import RowSummary, open_rows, read_errors, read_full, read_rows
 
 
