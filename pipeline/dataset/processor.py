@@ -104,11 +104,7 @@ def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings
 
 
 class Answers(EngineProcess):
-    """Generates for blocks of rows; several blocks are in the engine at once.
-
-    Args:
-        ledger: A `Ledger` actor: a row that ends its engine's process again and again becomes an error.
-    """
+    """Generates for blocks of rows; several blocks are in the engine at once."""
 
     def __init__(self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any) -> None:
         self._sampling, self._ledger_actor = sampling, ledger
@@ -191,11 +187,7 @@ class Processor:
         self._config, self._preprocess, self._postprocess = config, preprocess, postprocess
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the dataset with the stage added. Nothing runs before the result is read.
-
-        Raises:
-            InputError: The cluster has not the resources of an engine.
-        """
+        """Return the dataset with the stage added, lazily; raise `InputError` if the cluster is too small."""
         config = self._config
         fewest, most = config.engines
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)

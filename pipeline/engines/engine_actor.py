@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -55,11 +55,7 @@ Report = Callable[[Mapping[str, RowOutcome]], None]
 
 
 class EngineProcess:
-    """An engine that is fed through the ledger, and whose failure ends the process, so that Ray starts another.
-
-    Attributes:
-        failure: The error that every call raises; the engine is absent then.
-    """
+    """An engine that is fed through the ledger. Its failure ends the process, so that Ray starts another."""
 
     def __init__(self, spec: EngineSpec, limits: LimitsConfig, ledger: Any) -> None:
         self._ledger = RemoteLedger(ledger)
@@ -128,12 +124,7 @@ class EngineProcess:
 
 
 class EngineActor(EngineProcess):
-    """Turns parts of requests into parts of generated rows.
-
-    Args:
-        run: The job's name in metrics: its output.
-        learner: Name of the `LearnerActor`, which may start later; None without learning.
-    """
+    """Turns parts of requests into parts of generated rows. `learner` names a `LearnerActor`, which may start later."""
 
     def __init__(
         self,
@@ -258,18 +249,8 @@ def _die() -> None:
     os._exit(1)
 
 
-class Stepping(Protocol):
-    """The watchdog's view of an engine; `last_step` is the end of its last step by `time.monotonic`."""
-
-    last_step: float
-
-    @property
-    def idle(self) -> bool:
-        """True if it has nothing to do."""
-
-
-def watch(engine: Stepping, seconds: float, stuck: Callable[[], None]) -> threading.Thread:
-    """Start a thread that calls `stuck`, once, when a step takes longer than `seconds`."""
+def watch(engine: Any, seconds: float, stuck: Callable[[], None]) -> threading.Thread:
+    """Start a thread that calls `stuck`, once, when a step of an engine takes longer than `seconds`."""
 
     def look() -> None:
         while engine.idle or time.monotonic() - engine.last_step <= seconds:

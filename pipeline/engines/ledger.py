@@ -108,11 +108,7 @@ class Ledger:
                 record.outcomes[row.request_id] = RowOutcome(row.generated, row.problem)
 
     def arrive(self, engine: str) -> bool:
-        """Record the start of an engine's process; a replacement has the same name.
-
-        Returns:
-            Whether the process may go on: not after `_HOPELESS` processes without a finished row.
-        """
+        """Record the start of an engine's process, and return whether it may go on. A replacement has the same name."""
         self._engine_deaths += engine in self._starts
         self._starts[engine] += 1
         return self._starts[engine] <= _HOPELESS
@@ -143,11 +139,7 @@ class Ledger:
         return record.outcomes, dict(record.deaths)
 
     def exchange(self, engine: str, left: Mapping[RowKey, RowOutcome], entering: Iterable[RowKey]) -> bool:
-        """Record rows that leave an engine and rows about to enter it.
-
-        Returns:
-            Whether they may enter: not while the job is being stopped.
-        """
+        """Record rows that leave an engine and enter it; return False if none may enter, because the job stops."""
         for key, outcome in left.items():
             record = self._parts.setdefault(key.part, PartRecord())
             record.inside.discard(key.request_id)

@@ -62,11 +62,7 @@ def file_fingerprint(file: Path) -> str:
 
 
 def tensor_spans(file: Any, size: int) -> list[Span]:
-    """Return the byte ranges of tensors in a safetensors file, a stream of bytes at its beginning.
-
-    Raises:
-        ValueError: It is not a safetensors file, or incomplete.
-    """
+    """Return the byte ranges of the tensors in a stream of safetensors, or raise `ValueError` if it is damaged."""
     begin = _LENGTH_BYTES + int.from_bytes(bytes(file.read(_LENGTH_BYTES)), "little")
     if not _LENGTH_BYTES < begin <= size:
         raise ValueError("its header is incomplete")
@@ -120,11 +116,7 @@ def model_name(model: str | None) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """Return a target model's identity: its folder's fingerprint, or its hub id and commit.
-
-    Raises:
-        InputError: There is no model at the path, or on the hub.
-    """
+    """Return a target model's identity, or raise `InputError`: its folder's fingerprint, or its hub id and commit."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / _CONFIG).is_file():
@@ -136,14 +128,7 @@ def model_fingerprint(name: str) -> str:
 
 
 def generation_settings(name: str) -> dict[str, Any]:
-    """Return the target model's `generation_config.json`; empty if it has none.
-
-    Args:
-        name: As in `model_fingerprint`, which must have succeeded.
-
-    Raises:
-        InputError: The file cannot be read.
-    """
+    """Return a known model's `generation_config.json`; empty if it has none. `InputError` if it cannot be read."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         from drafter.hub import hub_file  # as in `_on_hub`
@@ -197,11 +182,7 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
 
 
 def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
-    """Return the fingerprint of a verifier's classifier, by name; empty without one.
-
-    Raises:
-        InputError: There is no such folder.
-    """
+    """Return the fingerprint of a verifier's classifier by name, or raise `InputError`; empty without one."""
     if verifier.classifier is None:
         return {}
     folder = Path(verifier.classifier).expanduser()
@@ -255,11 +236,7 @@ class EngineSpec:
     learning: Beginning | None = None
 
     def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
-        """Load the models and start the engine; see `SpeculativeLM.from_pretrained` for `on_stage`.
-
-        Raises:
-            LoadError: The models cannot be loaded.
-        """
+        """Load the models and start the engine, or raise `LoadError`; see `SpeculativeLM.from_pretrained`."""
         import torch
 
         torch.set_num_threads(self.threads)

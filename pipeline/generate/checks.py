@@ -77,11 +77,7 @@ class Job:
 
 
 def checked_job(config: GenerateConfig) -> Job:
-    """Check a job, and create its output's folder or open that of an earlier submission.
-
-    Raises:
-        InputError: The configuration, the input, the model or the output cannot be used.
-    """
+    """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
     print(f"checking {config.input} and the model", file=sys.stderr, flush=True)
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
@@ -170,11 +166,7 @@ def output_date(config: GenerateConfig) -> str:
 
 
 def check_verifier(config: GenerateConfig) -> None:
-    """Check that the verifier exists and supports the sampling settings.
-
-    Raises:
-        InputError: It does not.
-    """
+    """Raise `InputError` unless the verifier exists and supports the sampling settings."""
     from drafter.acceptance.registry import make_verifier
 
     try:
@@ -184,11 +176,7 @@ def check_verifier(config: GenerateConfig) -> None:
 
 
 def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
-    """Create the output's folder, or open that of an earlier submission of the same job.
-
-    Raises:
-        InputError: It holds something else or another job's results, or cannot be written to.
-    """
+    """Create the output's folder, or open that of the same job; raise `InputError` if it cannot be used."""
     output = OutputFolder(locate(config.output))
     source = locate(config.input)
     if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
@@ -240,11 +228,7 @@ explains.
 
 
 def input_source(config: GenerateConfig, listing: InputListing) -> dict[str, Any]:
-    """Return the identity of a job's rows: fingerprints of the files, and the selection of rows.
-
-    Raises:
-        InputError: A file of the input cannot be read.
-    """
+    """Return the identity of a job's rows, or raise `InputError`: the files' fingerprints, and the selection."""
     return {
         "files": input_fingerprints(listing),
         **{name: getattr(config.reading, name) for name in ("format", "skip", "limit")},

@@ -48,11 +48,7 @@ _SAVE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a submission.
-
-    Args:
-        beginning: Initial state of a head that learns from the rows; None without learning.
-    """
+    """The work of a submission. `beginning` is the initial state of a head that learns; None without learning."""
 
     staged: StagedInput
     missing: list[Part]
@@ -214,11 +210,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
 
 
 def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
-    """Generate and commit the missing parts. A row of the Ray dataset is a part.
-
-    Args:
-        learner: Name of the `LearnerActor`, which may start later; None without learning.
-    """
+    """Generate and commit the missing parts. A row of the Ray dataset is a part. `learner` names a `LearnerActor`."""
     # Late, because they import torch, which no check waits for.
     from pipeline.engines.engine_actor import EngineActor, engine_pool
     from pipeline.engines.shared_texts import OtherTexts

@@ -57,11 +57,7 @@ def is_damaged(job: Job, staged: StagedInput) -> bool:
 
 
 def reopen(job: Job) -> StagedInput | None:
-    """Return the staged input of an earlier submission, after deleting what it left incomplete; None if there is none.
-
-    Raises:
-        InputError: The output has results that this submission cannot use.
-    """
+    """Return an earlier submission's staged input after deleting incomplete files; `InputError` if unusable."""
     output = job.output
     output.delete_temporary()
     staged = StagedInput.load(output.staged)
@@ -116,12 +112,7 @@ class AskedRow:
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences between the input and the one that the output was begun with.
-
-    Args:
-        open: Unchanged rows still to be generated.
-        changed: Rows of the same name with a different request.
-    """
+    """Differences between an output's input and the current one; `open` rows are still to be generated."""
 
     rows: int
     kept: int
@@ -151,11 +142,7 @@ def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
 
 
 def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | None]:
-    """Match each current row to an old one with the same request, preferably of the same name.
-
-    Returns:
-        Indices into `before`, none of them twice.
-    """
+    """Match each current row to an old one with the same request, at best of the same name. Each index is used once."""
     by_name = {row.name: index for index, row in enumerate(before)}
     named = [(by_name.get(row.name), row) for row in now]
     found = [index if index is not None and before[index].key == row.key else None for index, row in named]

@@ -123,11 +123,7 @@ class RowRequest:
 def row_request(
     request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int = 0
 ) -> RowRequest:
-    """Return a row's request; `sample` is the index among the row's samples.
-
-    Raises:
-        RowError: There is no prompt, the chat template rejects it, or the row's settings are invalid.
-    """
+    """Return a row's request, or raise `RowError`; `sample` is the index among the row's samples."""
     if settings.source.kind == "openai":
         return _batch_request(request_id, row, settings, tokenizer, sample)
     reading, column = settings.reading, settings.source.column
@@ -161,14 +157,7 @@ def _batch_request(
 
 
 def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Read a row's chat messages, without null fields.
-
-    Args:
-        value: A list of {role, content}, or that list as JSON text.
-
-    Raises:
-        RowError: The value is neither.
-    """
+    """Read a row's chat messages, a list or its JSON text, without null fields; `RowError` for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -79,12 +79,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Location:
-    """A path on a file system.
-
-    Args:
-        filesystem: Any of pyarrow's; it can be sent to workers.
-        path: Absolute, with `/` between parts.
-    """
+    """An absolute path, with `/` between parts, on one of pyarrow's file systems; it can be sent to workers."""
 
     filesystem: fs.FileSystem
     path: str
@@ -306,11 +301,7 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
 
 
 def locate(uri: str) -> Location:
-    """Find the file system and path of a local path or a URI such as `s3://bucket/folder`.
-
-    Raises:
-        InputError: pyarrow cannot open the URI.
-    """
+    """Find a local path, or a URI such as `s3://bucket/folder`; `InputError` if pyarrow cannot open it."""
     if "://" not in uri:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:

@@ -27,11 +27,7 @@ _READERS = 16
 
 
 def input_fingerprints(listing: InputListing) -> list[list[Any]]:
-    """Return each file's name, its size, and 16 hex digits for a sample of its content.
-
-    Raises:
-        InputError: A file cannot be read.
-    """
+    """Return each file's name, size, and 16 hex digits for a sample of its content, or raise `InputError`."""
 
     def fingerprint(one: InputFile) -> list[Any]:
         try:
@@ -385,11 +381,7 @@ BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
 
 
 def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
-    """Find the prompts by the first rows.
-
-    Raises:
-        InputError: There are no rows, they lack a configured column, or it holds neither text nor messages.
-    """
+    """Find the prompts by the first rows; `InputError` if there are none, or a column is missing or unusable."""
     if config.format == "openai":
         return BATCH
     for file in listing.files:
@@ -429,11 +421,7 @@ def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) ->
 
 
 def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> None:
-    """Refuse a table whose columns cannot hold prompts or ids; in files of lines, each row is judged alone.
-
-    Raises:
-        InputError: A column is missing or of the wrong type.
-    """
+    """Raise `InputError` if a table's columns cannot hold prompts or ids. In files of lines, rows are judged alone."""
     if file.format in ("jsonl", "text"):
         return
     for column in filter(None, (source.column, source.id_column)):

@@ -45,80 +45,47 @@ class CompactionPlan:
     errors: dict[str, list[str]]
 
 
+class _Below:
+    """A place in an output's folder, as an attribute."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, output: OutputFolder, owner: type) -> Location:
+        return output.root / self._name
+
+
 @dataclass(frozen=True)
 class OutputFolder:
-    """A job's output folder."""
+    """A job's output folder.
+
+    Attributes:
+        unfinished: Finished rows of uncommitted parts, left by a submission that was stopped.
+        head: The newest version of a head that learns from the rows: a head's folder.
+        learner_state: State for resuming a learner, whose record is `learning_file`.
+        batch_output: Answers to the requests of an OpenAI batch, one a line.
+        batch_errors: Its unanswered requests with the reasons, one a line.
+    """
 
     root: Location
 
-    @property
-    def data(self) -> Location:
-        return self.root / "data"
-
-    @property
-    def errors(self) -> Location:
-        return self.root / "errors"
-
-    @property
-    def staged(self) -> Location:
-        return self.root / "_staged"
-
-    @property
-    def temporary(self) -> Location:
-        return self.root / "_temporary"
-
-    @property
-    def unfinished(self) -> Location:
-        """Finished rows of uncommitted parts, left by a submission that was stopped."""
-        return self.root / "_unfinished.parquet"
-
-    @property
-    def lease(self) -> Location:
-        return self.root / LEASE_FILE
-
-    @property
-    def compaction_file(self) -> Location:
-        return self.root / "_compaction.json"
-
-    @property
-    def run_file(self) -> Location:
-        return self.root / RUN_FILE
-
-    @property
-    def status_file(self) -> Location:
-        return self.root / STATUS_FILE
-
-    @property
-    def head(self) -> Location:
-        """The newest version of a head that learns from the rows: a head's folder."""
-        return self.root / "head"
-
-    @property
-    def learner_state(self) -> Location:
-        """State for resuming a learner."""
-        return self.root / "_learner.safetensors"
-
-    @property
-    def learning_file(self) -> Location:
-        """A learner's record."""
-        return self.root / "learning.json"
-
-    @property
-    def batch_output(self) -> Location:
-        """Answers to the requests of an OpenAI batch, one a line."""
-        return self.root / "batch_output.jsonl"
-
-    @property
-    def batch_errors(self) -> Location:
-        """Unanswered requests of an OpenAI batch with the reasons, one a line."""
-        return self.root / "batch_errors.jsonl"
+    data = _Below("data")
+    errors = _Below("errors")
+    head = _Below("head")
+    staged = _Below("_staged")
+    temporary = _Below("_temporary")
+    unfinished = _Below("_unfinished.parquet")
+    lease = _Below(LEASE_FILE)
+    compaction_file = _Below("_compaction.json")
+    run_file = _Below(RUN_FILE)
+    status_file = _Below(STATUS_FILE)
+    learner_state = _Below("_learner.safetensors")
+    learning_file = _Below("learning.json")
+    batch_output = _Below("batch_output.jsonl")
+    batch_errors = _Below("batch_errors.jsonl")
 
     def create(self) -> None:
-        """Make the folders.
-
-        Raises:
-            InputError: They cannot be made or written to.
-        """
+        """Make the folders, or raise `InputError`."""
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
 
     def delete_temporary(self) -> None:
@@ -142,11 +109,7 @@ class OutputFolder:
             file.delete()
 
     def compaction(self) -> CompactionPlan | None:
-        """Read the plan of compaction; None if there is none.
-
-        Raises:
-            InputError: The plan is damaged, and so is its copy.
-        """
+        """Read the plan of compaction; None if there is none. `InputError` if it and its copy are damaged."""
         try:
             return read_either(self.compaction_file, lambda text: CompactionPlan(**json.loads(text)))
         except FileNotFoundError:

@@ -62,11 +62,7 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Take the lease.
-
-        Raises:
-            InputError: Another submission works on the output.
-        """
+        """Take the lease, or raise `InputError` if another submission works on the output."""
         held = self._read()
         if held is not None and not held.known_dead:
             deadline = time.monotonic() + _PATIENCE_BEATS * self._seconds
