@@ -178,23 +178,26 @@ class Answers(EngineProcess):
         return column_values(generation, request, self._traits, self._columns)
 
 
-class Processor:
-    """A generation stage; calling it with a dataset adds the stage. Made by `build_processor`."""
+def build_processor(
+    config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
+) -> Callable[[ray.data.Dataset], ray.data.Dataset]:
+    """Return a generation stage: a function that adds it to a dataset, and raises `InputError` without resources.
 
-    def __init__(
-        self, config: ProcessorConfig, preprocess: RowFunction | None, postprocess: RowFunction | None
-    ) -> None:
-        self._config, self._preprocess, self._postprocess = config, preprocess, postprocess
+    Nothing runs before the result is read.
 
-    def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the dataset with the stage added, lazily; raise `InputError` if the cluster is too small."""
-        config = self._config
+    Args:
+        preprocess: Makes of a row one with a prompt: `messages` (chat messages), `prompt` (a text, continued as it is)
+            or `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
+        postprocess: Makes the final row of a row with its answer.
+    """
+
+    def processor(dataset: ray.data.Dataset) -> ray.data.Dataset:
         fewest, most = config.engines
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)
         shares = share_out(wanted, connect(), settings="the processor's {}")
         spec, (sampling, limits) = config.engine_spec(shares.threads), config.row_settings()
-        if self._preprocess is not None:
-            dataset = dataset.map(self._preprocess)
+        if preprocess is not None:
+            dataset = dataset.map(preprocess)
         found = dataset.repartition(target_num_rows_per_block=config.batch_size).map_batches(
             Answers,
             batch_size=None,
@@ -209,17 +212,6 @@ class Processor:
                 "ledger": ray.remote(Ledger).options(num_cpus=0).remote(limits.row_attempts),
             },
         )
-        return found if self._postprocess is None else found.map(self._postprocess)
+        return found if postprocess is None else found.map(postprocess)
 
-
-def build_processor(
-    config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
-) -> Processor:
-    """Return a generation stage.
-
-    Args:
-        preprocess: Makes of a row one with a prompt: `messages` (chat messages), `prompt` (a text, continued as it is)
-            or `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
-        postprocess: Makes the final row of a row with its answer.
-    """
-    return Processor(config, preprocess, postprocess)
+    return processor

@@ -141,7 +141,6 @@ def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = Fals
 
 
 def seen_types(table: pa.Table, file: str) -> list[SeenType]:
-    """Return the column types of a table from the file of this name."""
     return [
         SeenType(field.name, field.type, all(map(_is_exact, column.chunks)), file)
         for field, column in zip(table.schema, table.columns, strict=True)

@@ -57,8 +57,8 @@ class Chunk:
     def values(self, name: str, most_bytes: int | None = None) -> list[Any]:
         """Return each row's value in a column, as in JSON; None where there is no such column.
 
-        Null fields of structs and null entries of maps are left out: a table cannot express their absence otherwise. A
-        value that cannot be read, or is larger than `most_bytes` in a table, is an `UnreadableValueError`.
+        Nulls in structs and maps are left out: a table cannot express their absence otherwise. A value that cannot be
+        read, or is larger than `most_bytes` in a table, is an `UnreadableValueError`.
         """
         if self.records is not None:
             return [record.get(name) for record in self.records]
@@ -112,7 +112,7 @@ _NEXT_INT32 = b"\x15"
 """In Thrift's compact protocol: the next field, an int32."""
 _VIEW_BYTES = 16
 _ARROW_FILE = b"ARROW1"
-"""First bytes of Arrow's file format. Its stream format, in which datasets are saved, has no such mark."""
+"""First bytes of Arrow's file format; its stream format has none."""
 
 
 def _read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
@@ -266,11 +266,11 @@ def plain(column: pa.Array) -> pa.Array:
         if all(one.type == field.type for one, field in zip(fields, kind, strict=True)):
             return column
         return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=column.is_null())
-    if pa.types.is_map(kind):
-        target = pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
-        return column if target == kind else column.cast(target)
-    if pa.types.is_fixed_size_list(kind):
-        target = pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_map(kind) or pa.types.is_fixed_size_list(kind):
+        if pa.types.is_map(kind):
+            target = pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+        else:
+            target = pa.list_(_plain_type(kind.value_type), kind.list_size)
         return column if target == kind else column.cast(target)
     if pa.types.is_union(kind):
         return column
@@ -298,7 +298,6 @@ def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
 # Files of lines: JSON lines and plain text. An invalid line becomes a row with a problem.
 
 _TEXT_COLUMN = "prompt"
-"""The only column of a text file."""
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 32 << 20
 """A chunk this large takes no further line."""
