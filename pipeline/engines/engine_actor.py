@@ -46,8 +46,7 @@ if TYPE_CHECKING:  # a driver imports this module, too, without the code of mode
 _PULSE_SECONDS = 0.01
 """Wait of the feeder while the engine is full, so that one ledger call covers several rows."""
 _REPORT_SECONDS = 0.25
-_LOOKS = 10
-"""Looks of the watchdog per time limit."""
+_LOOKS = 10  # of the watchdog per time limit
 _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5
 
@@ -76,11 +75,7 @@ class EngineProcess:
         watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
 
     def _load(self, spec: EngineSpec) -> LoadError | None:
-        """Load the models, and return the error if that fails.
-
-        If another engine could load them, the failure is this machine's, and the process ends so that Ray may try
-        another.
-        """
+        """Load the models; return the error, or end the process if another engine could load them on its machine."""
         try:
             self._lm = spec.load(partial(self._tell, "starting"))
         except Exception as error:
@@ -162,14 +157,7 @@ class EngineActor(EngineProcess):
             LearningFeed(self._lm, partial(find_learner, learner)).start()
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Generate the parts in a block.
-
-        If the engine fails, the process ends, so that Ray starts another and gives it the parts again.
-
-        Raises:
-            LoadError: The models could not be loaded.
-            JobError: The engine's process ends again and again, or has a part twice.
-        """
+        """Generate the parts in a block, or raise `LoadError` or `JobError` if no other process could, either."""
         if self.failure is not None:
             raise self.failure
         return pack((part, self._generate(part, rows)) for part, rows in unpack(block))

@@ -86,12 +86,7 @@ class LedgerCounts:
 
 
 class Ledger:
-    """Keeps the record. Run as a Ray actor, but independent of Ray.
-
-    Args:
-        row_attempts: Engine deaths with a row inside after which the row becomes an error.
-        base: Fingerprint of an earlier submission's target model.
-    """
+    """Keeps the record. Run as a Ray actor, but independent of Ray. `base` is an earlier submission's fingerprint."""
 
     def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
         self._row_attempts = row_attempts
@@ -123,11 +118,7 @@ class Ledger:
         return self._base is not None
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
-        """Record that an engine begins a part. If another had begun it, that one's process has died.
-
-        Returns:
-            Existing outcomes, those of rows given up included, and engine deaths by row.
-        """
+        """Record that an engine begins a part, a second time if the first died. Return outcomes, and deaths by row."""
         record = self._parts.setdefault(part, PartRecord())
         record.wanted = wanted
         record.deaths.update(record.inside)

@@ -36,11 +36,9 @@ _BLOCK, _EVERY = 4 << 10, 1 << 20
 """Of each tensor of a larger file, `_BLOCK` bytes of every `_EVERY` bytes are hashed."""
 _READERS = 16
 _BLOCKS_AT_ONCE = 256
-_LENGTH_BYTES = 8
-"""Length of the header size at the beginning of a safetensors file."""
+_LENGTH_BYTES = 8  # of the header's size, at the beginning of a safetensors file
 
-Span = tuple[int, int]
-"""First byte and the one after the last."""
+Span = tuple[int, int]  # the first byte and the one after the last
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -144,11 +142,7 @@ def generation_settings(name: str) -> dict[str, Any]:
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of the draft heads, embedded ones included, draft models and tables in `drafter`.
-
-    Raises:
-        InputError: There is no head or model at a path, or on the hub, or no table.
-    """
+    """Return the fingerprints of the heads, draft models and tables in `drafter`, by name, or raise `InputError`."""
     if drafter == "auto" and model is None:
         drafter = "ctc"
     found = {}

@@ -98,14 +98,7 @@ def checked_job(config: GenerateConfig) -> Job:
 
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
-    """Fill unset sampling settings from the model's own.
-
-    Args:
-        drawn: Whether rows are sampled by default, as OpenAI's requests are.
-
-    Raises:
-        InputError: The model's settings cannot be read or are not supported.
-    """
+    """Fill unset sampling settings from the model's own, or raise `InputError`; `drawn` rows are sampled by default."""
     name, settings = model_name(config.model), {}
     if config.loading.generation_config == "auto":
         settings = generation_settings(name)

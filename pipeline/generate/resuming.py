@@ -128,12 +128,7 @@ class Changes:
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
-    """Yield the requests of staged rows.
-
-    Args:
-        rows: The columns `request_id`, `asked` and `problem` of staged rows.
-        several: Whether an input row may be several staged rows, named `ID#0`, `ID#1`, ….
-    """
+    """Yield the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, …."""
     columns = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
     for name, asked, problem in zip(*columns, strict=True):
         sample = name.rpartition("#")[2] if several else ""

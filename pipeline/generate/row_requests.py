@@ -32,8 +32,7 @@ from pipeline.settings import ReadingConfig
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
-_EXACT_FLOATS = 2**53
-"""Integers below this are exact as floats."""
+_EXACT_FLOATS = 2**53  # integers below are exact as floats
 
 
 def row_sampling(

@@ -25,8 +25,7 @@ of them taken by a part's own lists and structs.
 """
 _MOST_COLUMNS = 10_000
 """Most columns of an input, and fields of an object kept as one. Each part has its own copy of their names."""
-_EXACT_FLOATS = 2**53
-"""Largest integer up to which all are exact as float64."""
+_EXACT_FLOATS = 2**53  # integers up to this are exact as float64
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 

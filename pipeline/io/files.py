@@ -281,15 +281,7 @@ def _copy_of(file: Location) -> Location:
 
 
 def make_folders(output: Location, folders: Sequence[Location], probe_in: Location, what: str = "output") -> None:
-    """Make the folders of an output and check that they can be written to.
-
-    Args:
-        probe_in: Folder in which a test file is written and deleted.
-        what: The output's designation in errors.
-
-    Raises:
-        InputError: The folders cannot be made or written to.
-    """
+    """Make the folders of an output and write a test file to `probe_in`; raise `InputError` if that fails."""
     try:
         for folder in folders:
             folder.make_folder()

@@ -351,7 +351,6 @@ def _errors_name(uri: str) -> Iterator[None]:
 
 _ID_COLUMN = "id"
 _LOOK_ROWS = 100
-"""Rows at the beginning of the input that decide."""
 
 
 @dataclass(frozen=True)

@@ -39,17 +39,14 @@ from pipeline.settings import ReadingConfig
 
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
-SAMPLE_COLUMN = "sample"
-"""Column of a row's sample index, from 0."""
-SEED_COLUMN = "seed"
-"""Column of a row's own seed."""
+SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
+"""Columns of a row's sample index, from 0, and of its own seed."""
 _MOST_SETTINGS = 1 << 20
 """Most bytes of a row's own sampling settings."""
 _GROUP_BYTES = 256 << 20
 """Approximate input size of one task."""
 _TASK_CPUS = 0.5
 _EXAMPLES = 3
-"""Number of ids in an error message."""
 
 
 @dataclass(frozen=True)

@@ -228,17 +228,7 @@ def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
 
 
 def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
-    """Take an output over from another job without results. The caller must hold the lease.
-
-    Args:
-        uri: The output as given, for messages.
-
-    Returns:
-        Whether it was not this job's, so that `run.json` must be written.
-
-    Raises:
-        InputError: It has results of another job by now.
-    """
+    """Take an output over from another job without results, and return whether it was not this job's before."""
     check_output(uri, output, meant)
     run_file = output.root / RUN_FILE
     if not run_file.exists:

@@ -49,11 +49,7 @@ class Holder:
 
 
 class Lease:
-    """A lease on an output, held for a `with` block.
-
-    Args:
-        lost: Called from another thread if another submission takes the lease because this one seemed dead.
-    """
+    """A lease, held for a `with` block. `lost` is called from another thread if another submission takes it."""
 
     def __init__(self, file: Location, lost: Callable[[Holder], None], beat_seconds: float = BEAT_SECONDS) -> None:
         self._file, self._lost, self._seconds = file, lost, beat_seconds

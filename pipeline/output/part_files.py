@@ -41,11 +41,7 @@ ERROR_SCHEMA = pa.schema(
 
 @dataclass
 class PartsDatasink(Datasink[None]):
-    """Ray Data sink that commits the parts in its blocks.
-
-    Args:
-        committed: Called on a worker with each part's name after its commit.
-    """
+    """Ray Data sink that commits the parts in its blocks, and calls `committed` with the name of each."""
 
     output: OutputFolder
     committed: Callable[[str], None] = lambda part: None
@@ -58,11 +54,7 @@ class PartsDatasink(Datasink[None]):
 
 
 def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
-    """Write a part's errors and finished rows as one commit.
-
-    Args:
-        rows: Its rows, with the columns `request_id`, `row`, `problem` and `generated`.
-    """
+    """Write a part's rows (`request_id`, `row`, `problem`, `generated`) as one commit: errors, then finished rows."""
     errors, errors_file = error_table(rows), output.errors / f"{part}.parquet"
     if errors.num_rows:
         _write(output, errors, errors_file)
@@ -123,12 +115,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A file in `data/` or `errors/`.
-
-    Args:
-        commits: Whether it is in `data/`, and so commits its parts.
-        rows: Row count of its footer; None where the file is damaged.
-    """
+    """A file in `data/`, which commits its parts, or in `errors/`. `rows` is None where it is damaged."""
 
     place: Location
     commits: bool
@@ -168,14 +155,7 @@ def result_files(output: OutputFolder) -> list[ResultFile]:
 
 
 def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[ResultFile]:
-    """Return the files to delete so that every part is complete or absent.
-
-    Args:
-        rows: Row counts by part. Files of other parts are left alone.
-
-    Returns:
-        The files in a safe order of deletion: those that commit parts come first.
-    """
+    """Return the files to delete so that every part is complete or absent, those that commit parts first."""
     torn: list[ResultFile] = []
     for group in _groups(files):
         parts = frozenset[str]().union(*(file.parts for file in group))
@@ -225,12 +205,7 @@ _THREADS = 4
 
 
 def compact(output: OutputFolder, target_bytes: int | None) -> None:
-    """Merge a completed job's files, or finish merging them.
-
-    Args:
-        target_bytes: Smaller files are merged with their neighbours until they reach it. None merges nothing, but
-            finishes what an earlier submission began.
-    """
+    """Merge small files of a completed job up to `target_bytes`; None finishes what an earlier submission began."""
     plan = output.compaction()
     if plan is None:
         if target_bytes is None:
@@ -244,11 +219,7 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
 
 
 def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
-    """Plan the merging of adjacent files into ones of at least `target_bytes`; the last one may be smaller.
-
-    Returns:
-        Names of the merged files' sources, by the merged file's name.
-    """
+    """Plan merged files of at least `target_bytes`, but for the last: the names of their sources, by their names."""
     groups: list[list[str]] = []
     held = target_bytes
     for name, size in sizes:

@@ -77,13 +77,7 @@ def summarise(
     seconds: float,
     sentences: Sequence[str] = (),
 ) -> str:
-    """Return the summary as text.
-
-    Args:
-        new_rows: Rows that this submission finished, errors included.
-        seconds: Time of generation, without the start.
-        sentences: See `speculation_record`.
-    """
+    """Return the summary as text; `new_rows` includes errors, and `seconds` are those of generation."""
     counts = found.counts
     lines = [
         f"rows        {found.rows:,} finished, {found.errors:,} failed",
@@ -127,11 +121,7 @@ def histogram_lines(counts: DecodeCounts) -> list[str]:
 
 
 def speculation_record(choices: Sequence[BatchChoice]) -> dict[str, Any] | None:
-    """Return the estimated gain over plain decoding and the choices with their reasons, for `status.json` and
-    `run.json`.
-
-    None where nothing was chosen or decoded.
-    """
+    """Return the estimated gain over plain decoding and the choices, with reasons; None without a choice."""
     if not choices:
         return None
     return {
