@@ -212,7 +212,7 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "writing.per_step_accepted": "bound",
     "dry_run": "free",
 }
-"""Whether a later submission of an output may change a setting, by the longest matching name; docs/operations.md
+"""Rules for changing a setting of an output in a later submission, by the longest matching name; docs/operations.md
 explains.
 
 `bound`: it determines a row's results, or a column. `rows`: it selects the rows; finished ones are kept.
