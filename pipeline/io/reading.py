@@ -430,7 +430,7 @@ def read_file(
     """
     try:
         parse = partial(_parse_json, text_column=text_column, json_column=json_column)
-        readers = {
+        readers: dict[Format, Callable[..., Iterator[Chunk]]] = {
             "jsonl": partial(_read_lines, parse=parse),
             "text": partial(_read_lines, parse=lambda line: {_TEXT_COLUMN: _decode(line)}),
             "parquet": _read_parquet,
