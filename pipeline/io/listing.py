@@ -231,7 +231,14 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
     """
     wanted = "jsonl" if format == "openai" else format
     found = _find(uri)
-    of_split = _split_files(uri, found, split, subset)
+    names = None
+    if found.is_folder:
+        there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
+        with _errors_name(uri):
+            names = dataset_files(uri, found.root, there, split, subset)
+    elif split is not None or subset is not None:
+        raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
+    of_split = None if names is None else set(names)
     files = []
     for name, info in found.files.items():
         if of_split is not None and name not in of_split:
@@ -275,7 +282,7 @@ class _Found:
 
 
 def _find(uri: str) -> _Found:
-    by_pattern = is_pattern(uri) and not _exists(uri)
+    by_pattern = is_pattern(uri) and ("://" in uri or locate(uri).type == fs.FileType.NotFound)
     root = locate(pattern_base(uri) if by_pattern else uri)
     with _errors_name(uri):
         info = root.info
@@ -317,21 +324,6 @@ def _below(root: Location) -> list[fs.FileInfo]:
                 raise InputError(f"input {path} is a link to a folder that it is in: its rows would have no end")
         paths += [os.path.join(folder, name) for name in files]
     return list(root.filesystem.get_file_info(paths))
-
-
-def _exists(uri: str) -> bool:
-    return "://" not in uri and locate(uri).type != fs.FileType.NotFound
-
-
-def _split_files(uri: str, found: _Found, split: str | None, subset: str | None) -> set[str] | None:
-    if not found.is_folder:
-        if split is not None or subset is not None:
-            raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
-        return None
-    there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
-    with _errors_name(uri):
-        names = dataset_files(uri, found.root, there, split, subset)
-    return None if names is None else set(names)
 
 
 @contextmanager
