@@ -24,9 +24,9 @@ from drafter.evaluation.environment import surroundings
 from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speculated_share
 from pipeline.command_line import run_job
 from pipeline.engines.models import model_name
+from pipeline.generate.checks import SPECULATION
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
-from pipeline.generate.job_context import SPECULATION
 from pipeline.output.summary import histogram_lines, read_totals
 from pipeline.report.compare import compare_rows
 from pipeline.report.config import parse_report

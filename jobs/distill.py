@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.command_line import run_job
-from pipeline.generate.distill_job import parse_config
+from pipeline.generate.config import parse_distill_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
-    config = parse_config(arguments)
+    config = parse_distill_config(arguments)
     from pipeline.generate.job import generate  # takes seconds: a mistake is told before
 
     generate(config)

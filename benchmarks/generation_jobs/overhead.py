@@ -37,7 +37,7 @@ from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
-from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.models import EngineSpec
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
 
@@ -132,7 +132,7 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
         spec.config.max_num_seqs,
     ]
     arguments += ["--engine.num_draft_tokens", spec.config.num_draft_tokens, "--resources.cpus_per_actor", spec.threads]
-    with patch("pipeline.generate.streaming.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
+    with patch("pipeline.generate.job.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         generate(parse_config([str(one) for one in arguments]))
     ray.shutdown()
     paths = sorted((folder / "out" / "data").iterdir())

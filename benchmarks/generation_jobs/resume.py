@@ -30,11 +30,11 @@ from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 from drafter.target.loading import load_base
 from pipeline.io.files import locate
+from pipeline.io.parts import Part, StagedInput
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
 from pipeline.settings import WritingConfig
-from pipeline.staging.staging import Part, StagedInput
 
 _LOOK_SECONDS = 0.1
 

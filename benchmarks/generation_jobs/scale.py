@@ -37,14 +37,13 @@ from pipeline.command_line import run_job
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
 from pipeline.io.files import locate
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import find_prompts
+from pipeline.io.listing import find_prompts, list_input
+from pipeline.io.parts import PROBLEM_TYPE, Part, StagedInput, StagedParts
+from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
 from pipeline.settings import ReadingConfig, WritingConfig
-from pipeline.staging.rows import PROBLEM_TYPE
-from pipeline.staging.staging import Part, StagedInput, StagedParts, StagingPlan, stage_files
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"

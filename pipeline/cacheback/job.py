@@ -24,8 +24,7 @@ from pipeline.generate.row_requests import row_messages
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import InputListing, input_fingerprints, list_input
 from pipeline.io.reading import read_file
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import read_run, versions
+from pipeline.output.folder import OutputFolder, read_run, versions
 
 _ROWS = 512
 """Rows that are tokenised together."""

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+import pyarrow as pa
 import ray
 import ray.data
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
-from drafter.requests import SamplingParams
+from drafter.errors import RequestError, one_line
+from drafter.requests import Generation, Request, SamplingParams
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import share_out
-from pipeline.dataset.answers import Answers, AnswerSettings
-from pipeline.engines.engine_spec import EngineSpec
-from pipeline.engines.feeder import fed
+from pipeline.engines.engine_actor import EngineProcess, engine_pool
 from pipeline.engines.ledger import Ledger
-from pipeline.errors import InputError
+from pipeline.engines.models import EngineSpec, fed
+from pipeline.errors import InputError, RowError
 from pipeline.generate.config import LoadingConfig
-from pipeline.generate.streaming import engine_pool
-from pipeline.settings import LimitsConfig, ResourcesConfig
+from pipeline.generate.row_requests import row_messages, row_sampling
+from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
+from pipeline.settings import LimitsConfig, ResourcesConfig, WritingConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
+
+ERROR_COLUMN = "__inference_error__"
+"""Why a row has no text; an empty string where it has one."""
+_PROMPTS = ("messages", "prompt", "prompt_token_ids")
+_SETTINGS = "sampling_params"
+_NAMES = ("request_id", "id")
+"""Columns that tell rows apart: the seed of a row follows from the first that there is."""
+_READ = frozenset([*_PROMPTS, *_NAMES, _SETTINGS, "seed"])
 
 
 @dataclass(frozen=True)
@@ -34,12 +46,12 @@ class ProcessorConfig:
 
     Args:
         model: Hub id or folder of the target model; None is the embedded demonstration model.
-        drafter: What drafts, as in `jobs.generate`.
+        drafter: As in `jobs.generate`.
         engine_kwargs: Fields of `EngineSettings`, such as `{"max_num_seqs": 32}`.
         sampling_params: Fields of `SamplingParams`, for rows without their own.
-        loading: How models are loaded: fields of `LoadingConfig`.
-        verifier: Which draft tokens become output; by default those that plain decoding would give.
-        limits: Limits of rows and steps: fields of `LimitsConfig`.
+        loading: Fields of `LoadingConfig`.
+        verifier: Verifier of draft tokens; by default the output is that of plain decoding.
+        limits: Fields of `LimitsConfig`.
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
         concurrency: Engines: a number, or the fewest and the most.
@@ -64,7 +76,7 @@ class ProcessorConfig:
 
     def __post_init__(self) -> None:
         self.engine_spec(threads=1)
-        self.answer_settings()
+        self.row_settings()
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise InputError(f"batch_size must be an integer of at least 1, not {self.batch_size!r}")
 
@@ -78,9 +90,9 @@ class ProcessorConfig:
         loading = asdict(_made("loading", LoadingConfig, self.loading))
         return EngineSpec(self.model, self.drafter, loading, fed(engine), threads, verifier=self.verifier)
 
-    def answer_settings(self) -> AnswerSettings:
+    def row_settings(self) -> tuple[SamplingParams, LimitsConfig]:
         sampling = _made("sampling_params", SamplingParams, self.sampling_params)
-        return AnswerSettings(sampling, _made("limits", LimitsConfig, self.limits))
+        return sampling, _made("limits", LimitsConfig, self.limits)
 
 
 def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings:
@@ -91,27 +103,101 @@ def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings
         raise InputError(f"{name}: {why}") from error
 
 
-class Processor:
-    """A generation stage; calling it with a dataset adds the stage. Made by `build_processor`."""
+class Answers(EngineProcess):
+    """Generates for blocks of rows; several blocks are in the engine at once."""
 
-    def __init__(
-        self, config: ProcessorConfig, preprocess: RowFunction | None, postprocess: RowFunction | None
-    ) -> None:
-        self._config, self._preprocess, self._postprocess = config, preprocess, postprocess
+    def __init__(self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any) -> None:
+        self._sampling, self._ledger_actor = sampling, ledger
+        self._traits = RunTraits(sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter)
+        self._columns = wanted_columns(self._traits)
+        super().__init__(spec, limits, ledger)
 
-    def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the dataset with the stage added. Nothing runs before the result is read.
+    def __call__(self, block: pa.Table) -> pa.Table:
+        """Return the block with the columns of `pipeline.output.columns` and `__inference_error__`.
 
         Raises:
-            InputError: The cluster has not the resources of an engine.
+            LoadError: The models could not be loaded.
+            InputError: The dataset has none of the columns of a prompt, or one that would be replaced.
+            JobError: The engine's process ends again and again.
         """
-        config = self._config
+        if self.failure is not None:
+            raise self.failure
+        kind = next((name for name in _PROMPTS if name in block.column_names), None)
+        if kind is None and not block.num_rows:  # an empty block may have no columns at all
+            return block
+        if kind is None:
+            raise InputError(f"rows need a column {', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}: make it in preprocess")
+        added = columns_type([one for one in self._columns if one.name != kind])
+        if taken := {ERROR_COLUMN, *added.names} & set(block.column_names) - {"seed"}:
+            raise InputError(f"column {min(taken)} would be replaced: rename it in preprocess")
+        rows = block.select([name for name in block.column_names if name in _READ]).to_pylist()
+        requests, problems = self._requests(rows, kind)
+        # A task that is tried again has the same id, and finds the rows that the engine before had finished.
+        part = ray.get_runtime_context().get_task_id()
+        outcomes = self._outcomes(part, {one.request_id: one for one in requests.values()}, lambda _: None)
+        self._ledger_actor.commit.remote(part)
+        found = [outcomes.get(requests[place].request_id) if place in requests else None for place in range(len(rows))]
+        for place, one in enumerate(found):
+            if one is not None and one.problem is not None:
+                problems[place] = one.problem["message"]
+        generated = pa.array([None if one is None else one.generated for one in found], columns_type(self._columns))
+        if "seed" in block.column_names:
+            block = block.drop_columns(["seed"])
+        for column, values in zip(added, generated.flatten(), strict=True):  # null where the row is
+            block = block.append_column(column.name, values)
+        errors = [problems.get(place, "") for place in range(len(rows))]
+        return block.append_column(ERROR_COLUMN, pa.array(errors, pa.string()))
+
+    def _requests(self, rows: list[dict[str, Any]], kind: str) -> tuple[dict[int, Request], dict[int, str]]:
+        """Return requests and errors by the rows' places."""
+        requests, problems = {}, {}
+        for place, row in enumerate(rows):
+            try:
+                ids = self._encode(row.get(kind), kind)
+                name = self._name(row, place, ids)
+                sampling = row_sampling(self._sampling, name, row, _SETTINGS)
+                requests[place] = Request(ids, sampling, f"{place}:{name}", self._row_seconds)
+            except (RowError, RequestError) as error:
+                problems[place] = one_line(error)
+        return requests, problems
+
+    def _encode(self, value: Any, kind: str) -> list[int]:
+        if value is None:
+            raise RowError("BadPrompt", f"column {kind!r} is empty")
+        return self._lm.encode(row_messages(value, kind) if kind == "messages" else value)
+
+    @staticmethod
+    def _name(row: Mapping[str, Any], place: int, ids: list[int]) -> str:
+        """Return what a row's seed follows from: its name, or its place in the batch and its prompt."""
+        given = next((row[name] for name in _NAMES if row.get(name) is not None), None)
+        if given is not None:
+            return str(given)
+        return f"{place}#{hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()}"
+
+    def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
+        return column_values(generation, request, self._traits, self._columns)
+
+
+def build_processor(
+    config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
+) -> Callable[[ray.data.Dataset], ray.data.Dataset]:
+    """Return a generation stage: a function that adds it to a dataset, and raises `InputError` without resources.
+
+    Nothing runs before the result is read.
+
+    Args:
+        preprocess: Makes of a row one with a prompt: `messages` (chat messages), `prompt` (a text, continued as it is)
+            or `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
+        postprocess: Makes the final row of a row with its answer.
+    """
+
+    def processor(dataset: ray.data.Dataset) -> ray.data.Dataset:
         fewest, most = config.engines
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)
         shares = share_out(wanted, connect(), settings="the processor's {}")
-        spec, settings = config.engine_spec(shares.threads), config.answer_settings()
-        if self._preprocess is not None:
-            dataset = dataset.map(self._preprocess)
+        spec, (sampling, limits) = config.engine_spec(shares.threads), config.row_settings()
+        if preprocess is not None:
+            dataset = dataset.map(preprocess)
         found = dataset.repartition(target_num_rows_per_block=config.batch_size).map_batches(
             Answers,
             batch_size=None,
@@ -121,21 +207,11 @@ class Processor:
             num_gpus=shares.gpus,
             fn_constructor_kwargs={
                 "spec": spec,
-                "settings": settings,
-                "ledger": ray.remote(Ledger).options(num_cpus=0).remote(settings.limits.row_attempts),
+                "sampling": sampling,
+                "limits": limits,
+                "ledger": ray.remote(Ledger).options(num_cpus=0).remote(limits.row_attempts),
             },
         )
-        return found if self._postprocess is None else found.map(self._postprocess)
+        return found if postprocess is None else found.map(postprocess)
 
-
-def build_processor(
-    config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
-) -> Processor:
-    """Return a generation stage.
-
-    Args:
-        preprocess: Makes of a row one with a prompt: `messages` (chat messages), `prompt` (a text, continued as it is)
-            or `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
-        postprocess: Makes of a row with its answer what is wanted.
-    """
-    return Processor(config, preprocess, postprocess)
+    return processor

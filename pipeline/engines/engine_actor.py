@@ -1,78 +1,125 @@
-"""Ray Data actor around an engine, with a watchdog for steps that hang."""
+"""An engine in a process of its own: parts of requests in, parts of generated rows out.
+
+The feeder keeps slightly more rows in the engine than there are slots, starts long rows first, and runs rows that may
+have killed an engine alone. One thread submits rows after the ledger has recorded them, so the ledger's rows inside an
+engine are those that it is working on, or about to.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
+import ray.data
 
-from drafter.errors import LoadError, one_line
-from drafter.evaluation.environment import device_name
+from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line
 from drafter.requests import Generation, Request, SamplingParams
-from pipeline.engines.engine_spec import EngineSpec
-from pipeline.engines.feeder import Feeder
-from pipeline.engines.ledger import RemoteLedger, RowOutcome
+from pipeline.engines.ledger import RemoteLedger, RowKey, RowOutcome
+from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
-from pipeline.errors import JobError
-from pipeline.learning.feed import LearningFeed
+from pipeline.errors import JobError, ProblemType, RowError
+from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.learning.job_learner import find_learner
 from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
 from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.watch import Pulse
 from pipeline.settings import LimitsConfig
-from pipeline.staging.rows import with_problems
-from pipeline.staging.staging import pack, unpack
 
-_LOOKS = 10
-"""Looks of the watchdog per time limit."""
+if TYPE_CHECKING:  # a driver imports this module, too, without the code of models
+    from drafter.engine.sequence import Handle
+    from drafter.llm import SpeculativeLM
 
-
-class Stepping(Protocol):
-    """The watchdog's view of an engine; `last_step` is the end of its last step by `time.monotonic`."""
-
-    last_step: float
-
-    @property
-    def idle(self) -> bool:
-        """True if it has nothing to do."""
-
-
-def watch(engine: Stepping, seconds: float, stuck: Callable[[], None]) -> threading.Thread:
-    """Start a thread that calls `stuck`, once, when a step takes longer than `seconds`."""
-
-    def look() -> None:
-        while engine.idle or time.monotonic() - engine.last_step <= seconds:
-            time.sleep(seconds / _LOOKS)
-        stuck()
-
-    thread = threading.Thread(target=look, name="watchdog", daemon=True)
-    thread.start()
-    return thread
-
-
+_PULSE_SECONDS = 0.01
+"""Wait of the feeder while the engine is full, so that one ledger call covers several rows."""
+_REPORT_SECONDS = 0.25
+_LOOKS = 10  # of the watchdog per time limit
 _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5
 
+Report = Callable[[Mapping[str, RowOutcome]], None]
 
-class EngineActor:
-    """Turns parts of requests into parts of generated rows.
 
-    Args:
-        run: The job's name in metrics: its output.
-        learner: Name of the `LearnerActor`, which may start later; None without learning.
-    """
+class EngineProcess:
+    """An engine that is fed through the ledger. Its failure ends the process, so that Ray starts another."""
+
+    def __init__(self, spec: EngineSpec, limits: LimitsConfig, ledger: Any) -> None:
+        self._ledger = RemoteLedger(ledger)
+        self._lm: SpeculativeLM
+        # An error here would make Ray retry what cannot succeed, so the first call raises it.
+        self.failure: Exception | None = None
+        if not self._ledger.arrive():
+            self.failure = JobError("an engine's process ended again and again without finishing a row")
+            return
+        self.failure = self._load(spec)
+        if self.failure is not None:
+            self._tell("failed", one_line(self.failure))
+            return
+        slots = spec.config.max_num_seqs
+        self._row_seconds = limits.row_seconds
+        self._feeder = Feeder(self._lm.submit, self._finished, self._ledger, slots, limits.row_attempts)
+        stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
+        watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
+
+    def _load(self, spec: EngineSpec) -> LoadError | None:
+        """Load the models; return the error, or end the process if another engine could load them on its machine."""
+        try:
+            self._lm = spec.load(partial(self._tell, "starting"))
+        except Exception as error:
+            traceback.print_exc()
+            if isinstance(error, LoadError):
+                failure = error
+            else:  # such as too little memory
+                failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")
+            if self._ledger.has_loaded():
+                time.sleep(_LOAD_AGAIN_SECONDS)
+                self._end(failure)
+            return failure
+        here = self._lm.base.fingerprint
+        first = self._ledger.loaded(here)
+        if here != first:
+            return LoadError(f"the model's weights ({here}) are not those of the output's other rows ({first})")
+        return None
+
+    def _outcomes(self, part: str, requests: Mapping[str, Request], report: Report) -> dict[str, RowOutcome]:
+        try:
+            return self._feeder.generate(part, requests, report)
+        except JobError:  # another process would be given the same parts
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            self._end(error)
+            raise
+
+    def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
+        """Return the output columns of a finished request."""
+        raise NotImplementedError
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Report to the job."""
+
+    def _end(self, why: Exception) -> None:
+        said = f"{type(why).__name__}: {one_line(why)}"
+        print(said, file=sys.stderr, flush=True)
+        self._tell("crashed", said)
+        _die()
+
+
+class EngineActor(EngineProcess):
+    """Turns parts of requests into parts of generated rows. `learner` names a `LearnerActor`, which may start later."""
 
     def __init__(
         self,
@@ -85,88 +132,40 @@ class EngineActor:
         others: OtherTexts,
         learner: str | None = None,
     ) -> None:
+        from drafter.evaluation.environment import device_name
+        from pipeline.learning.feed import LearningFeed
+
         self._progress = progress
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
-        self._pulse = Pulse(BEAT_SECONDS, self._beat)
-        self._failure: Exception | None = None
-        remote_ledger = RemoteLedger(ledger)
-        # An error here would make Ray retry what cannot succeed, so the first call raises it.
-        if not remote_ledger.arrive():
-            self._failure = JobError("an engine's process ended again and again without finishing a row")
-            return
-        self._failure = self._load(spec, remote_ledger)
-        if self._failure is not None:
-            self._tell("failed", one_line(self._failure))
+        super().__init__(spec, limits, ledger)
+        if self.failure is not None:
             return
         base, engine = self._lm.base, self._lm.engine
         self._device = device_name(base.device)
-        self._facts = EngineFacts(
-            base.fingerprint, engine.verifier.name, engine.verifier.lossless, dict(engine.verifier.settings)
-        )
-        self._traits = replace(traits, lossless=self._facts.lossless)
+        verifier = engine.verifier
+        self._facts = EngineFacts(base.fingerprint, verifier.name, verifier.lossless, dict(verifier.settings))
+        self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
-        self._feeder = Feeder(
-            self._lm.submit, self._finished, remote_ledger, spec.config.max_num_seqs, limits.row_attempts
-        )
-        self._row_seconds = limits.row_seconds
-        stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
-        watch(engine, limits.step_seconds, partial(self._end, stuck))
+        self._pulse = Pulse(BEAT_SECONDS, self._beat)
         self._beat()
         self._pulse.start()
         self._memory.start()
         if learner is not None:
             LearningFeed(self._lm, partial(find_learner, learner)).start()
 
-    def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
-        """Load the models, and return the error if that fails.
-
-        If another engine could load them, the failure is this machine's, and the process ends so that Ray may try
-        another.
-        """
-        try:
-            self._lm = spec.load(partial(self._tell, "starting"))
-        except Exception as error:
-            traceback.print_exc()
-            if isinstance(error, LoadError):
-                failure = error
-            else:  # such as too little memory
-                failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")
-            if ledger.has_loaded():
-                time.sleep(_LOAD_AGAIN_SECONDS)
-                self._end(failure)
-            return failure
-        here = self._lm.base.fingerprint
-        first = ledger.loaded(here)
-        if here != first:
-            return LoadError(f"the model's weights ({here}) are not those of the output's other rows ({first})")
-        return None
-
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Generate the parts in a block.
-
-        If the engine fails, the process ends, so that Ray starts another and gives it the parts again.
-
-        Raises:
-            LoadError: The models could not be loaded.
-            JobError: The engine's process ends again and again, or has a part twice.
-        """
-        if self._failure is not None:
-            raise self._failure
+        """Generate the parts in a block, or raise `LoadError` or `JobError` if no other process could, either."""
+        if self.failure is not None:
+            raise self.failure
         return pack((part, self._generate(part, rows)) for part, rows in unpack(block))
 
     def _generate(self, part: str, rows: pa.Table) -> pa.Table:
         problems = rows["problem"].to_pylist()
         errors = sum(problem is not None for problem in problems)
-        try:
-            outcomes = self._feeder.generate(part, self._requests(rows, problems), partial(self._report, part, errors))
-        except JobError:  # another process would be given the same parts
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            self._end(error)
+        outcomes = self._outcomes(part, self._requests(rows, problems), partial(self._report, part, errors))
         found = [outcomes.get(name) for name in rows["request_id"].to_pylist()]
         problems = [one.problem if one else before for one, before in zip(found, problems, strict=True)]
         for problem in filter(None, problems):
@@ -212,17 +211,213 @@ class EngineActor:
         )
         self._tell("engine", self._name, report)
 
-    def _end(self, why: Exception) -> None:
-        self._tell("crashed", f"{type(why).__name__}: {one_line(why)}")
-        _die()
-
     def _tell(self, method: str, *arguments: Any) -> None:
         call = getattr(self._progress, method).remote(*arguments)
         if method in ("failed", "crashed"):  # the process ends after it
             ray.wait([call], timeout=_LAST_WORD_SECONDS)
 
 
+def engine_pool(fewest: int, most: int, slots: int, rows: int) -> ray.data.ActorPoolStrategy:
+    """Return the number of engines, and of parts of up to `rows` rows that each has at once."""
+    # While one part's last rows are decoded, rows of the next ones must fill the other slots.
+    calls = 2 + math.ceil(slots / rows)
+    return ray.data.ActorPoolStrategy(
+        min_size=fewest,
+        max_size=most,
+        enable_true_multi_threading=True,
+        max_concurrent_calls_per_actor=calls,
+        # Ray adds actors when more than 1.75 calls wait for each that can run.
+        max_tasks_in_flight_per_actor=2 * calls if most > fewest else calls + 1,
+    )
+
+
 def _die() -> None:
     """End the process at once: `sys.exit` would only end the call."""
     sys.stderr.flush()
     os._exit(1)
+
+
+def watch(engine: Any, seconds: float, stuck: Callable[[], None]) -> threading.Thread:
+    """Start a thread that calls `stuck`, once, when a step of an engine takes longer than `seconds`."""
+
+    def look() -> None:
+        while engine.idle or time.monotonic() - engine.last_step <= seconds:
+            time.sleep(seconds / _LOOKS)
+        stuck()
+
+    thread = threading.Thread(target=look, name="watchdog", daemon=True)
+    thread.start()
+    return thread
+
+
+def alone_from(row_attempts: int) -> int:
+    """Return the number of deaths from which a row has the engine to itself.
+
+    Most deaths are the machine's fault, so a row is first retried in company. Its last two attempts are alone, so that
+    one unrelated death at such a moment does not condemn it.
+    """
+    return max(1, row_attempts - 2)
+
+
+@dataclass
+class _Row:
+    key: RowKey
+    request: Request
+    deaths: int
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of the request, prompt included."""
+        return len(self.request.prompt_ids) + self.request.sampling.over().max_new_tokens
+
+
+@dataclass
+class _OpenPart:
+    wanted: int
+    outcomes: dict[str, RowOutcome]
+
+    @property
+    def done(self) -> bool:
+        return len(self.outcomes) == self.wanted
+
+
+class Feeder:
+    """Feeds the rows of several parts into one engine.
+
+    Args:
+        finish: Returns the output columns of a finished request.
+        ledger: A `RemoteLedger`, or a local one with its `open_part` and `exchange`.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Request], Handle],
+        finish: Callable[[Generation, Request], dict[str, Any]],
+        ledger: Any,
+        slots: int,
+        row_attempts: int,
+    ) -> None:
+        self._submit, self._finish, self._ledger = submit, finish, ledger
+        self._slots, self._capacity, self._alone_from = slots, capacity(slots), alone_from(row_attempts)
+        self._waiting: deque[_Row] = deque()
+        self._suspects: deque[_Row] = deque()
+        self._open: dict[str, _OpenPart] = {}
+        self._left: list[tuple[_Row, Handle | RowError]] = []
+        self._inside = 0
+        self._suspect_inside = self._closed = False
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="feeder", daemon=True).start()
+
+    def generate(self, part: str, requests: Mapping[str, Request], report: Report) -> dict[str, RowOutcome]:
+        """Generate a part, and return outcomes by `request_id`. Thread-safe.
+
+        Args:
+            report: Called now and then with the outcomes so far, and once with all.
+
+        Raises:
+            JobError: The part is being generated already: its rows would never all come back to both calls.
+            Exception: The engine failed, or the ledger cannot be reached.
+        """
+        opened = _OpenPart(len(requests), {})
+        with self._changed:
+            if part in self._open:
+                raise JobError(f"part {part} was given to an engine twice at once")
+            self._open[part] = opened
+        try:
+            self._queue(part, opened, requests)
+            return self._wait(opened, report)
+        finally:
+            del self._open[part]
+
+    def _queue(self, part: str, opened: _OpenPart, requests: Mapping[str, Request]) -> None:
+        known, deaths = self._ledger.open_part(part, len(requests))
+        opened.outcomes.update({name: known[name] for name in requests if name in known})
+        rows = [
+            _Row(RowKey(part, name), request, deaths.get(name, 0))
+            for name, request in requests.items()
+            if name not in known
+        ]
+        # Long rows that begin early end with the others; rows of one length also read about as much of the KV cache.
+        rows.sort(key=lambda row: -row.longest)
+        with self._changed:
+            for row in rows:
+                (self._suspects if row.deaths >= self._alone_from else self._waiting).append(row)
+            self._changed.notify_all()
+
+    def _wait(self, opened: _OpenPart, report: Report) -> dict[str, RowOutcome]:
+        done = False
+        while not done:
+            with self._changed:
+                self._changed.wait_for(lambda: opened.done or self._failure is not None, _REPORT_SECONDS)
+                if self._failure is not None:
+                    raise self._failure
+                outcomes, done = dict(opened.outcomes), opened.done
+            report(outcomes)
+        return outcomes
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._exchange()
+        except Exception as error:  # whatever it is, `generate` raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _exchange(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left or self._may_enter())
+            full = self._inside >= self._slots
+        if full:
+            time.sleep(_PULSE_SECONDS)
+        with self._changed:
+            left, self._left = self._left, []
+            entering = self._take()
+        outcomes = {row.key: self._outcome(row, result) for row, result in left}
+        may_enter = self._ledger.exchange(outcomes, [row.key for row in entering])
+        with self._changed:
+            for key, outcome in outcomes.items():
+                self._open[key.part].outcomes[key.request_id] = outcome
+            self._closed = not may_enter
+            self._changed.notify_all()
+        if may_enter:
+            for row in entering:
+                self._enter(row)
+
+    def _may_enter(self) -> int:
+        if self._closed or (self._suspect_inside and self._inside):
+            return 0
+        if self._suspects:
+            return 1 if not self._inside else 0
+        return min(self._capacity - self._inside, len(self._waiting))
+
+    def _take(self) -> list[_Row]:
+        count, queue = self._may_enter(), self._suspects or self._waiting
+        if count:
+            self._suspect_inside = queue is self._suspects
+        self._inside += count
+        return [queue.popleft() for _ in range(count)]
+
+    def _enter(self, row: _Row) -> None:
+        try:
+            handle = self._submit(row.request)
+        except RequestError as error:
+            self._leave(row, RowError("Refused", str(error), row.deaths + 1))
+        else:
+            handle.future.add_done_callback(lambda _: self._leave(row, handle))
+
+    def _leave(self, row: _Row, result: Handle | RowError) -> None:
+        with self._changed:
+            self._left.append((row, result))
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def _outcome(self, row: _Row, result: Handle | RowError) -> RowOutcome:
+        if isinstance(result, RowError):
+            return RowOutcome(problem=vars(result.problem))
+        try:
+            return RowOutcome(generated=self._finish(result.result(), row.request))
+        except (RequestTimeoutError, NotFiniteError) as error:
+            kind: ProblemType = "TimedOut" if isinstance(error, RequestTimeoutError) else "NotFinite"
+            return RowOutcome(problem=vars(RowError(kind, str(error), row.deaths + 1).problem))

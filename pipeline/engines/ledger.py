@@ -16,10 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import ray
-from pyarrow import fs
 
 from pipeline.errors import RowError
-from pipeline.io.reading import parquet_rows
+from pipeline.io.files import parquet_rows
 from pipeline.output.folder import OutputFolder
 
 _HOPELESS = 20
@@ -28,11 +27,7 @@ _HOPELESS = 20
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The outcome of a row: one of the two is set.
-
-    Args:
-        problem: Fields of a `RowProblem`.
-    """
+    """The outcome of a row: one of the two is set. `problem` has the fields of a `RowProblem`."""
 
     generated: dict[str, Any] | None = None
     problem: dict[str, Any] | None = None
@@ -40,8 +35,6 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class RowKey:
-    """A row's key in the ledger."""
-
     part: str
     request_id: str
 
@@ -93,12 +86,7 @@ class LedgerCounts:
 
 
 class Ledger:
-    """Keeps the record. Run as a Ray actor, but independent of Ray.
-
-    Args:
-        row_attempts: Engine deaths with a row inside after which the row becomes an error.
-        base: Fingerprint of the target model that an earlier submission used.
-    """
+    """Keeps the record. Run as a Ray actor, but independent of Ray. `base` is an earlier submission's fingerprint."""
 
     def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
         self._row_attempts = row_attempts
@@ -115,11 +103,7 @@ class Ledger:
                 record.outcomes[row.request_id] = RowOutcome(row.generated, row.problem)
 
     def arrive(self, engine: str) -> bool:
-        """Record the start of an engine's process; a replacement has the same name.
-
-        Returns:
-            Whether the process may go on: not after `_HOPELESS` processes without a finished row.
-        """
+        """Record the start of an engine's process, and return whether it may go on. A replacement has the same name."""
         self._engine_deaths += engine in self._starts
         self._starts[engine] += 1
         return self._starts[engine] <= _HOPELESS
@@ -130,15 +114,11 @@ class Ledger:
         return self._base
 
     def has_loaded(self) -> bool:
-        """Return whether any engine has loaded its models, which proves that they can be loaded."""
+        """Return whether any engine has loaded its models, so that they can be loaded."""
         return self._base is not None
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
-        """Record that an engine begins a part. If another had begun it, that one's process has died.
-
-        Returns:
-            Existing outcomes, those of rows given up included, and engine deaths by row.
-        """
+        """Record that an engine begins a part, a second time if the first died. Return outcomes, and deaths by row."""
         record = self._parts.setdefault(part, PartRecord())
         record.wanted = wanted
         record.deaths.update(record.inside)
@@ -150,11 +130,7 @@ class Ledger:
         return record.outcomes, dict(record.deaths)
 
     def exchange(self, engine: str, left: Mapping[RowKey, RowOutcome], entering: Iterable[RowKey]) -> bool:
-        """Record rows that leave an engine and rows about to enter it.
-
-        Returns:
-            Whether they may enter: not while the job is being stopped.
-        """
+        """Record rows that leave an engine and enter it; return False if none may enter, because the job stops."""
         for key, outcome in left.items():
             record = self._parts.setdefault(key.part, PartRecord())
             record.inside.discard(key.request_id)
@@ -222,24 +198,18 @@ class RemoteLedger:
 
 def read_unfinished(output: OutputFolder) -> list[SavedRow]:
     """Read an earlier submission's finished rows of uncommitted parts; none, with a message, if the file is damaged."""
-    if output.unfinished.type != fs.FileType.File:
+    if not output.unfinished.exists:
         return []
     if parquet_rows(output.unfinished) is None:
         print(f"{output.unfinished.path} is damaged: its rows are generated again", file=sys.stderr, flush=True)
         return []
-    table = pa.parquet.read_table(output.unfinished.path, filesystem=output.root.filesystem)
-    return [SavedRow(**row) for row in table.to_pylist()]
+    return [SavedRow(**row) for row in output.unfinished.read_parquet().to_pylist()]
 
 
 def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
     """Save rows for the next submission, replacing earlier ones. Without rows there is no file."""
     if not rows:
-        delete_unfinished(output)
+        output.unfinished.delete()
         return
     with output.unfinished.open_whole(aside=output.temporary / output.unfinished.name) as stream:
         pa.parquet.write_table(pa.Table.from_pylist([vars(row) for row in rows]), stream)
-
-
-def delete_unfinished(output: OutputFolder) -> None:
-    if output.unfinished.type == fs.FileType.File:
-        output.unfinished.filesystem.delete_file(output.unfinished.path)

@@ -1,21 +1,30 @@
-"""Fingerprints of models, heads and tables, computed without loading them."""
+"""Models of a job: fingerprints, computed without loading them, and what an engine's process loads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.errors import LoadError, one_line
 from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.errors import InputError
+
+if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads nothing
+    from drafter.llm import SpeculativeLM
+    from drafter.methods.learning.settings import StartingHead
+    from pipeline.learning.config import Beginning
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
 """Suffixes of files that affect a model's computation or its input texts."""
@@ -27,11 +36,9 @@ _BLOCK, _EVERY = 4 << 10, 1 << 20
 """Of each tensor of a larger file, `_BLOCK` bytes of every `_EVERY` bytes are hashed."""
 _READERS = 16
 _BLOCKS_AT_ONCE = 256
-_LENGTH_BYTES = 8
-"""Length of the header size at the beginning of a safetensors file."""
+_LENGTH_BYTES = 8  # of the header's size, at the beginning of a safetensors file
 
-Span = tuple[int, int]
-"""First byte and the one after the last."""
+Span = tuple[int, int]  # the first byte and the one after the last
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -53,14 +60,7 @@ def file_fingerprint(file: Path) -> str:
 
 
 def tensor_spans(file: Any, size: int) -> list[Span]:
-    """Return the byte ranges of tensors in a safetensors file.
-
-    Args:
-        file: The file, opened at its beginning, as a stream of bytes.
-
-    Raises:
-        ValueError: It is not a safetensors file, or incomplete.
-    """
+    """Return the byte ranges of the tensors in a stream of safetensors, or raise `ValueError` if it is damaged."""
     begin = _LENGTH_BYTES + int.from_bytes(bytes(file.read(_LENGTH_BYTES)), "little")
     if not _LENGTH_BYTES < begin <= size:
         raise ValueError("its header is incomplete")
@@ -114,11 +114,7 @@ def model_name(model: str | None) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """Return a target model's identity: its folder's fingerprint, or its hub id and commit.
-
-    Raises:
-        InputError: There is no model at the path, or on the hub.
-    """
+    """Return a target model's identity, or raise `InputError`: its folder's fingerprint, or its hub id and commit."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / _CONFIG).is_file():
@@ -130,14 +126,7 @@ def model_fingerprint(name: str) -> str:
 
 
 def generation_settings(name: str) -> dict[str, Any]:
-    """Return the target model's `generation_config.json`; empty if it has none.
-
-    Args:
-        name: As in `model_fingerprint`, which must have succeeded.
-
-    Raises:
-        InputError: The file cannot be read.
-    """
+    """Return a known model's `generation_config.json`; empty if it has none. `InputError` if it cannot be read."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         from drafter.hub import hub_file  # as in `_on_hub`
@@ -153,11 +142,7 @@ def generation_settings(name: str) -> dict[str, Any]:
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of the draft heads, embedded ones included, draft models and tables in `drafter`.
-
-    Raises:
-        InputError: There is no head or model at a path, or on the hub, or no table.
-    """
+    """Return the fingerprints of the heads, draft models and tables in `drafter`, by name, or raise `InputError`."""
     if drafter == "auto" and model is None:
         drafter = "ctc"
     found = {}
@@ -171,7 +156,11 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
             found[name] = model_fingerprint(model_and_device(rest)[0])
             continue
         if kind == "cacheback":
-            found[name] = _table_fingerprint(name, rest)
+            table = Path(rest).expanduser()
+            if not table.is_file():
+                made = "make one with python -m jobs.cache"
+                raise InputError(f"drafter {name} names no table: there is no file {rest} ({made})")
+            found[name] = file_fingerprint(table)
             continue
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
@@ -187,24 +176,13 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
 
 
 def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
-    """Return the fingerprint of a verifier's classifier, by name; empty without one.
-
-    Raises:
-        InputError: There is no such folder.
-    """
+    """Return the fingerprint of a verifier's classifier by name, or raise `InputError`; empty without one."""
     if verifier.classifier is None:
         return {}
     folder = Path(verifier.classifier).expanduser()
     if not folder.is_dir():
         raise InputError(f"verifier.classifier {verifier.classifier} is not a folder")
     return {verifier.classifier: folder_fingerprint(folder)}
-
-
-def _table_fingerprint(name: str, path: str) -> str:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise InputError(f"drafter {name} names no table: there is no file {path} (make one with python -m jobs.cache)")
-    return file_fingerprint(file)
 
 
 def _on_hub(what: str, name: str) -> str:
@@ -220,3 +198,68 @@ def _on_hub(what: str, name: str) -> str:
         ) from error
     # The cache keeps each commit's files in a folder of its name.
     return f"{name}@{file.parent.name}"
+
+
+def capacity(slots: int) -> int:
+    """Return the rows to keep in an engine: enough that no slot is empty between two pulses of its feeder."""
+    return slots + max(4, slots // 2)
+
+
+def fed(engine: EngineSettings) -> EngineConfig:
+    """Return the sizes of an engine with a queue for the rows that a feeder keeps in it."""
+    return EngineConfig(**asdict(engine), max_queue=capacity(engine.max_num_seqs))
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Models and settings of an engine's process.
+
+    Args:
+        model: Hub id or folder; None is the embedded target model.
+        loading: Fields of `LoadingConfig`.
+        learning: Initial state of a head that learns from the rows; None without learning.
+    """
+
+    model: str | None
+    drafter: str
+    loading: dict[str, Any]
+    config: EngineConfig
+    threads: int
+    isolated: bool = False
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: Beginning | None = None
+
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        """Load the models and start the engine, or raise `LoadError`; see `SpeculativeLM.from_pretrained`."""
+        import torch
+
+        torch.set_num_threads(self.threads)
+        if self.learning is None:
+            return self._load(None, on_stage)
+        with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
+            start = self.learning.here(folder)
+            try:
+                return self._load(start, on_stage)
+            except LoadError as error:
+                if start == self.learning.start:
+                    raise
+                print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
+                return self._load(self.learning.start, on_stage)
+
+    def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
+        from drafter.llm import SpeculativeLM
+        from drafter.methods.learning.drafter import Learning
+
+        drafter = self.drafter
+        if start is not None and start.folder is not None and drafter != "auto":
+            drafter = start.folder  # the head alone, by where this process has it
+        return SpeculativeLM.from_pretrained(
+            self.model,
+            drafter,
+            config=self.config,
+            isolated=self.isolated,
+            verifier=self.verifier,
+            learning=None if start is None else Learning(start),
+            on_stage=on_stage,
+            **self.loading,
+        )

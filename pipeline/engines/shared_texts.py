@@ -47,7 +47,7 @@ def earlier_texts(data: Location, tokens: int) -> list[Text]:
 
 def _newest_first(data: Location) -> Iterator[Text]:
     try:
-        files = [info for info in data.children() if info.path.endswith(".parquet")]
+        files = data.parquets().values()
     except OSError as error:
         print(f"{data.path} is not remembered: {one_line(error)}", file=sys.stderr, flush=True)
         return
@@ -78,29 +78,18 @@ _KEPT_TOKENS = 1 << 18
 """Far more than the engines of a node generate between two exchanges."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """An engine's position in the node's texts."""
-
-    life: str
-    number: int
-
-
 class NodeTexts:
     """Keeps the newest texts of a node's engines. Run as a Ray actor, but independent of Ray."""
 
     def __init__(self, capacity: int = _KEPT_TOKENS) -> None:
-        self._capacity, self._life = capacity, uuid.uuid4().hex
+        self._capacity = capacity
         self._kept: deque[tuple[int, str, Text]] = deque()
         self._tokens = self._said = 0
+        self._seen: dict[str, int] = {}
 
-    def exchange(self, engine: str, said: Sequence[Text], seen: Seen | None) -> tuple[list[Text], Seen]:
-        """Add an engine's texts, and return the other engines' texts since its last call.
-
-        Args:
-            seen: The last call's result; without one, no texts are returned.
-        """
-        first = seen.number if seen is not None and seen.life == self._life else self._said
+    def exchange(self, engine: str, said: Sequence[Text]) -> list[Text]:
+        """Add an engine's texts, and return the other engines' texts since its last call, if that was not its first."""
+        first = self._seen.get(engine, self._said)
         others = [text for number, who, text in self._kept if number >= first and who != engine]
         for text in said:
             self._kept.append((self._said, engine, text))
@@ -108,7 +97,8 @@ class NodeTexts:
             self._tokens += len(text)
         while self._tokens > self._capacity:
             self._tokens -= len(self._kept.popleft()[2])
-        return others, Seen(self._life, self._said)
+        self._seen[engine] = self._said
+        return others
 
 
 def texts_of_node(run: str) -> Any:
@@ -128,18 +118,14 @@ _UNTOLD_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """Sources of texts besides an engine's own rows."""
+    """Sources of texts besides an engine's own rows: the output's files, and the node's other engines."""
 
     data: Location | None
     shared: bool
 
 
 class MemoryFeed:
-    """Adds other processes' texts to a drafter's memory, in threads.
-
-    Args:
-        connect: Returns an actor handle for a job's name.
-    """
+    """Adds other processes' texts to a drafter's memory, in threads."""
 
     def __init__(
         self, drafter: Drafter, others: OtherTexts, run: str, connect: Callable[[str], Any] = texts_of_node
@@ -148,18 +134,15 @@ class MemoryFeed:
         self._name = uuid.uuid4().hex
         self._said = TextQueue(_UNTOLD_TOKENS)
         self._actor: Any = None
-        self._seen: Seen | None = None
         self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
 
     def start(self) -> None:
-        """Start the threads, if the drafter has a memory and there are sources."""
         if self._drafter.memory.room:
             threading.Thread(target=self.refill, name="refill", daemon=True).start()
             if self._others.shared:
                 self._pulse.start()
 
     def finished(self, generation: Generation, request: Request) -> None:
-        """Send a finished row to the node's other engines."""
         if self._others.shared and self._drafter.memory.room:
             self._said.put([[*request.prompt_ids, *generation.token_ids]])
 
@@ -173,8 +156,7 @@ class MemoryFeed:
             if self._actor is None:
                 self._actor = self._connect(self._run)
             said = self._said.take(_UNTOLD_TOKENS)
-            call = self._actor.exchange.remote(self._name, said, self._seen)
-            texts, self._seen = ray.get(call, timeout=_ANSWER_SECONDS)
+            texts = ray.get(self._actor.exchange.remote(self._name, said), timeout=_ANSWER_SECONDS)
         except ray.exceptions.GetTimeoutError:
             return  # it is still being started, or has much to do; without this handle Ray would end it
         except (ray.exceptions.RayError, ValueError):  # it has died, or is being made by another engine

@@ -1,4 +1,4 @@
-"""The configuration of a generation job, and its command line."""
+"""The configuration of a generation job, and its command lines."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ COMMON = (
     "writing.rows_per_file",
 )
 """Settings that `--help` shows for a generation job."""
-_DESCRIPTION = """\
+_GENERATE = """\
 Generate a text for every row of a dataset, by speculative decoding that never changes the tokens.
 
 Rows are read from --input, results written to --output: data/ (one row a prompt, with acceptance
@@ -148,7 +148,18 @@ Submitting the same command again goes on where the job stopped.
   python -m jobs.generate --config examples/demo.yaml --output elsewhere"""
 
 
-def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> JobParser:
+_DISTILL = """\
+Let the target model answer prompts itself, to get the text that its draft head learns from.
+
+This is jobs.generate with longer answers by default: the same input, output and settings, and
+submitting the same command again goes on where the job stopped. jobs.train takes the output.
+
+  python -m jobs.distill --input prompts.jsonl --output distilled
+  python -m jobs.distill --input prompts.jsonl --output distilled-sampled --sampling.temperature 0.8
+  python -m jobs.distill --config examples/distill.yaml"""
+
+
+def generate_parser(job: str = "jobs.generate", description: str = _GENERATE) -> JobParser:
     """Make the command line of the generation job, or of the same job by another name."""
     return make_parser(GenerateConfig, job, "--input PATH --output DIR", description, COMMON)
 
@@ -156,3 +167,10 @@ def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION)
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
     """Parse the generation job's command line; see `command_line.parse`."""
     return parse(GenerateConfig, generate_parser(), arguments)
+
+
+def parse_distill_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
+    """Parse the command line of the distillation job: the generation job, with longer answers by default."""
+    parser = generate_parser("jobs.distill", _DISTILL)
+    parser.set_defaults({"sampling.max_new_tokens": 1024})
+    return parse(GenerateConfig, parser, arguments)

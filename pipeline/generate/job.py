@@ -1,181 +1,336 @@
-"""Entry of the generation job, with all checks that need neither a cluster nor a loaded model."""
+"""The generation job: the input is staged as parts, and missing parts are tokenised, generated and committed."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from pyarrow import fs
+import pyarrow as pa
+import pyarrow.dataset
+import ray
 
-from drafter.errors import LoadError
-from drafter.requests import described, sampling_defaults
-from pipeline.engines.models import (
-    classifier_fingerprints,
-    generation_settings,
-    head_fingerprints,
-    model_fingerprint,
-    model_name,
-)
-from pipeline.errors import InputError
+from drafter.errors import one_line
+from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, takes
+from pipeline.cluster.shares import HELPER_CPUS, ActorResources, share_out
+from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
+from pipeline.engines.models import EngineSpec, fed, model_name
+from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.job_context import JobContext, input_source, job_meaning
-from pipeline.io.files import locate
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import PromptSource, find_prompts
-from pipeline.learning.config import NEW, SHIPPED
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import check_output, mend_run, read_run, save_run
+from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
+from pipeline.io.files import partials
+from pipeline.io.parts import Part, StagedInput, StagedParts
+from pipeline.io.staging import StagingPlan, stage
+from pipeline.output.batch_results import batch_bytes, write_batch
+from pipeline.output.columns import RunTraits, wanted_columns
+from pipeline.output.folder import take_output
+from pipeline.output.lease import Lease
+from pipeline.output.part_files import PartsDatasink, compact
+from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
+from pipeline.progress.board import PartReport, Progress, ProgressBoard, Tally
+from pipeline.progress.prometheus import JobMetrics
+from pipeline.progress.status_file import StatusFile
+from pipeline.progress.watch import ProgressWatch, display
+from pipeline.stopping import Stopping, StopRequestedError
+
+if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
+    from pipeline.learning.config import Beginning
+    from pipeline.learning.job_learner import JobLearner
+
+_DRAIN_PULSE_SECONDS = 0.2
+_SAVE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a submission. `beginning` is the initial state of a head that learns; None without learning."""
+
+    staged: StagedInput
+    missing: list[Part]
+    resources: ActorResources
+    beginning: Beginning | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.missing)
+
+    @property
+    def most_engines(self) -> int:
+        """Most engines: one without a part would only hold its node."""
+        most = min(self.resources.max_actors or len(self.missing), len(self.missing))
+        return max(most, self.resources.min_actors)
 
 
 def generate(config: GenerateConfig) -> None:
-    """Run a job to its end, with all of its rows in the output.
+    """Run a job to its end, with all of its rows in the output, and print a summary.
 
     Raises:
-        InputError: The configuration or the input cannot be used.
+        InputError: The configuration, the input, the models or the output cannot be used.
         JobError: The job failed on the way.
         JobStopped: The job was told to stop.
     """
-    print(f"checking {config.input} and the model", file=sys.stderr, flush=True)
-    reading = config.reading
-    listing = list_input(config.input, reading.format, reading.split, reading.subset)
-    prompts = find_prompts(listing, reading)
-    if prompts.kind == "openai":
-        refuse_settings_of_requests(config)
-    base = model_fingerprint(model_name(config.model))
-    config = with_model_defaults(config, drawn=prompts.kind == "openai")
-    reads_clock = check_tokenizer(config, prompts)
-    check_verifier(config)
-    heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
-    if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
-        heads |= head_fingerprints(config.model, config.learning.head)
-    date = output_date(config) if reads_clock else None
-    meaning = job_meaning(config, prompts, base, heads, date)
-    output = open_output(config, meaning)
-    job = JobContext(config, listing, prompts, output, meaning, heads, input_source(config, listing))
+    job = checked_job(config)
     if config.dry_run:
-        from pipeline.generate.growing import dry_run
-
         print(f"dry run: {dry_run(job)}", flush=True)
         return
-    from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
-
-    run(job)
-
-
-def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
-    """Fill unset sampling settings from the model's own.
-
-    Args:
-        drawn: Whether rows are sampled by default, as OpenAI's requests are.
-
-    Raises:
-        InputError: The model's settings cannot be read or are not supported.
-    """
-    name, settings = model_name(config.model), {}
-    if config.loading.generation_config == "auto":
-        settings = generation_settings(name)
+    output = job.output
+    stopping = Stopping()
+    lease = Lease(output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
     try:
-        defaults = sampling_defaults(settings, name, drawn=drawn)
-    except LoadError as error:
-        raise InputError(str(error)) from error
-    if line := described(settings, name):
-        print(line, file=sys.stderr, flush=True)
-    return replace(config, sampling=config.sampling.over(defaults))
+        if is_finished(job):
+            if lease.is_left or partials(output.root):  # of a driver that was killed at its very end
+                with lease:
+                    output.delete_temporary()
+            rows, errors = count_rows(output)
+            found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
+            print(f"nothing is left to do: {found}; they are in {config.output}", flush=True)
+            return
+        with stopping, lease, StatusFile(output.status_file) as status:
+            if take_output(config.output, output, job.meaning):
+                job.save_run("running")
+            last = _finish(job, stopping, status)
+    except StopRequestedError as stop:
+        raise JobStopped(str(stop)) from None
+    said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
+    print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds, said), flush=True)
 
 
-def refuse_settings_of_requests(config: GenerateConfig) -> None:
-    """Refuse settings that the requests of an OpenAI batch bring themselves.
+def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
+    """Stage and generate missing rows, and complete the output. The caller must hold the lease."""
+    output, last = job.output, Progress()
+    staged = reopen(job)
+    if staged is None or staged.source != job.source or staged.without(output.committed()) or is_damaged(job, staged):
+        staged, last = _stage_and_generate(job, staged, stopping, status)
+    compact_mb = job.config.writing.compact_mb
+    compact(output, None if compact_mb is None else int(compact_mb * 2**20))
+    rows, errors = count_rows(output)
+    if rows + errors != staged.rows:
+        found = f"{rows} finished and {errors} failed rows"
+        raise JobError(f"output {job.config.output} has {found} instead of {staged.rows} in all: choose another output")
+    # Some reports may have been lost, so the files tell how many rows there are.
+    before = staged.rows - last.rows
+    status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
+    if job.prompts.kind == "openai":
+        write_batch(output, staged, model_name(job.config.model))
+    output.delete_temporary()
+    output.unfinished.delete()
+    facts = job.engine_facts()
+    if last.choices:
+        facts[SPECULATION] = speculation_record(last.choices)
+    if last.learning is not None:
+        facts[LEARNING] = asdict(last.learning)
+    job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
+    return last
 
-    Raises:
-        InputError: Such a setting is given.
-    """
-    reading = config.reading
-    given = {
-        "reading.prompt_column": reading.prompt_column is not None,
-        "reading.messages_column": reading.messages_column is not None,
-        "reading.id_column": reading.id_column is not None,
-        "reading.chat": reading.chat is not None,
-        "reading.samples": reading.samples > 1,
-        "sampling.temperature": config.sampling.temperature is not None,
+
+def _stage_and_generate(
+    job: Job, staged: StagedInput | None, stopping: Stopping, status: StatusFile
+) -> tuple[StagedInput, Progress]:
+    """Join the cluster, stage the input and generate the missing parts."""
+    learning = job.config.learning
+    job.save_run("running", **job.engine_facts())
+    cluster = connect()
+    stopping.take_over()
+    begins = None
+    if learning.enabled:
+        from pipeline.learning.config import beginning
+        from pipeline.learning.job_learner import beside_learner
+
+        cluster, begins = beside_learner(learning, cluster), beginning(learning, job.output)
+    resources = share_out(job.config.resources, cluster)
+    status.takes(resources)
+    staged = _stage(job, staged)
+    work = Work(staged, staged.without(job.output.committed()), resources, begins)
+    if not work.missing:
+        return staged, Progress()
+    job.note_drafter()
+    return staged, _generate_missing(job, work, stopping, status)
+
+
+def _stage(job: Job, before: StagedInput | None) -> StagedInput:
+    """Stage the input if it is not staged, is damaged, or has changed."""
+    rows, source = job.config.writing.rows_per_file, job.source
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source)
+    if before is None:
+        staged = stage(job.listing, plan)
+        staged.save()
+        return staged
+    if before.source != source:
+        staged = stage(job.listing, replace(plan, revision=before.revision + 1))
+        lossless = job.engine_facts()["lossless"] is not False
+        grow(job, before, staged, wanted_columns(replace(_run_traits(job, staged.row_type), lossless=lossless)))
+        return staged
+    if is_damaged(job, before):
+        return stage(job.listing, replace(plan, rows_per_part=before.rows_per_part, revision=before.revision), before)
+    return before
+
+
+def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
+    config = job.config
+    has_column = row_type.get_field_index(config.reading.sampling_column) >= 0
+    rows_have_settings = job.prompts.kind == "openai" or has_column
+    return RunTraits(
+        config.sampling, config.writing, rows_have_settings, config.drafter, learning=config.learning.enabled
+    )
+
+
+def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
+    """Generate the missing parts, show progress, and return the final progress."""
+    wanted = f"an engine takes {takes(work.resources)}"
+    print(f"{work.rows} of {work.staged.rows} rows to generate; {wanted}", file=sys.stderr, flush=True)
+    quiet_ray_data()
+    missing = {part.name for part in work.missing}
+    unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
+    base = job.engine_facts()["base_fingerprint"]
+    ledger = _start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
+    board = _start_beside_driver(ProgressBoard)
+    viewers = [display(), status, JobMetrics(job.config.output)]
+    learner = None if work.beginning is None else _start_learner(job, work.beginning)
+    look = None if learner is None else learner.look
+    watch = ProgressWatch(board, _tally(job, work, unfinished), partial(_note_facts, job), viewers, look)
+    try:
+        with watch, stopping.draining(partial(_drain, ledger, job.config.limits.drain_seconds)):
+            _stream(job, work, board, ledger, None if learner is None else learner.name)
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if counts.engine_deaths:
+            deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
+            print(f"{deaths}; {counts.rows_again} rows were generated again", file=sys.stderr, flush=True)
+    except Exception as error:
+        raise _explained(error, watch.last) from error
+    finally:
+        _keep_unfinished(job, ledger)  # first: the learner may outlast the time given to a stop
+        if learner is not None:
+            watch.last = replace(watch.last, learning=learner.close())
+    return watch.last
+
+
+def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
+    """Generate and commit the missing parts. A row of the Ray dataset is a part. `learner` names a `LearnerActor`."""
+    # Late, because they import torch, which no check waits for.
+    from pipeline.engines.engine_actor import EngineActor, engine_pool
+    from pipeline.engines.shared_texts import OtherTexts
+    from pipeline.generate.row_requests import PromptSettings, to_requests
+
+    config, date, resources = job.config, job.meaning["reading"]["date"], work.resources
+    prompts = PromptSettings(
+        model_name(config.model),
+        config.loading.trust_remote_code,
+        job.prompts,
+        config.reading,
+        config.sampling,
+        config.engine.longest,
+        None if date is None else datetime.fromisoformat(date),
+    )
+    engine = {
+        "spec": EngineSpec(
+            config.model,
+            config.drafter,
+            asdict(config.loading),
+            fed(config.engine),
+            resources.threads,
+            verifier=config.verifier,
+            learning=work.beginning,
+        ),
+        "limits": config.limits,
+        "traits": _run_traits(job, work.staged.row_type),
+        "ledger": ledger,
+        "progress": board,
+        "run": config.output,
+        "others": OtherTexts(job.output.data, shared=work.most_engines > 1),
+        "learner": learner,
     }
-    for name, is_set in given.items():
-        if is_set:
-            raise InputError(
-                f"input {config.input} is an OpenAI batch, whose requests say it themselves: leave out {name}"
-            )
+    longest = max(part.rows for part in work.missing)
+    # Large parts first: what is left for the end, when engines run empty, is short.
+    parts = sorted(work.missing, key=lambda part: part.nbytes, reverse=True)
+    staged = ray.data.read_datasource(
+        StagedParts(work.staged, parts), override_num_blocks=len(parts), num_cpus=HELPER_CPUS
+    )
+    requests = staged.map_batches(
+        to_requests, batch_format="pyarrow", fn_kwargs={"settings": prompts}, num_cpus=HELPER_CPUS
+    )
+    # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
+    generated = requests.map_batches(
+        EngineActor,
+        batch_size=1,
+        batch_format="pyarrow",
+        compute=engine_pool(resources.min_actors, work.most_engines, config.engine.max_num_seqs, longest),
+        num_cpus=resources.cpus,
+        num_gpus=resources.gpus,
+        fn_constructor_kwargs=engine,
+    )
+    generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
 
 
-def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
-    """Check that the tokeniser loads and has a chat template where one is needed.
+def _start_beside_driver(actor: type, *arguments: Any) -> Any:
+    """Start an actor without a core on the driver's node, the one node that a job cannot outlive."""
+    options = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
+    return ray.remote(**options)(actor).remote(*arguments)
 
-    Returns:
-        Whether a chat template in use reads the clock.
 
-    Raises:
-        InputError: It does not.
-    """
-    from drafter.errors import LoadError
-    from drafter.text.chat import reads_clock
-    from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import: no check before waits for it
+def _start_learner(job: Job, begins: Beginning) -> JobLearner:
+    from pipeline.learning.config import LearnerSpec
+    from pipeline.learning.job_learner import JobLearner
 
-    name = model_name(config.model)
+    config, loading = job.config, job.config.loading
+    model = model_name(config.model)
+    return JobLearner(
+        LearnerSpec(config.learning, begins, job.output, config.output, model, loading.dtype, loading.trust_remote_code)
+    )
+
+
+def _explained(error: Exception, last: Progress) -> Exception:
+    """Return the error to raise for a failed pipeline: unloadable models are a mistake in the input."""
+    if last.failure is not None:
+        return InputError(last.failure)
+    cause = getattr(error, "cause", None) or error
+    why = str(cause) if isinstance(cause, JobError) else f"{type(cause).__name__}: {one_line(cause)}"
+    return JobError(f"{why}: {last.crash}" if last.crash else why)
+
+
+def _note_facts(job: Job, now: Progress) -> None:
+    """Write the engines' facts to `run.json` as soon as they are known, because training on the rows relies on them."""
+    if now.facts is not None:
+        job.save_run("running", **job.engine_facts() | asdict(now.facts))
+
+
+def _tally(job: Job, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
+    """Count the rows that are done: those of committed parts, and by part those that engines will report again."""
+    kept: dict[str, PartReport] = {}
+    for row in unfinished:
+        done = PartReport()
+        if row.generated is not None:
+            done = PartReport(1, 0, row.generated["num_output_tokens"], row.generated["num_decode_steps"])
+        elif row.problem is not None:
+            done = PartReport(1, 1)
+        kept[row.part] = kept.get(row.part, PartReport()).plus(done)
+    rows = work.staged.rows - work.rows + sum(part.rows for part in kept.values())
+    uncommitted, errors = {part.name for part in work.missing}, sum(part.errors for part in kept.values())
+    files = [info.path for name, info in job.output.errors.parquets().items() if name not in uncommitted]
+    if files:
+        errors += pyarrow.dataset.dataset(files, filesystem=job.output.root.filesystem, format="parquet").count_rows()
+    return Tally(work.staged.rows, rows, errors, kept)
+
+
+def _drain(ledger: Any, seconds: float) -> None:
+    """Stop admitting rows, and wait until rows inside engines are finished and complete parts committed."""
+    print("stopping: rows that have begun are finished first", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + seconds
+    ray.get(ledger.drain.remote())
+    while time.monotonic() < deadline:
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if not counts.inside and not counts.uncommitted:
+            break
+        time.sleep(_DRAIN_PULSE_SECONDS)
+
+
+def _keep_unfinished(job: Job, ledger: Any) -> None:
+    """Save the finished rows of uncommitted parts for the next submission."""
     try:
-        tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
-    except LoadError as error:
-        raise InputError(str(error)) from error
-    if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
-        raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
-    return reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
-
-
-def output_date(config: GenerateConfig) -> str:
-    """Return the time that chat templates see: `reading.date`, or the time at which the output was begun."""
-    if config.reading.date is not None:
-        return datetime.fromisoformat(config.reading.date).isoformat(timespec="seconds")
-    output = OutputFolder(locate(config.output))
-    if output.run_file.exists and output.has_results():
-        try:
-            date = read_run(output.run_file)["meaning"]["reading"]["date"]
-        except (ValueError, KeyError, TypeError):  # `check_output` says what is wrong with it
-            date = None
-        if isinstance(date, str):
-            return date
-    return datetime.now().isoformat(timespec="seconds")
-
-
-def check_verifier(config: GenerateConfig) -> None:
-    """Check that the verifier exists and supports the sampling settings.
-
-    Raises:
-        InputError: It does not.
-    """
-    from drafter.acceptance.settings import make_verifier
-    from drafter.errors import LoadError, RequestError
-
-    try:
-        make_verifier(config.verifier).refuse(config.sampling)
-    except (LoadError, RequestError) as error:
-        raise InputError(str(error)) from error
-
-
-def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
-    """Create the output's folder, or open that of an earlier submission of the same job.
-
-    Raises:
-        InputError: It holds something else or another job's results, or cannot be written to.
-    """
-    output = OutputFolder(locate(config.output))
-    source = locate(config.input)
-    if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
-        raise InputError(f"output {config.output} lies in the input: results would become input")
-    check_output(config.output, output, meaning)
-    if config.dry_run:
-        return output
-    output.create()
-    if output.run_file.type == fs.FileType.File:
-        mend_run(output.run_file)
-    else:
-        save_run(output.run_file, config.as_dict(), meaning, state="running")
-    return output
+        write_unfinished(job.output, ray.get(ledger.save.remote(), timeout=_SAVE_SECONDS))
+    except (ray.exceptions.RayError, OSError) as error:
+        print(f"finished rows of unfinished parts are lost: {one_line(error)}", file=sys.stderr, flush=True)

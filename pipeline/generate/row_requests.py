@@ -1,33 +1,37 @@
-"""Conversion of rows to requests: prompt, chat template, sampling settings and seed."""
+"""Rows become requests: prompt, chat template, tokens, sampling settings and seed.
+
+A worker does it, which imports no model code: that takes seconds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from drafter.errors import RequestError, shown
+import pyarrow as pa
+
+from drafter.errors import PromptTooLongError, RequestError, shown
 from drafter.requests import SEEDS, SamplingParams, hashed_seed
-from drafter.text.chat import Chat, render_chat
+from drafter.text.chat import Chat, encode_chats, render_chat
+from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
 from pipeline.errors import RowError
-from pipeline.io.prompt_source import PromptSource
+from pipeline.io.column_types import whole
+from pipeline.io.listing import PromptSource
+from pipeline.io.parts import pack, unpack, with_problems
+from pipeline.io.staging import SAMPLE_COLUMN, SEED_COLUMN, sample_seed
 from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, is_messages
 from pipeline.settings import ReadingConfig
-from pipeline.staging.samples import SEED_COLUMN, sample_seed
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
-_EXACT_FLOATS = 2**53
-"""Integers below this are exact as floats."""
-
-
-def row_seed(run_seed: int, request_id: str) -> int:
-    """Return a row's seed, below 2⁶³: a stable hash of the run's seed and the row's name alone."""
-    return hashed_seed(run_seed, request_id)
+_EXACT_FLOATS = 2**53  # integers below are exact as floats
 
 
 def row_sampling(
@@ -44,7 +48,7 @@ def row_sampling(
     """
     own = _own_settings(row.get(column), column)
     own_seed = own.get("seed", _column_seed(row.get(SEED_COLUMN)))
-    own["seed"] = row_seed(defaults.seed, request_id) if own_seed is None else own_seed
+    own["seed"] = hashed_seed(defaults.seed, request_id) if own_seed is None else own_seed
     try:
         sampling = dataclasses.replace(defaults, **own)
     except (RequestError, TypeError) as error:
@@ -110,8 +114,6 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """A row's request."""
-
     prompt: str | Chat | list[int]
     sampling: SamplingParams
 
@@ -119,14 +121,7 @@ class RowRequest:
 def row_request(
     request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int = 0
 ) -> RowRequest:
-    """Return a row's request.
-
-    Args:
-        sample: Index of the sample among the row's samples.
-
-    Raises:
-        RowError: There is no prompt, the chat template rejects it, or the row's settings are invalid.
-    """
+    """Return a row's request, or raise `RowError`; `sample` is the index among the row's samples."""
     if settings.source.kind == "openai":
         return _batch_request(request_id, row, settings, tokenizer, sample)
     reading, column = settings.reading, settings.source.column
@@ -151,7 +146,7 @@ def _batch_request(
     except OpenAIError as error:
         raise RowError("BadRequest", error.message) from error
     own_seed = asked.settings.get("seed")
-    seed = row_seed(defaults.seed, request_id) if own_seed is None else sample_seed(own_seed, sample)
+    seed = hashed_seed(defaults.seed, request_id) if own_seed is None else sample_seed(own_seed, sample)
     sampling = dataclasses.replace(sampling, seed=seed)
     prompt = asked.prompts[sample // asked.n]
     if is_messages(prompt):
@@ -160,14 +155,7 @@ def _batch_request(
 
 
 def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Read a row's chat messages, without null fields.
-
-    Args:
-        value: A list of {role, content}, or that list as JSON text.
-
-    Raises:
-        RowError: The value is neither.
-    """
+    """Read a row's chat messages, a list or its JSON text, without null fields; `RowError` for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -179,12 +167,11 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
         raise RowError(
             "BadPrompt", f"column {column!r} must be a list of messages with role and content, not {shown(value)}"
         )
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict):
-            raise RowError(
-                "BadPrompt", f"message {number} must be an object with role and content, not {shown(message)}"
-            )
-    messages = [{name: field for name, field in message.items() if field is not None} for message in value]
+    messages: list[dict[str, Any]] = []
+    for number, given in enumerate(value, start=1):
+        if not isinstance(given, dict):
+            raise RowError("BadPrompt", f"message {number} must be an object with role and content, not {shown(given)}")
+        messages.append({name: field for name, field in given.items() if field is not None})
     for number, message in enumerate(messages, start=1):
         for name in ("role", "content"):
             if name not in message:
@@ -208,3 +195,84 @@ def _chat(messages: list[dict[str, Any]], tokenizer: Any, now: datetime | None) 
         return render_chat(tokenizer, messages, now)
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error
+
+
+# Tokens.
+
+
+def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
+    return pack((part, make_requests(rows, settings)) for part, rows in unpack(block))
+
+
+def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
+    """Replace `asked` of staged rows by `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON).
+
+    Rows without a valid request get a `problem` and nulls instead.
+    """
+    tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
+    problems = rows["problem"].to_pylist()
+    requests: dict[int, RowRequest] = {}
+    samples = [0] * rows.num_rows
+    if settings.source.kind == "openai" or settings.reading.samples > 1:
+        structs = whole(rows["row"])
+        samples = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
+    columns = (rows["request_id"].to_pylist(), rows["asked"].to_pylist(), samples)
+    for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
+        if problems[index] is None:
+            try:
+                request = row_request(name, json.loads(asked), settings, tokenizer, sample)
+                text = request.prompt.text if isinstance(request.prompt, Chat) else request.prompt
+                if isinstance(text, str):
+                    refuse_endless(text, settings.max_length, longest_token(tokenizer))
+                requests[index] = request
+            except RowError as error:
+                problems[index] = vars(error.problem)
+            except PromptTooLongError as error:
+                problems[index] = vars(RowError("Refused", str(error)).problem)
+    ids: dict[int, list[int]] = {}
+    for index, found in _tokenise(requests, tokenizer, special_tokens=settings.reading.special_tokens):
+        if isinstance(found, RequestError):
+            problems[index] = vars(RowError("BadPrompt", str(found)).problem)
+            continue
+        try:  # their numbers would travel on, only to be refused by an engine
+            refuse_long(len(found), settings.max_length)
+        except RequestError as error:
+            problems[index] = vars(RowError("Refused", str(error)).problem)
+        else:
+            ids[index] = found
+    samplings = {index: json.dumps(dataclasses.asdict(requests[index].sampling)) for index in ids}
+    rows = with_problems(rows, problems).drop_columns(["asked"])
+    rows = rows.append_column("prompt_ids", pa.array(map(ids.get, range(len(problems))), pa.list_(pa.int32())))
+    return rows.append_column("sampling", pa.array(map(samplings.get, range(len(problems))), pa.string()))
+
+
+def _tokenise(
+    requests: dict[int, RowRequest], tokenizer: Any, *, special_tokens: bool
+) -> Iterator[tuple[int, list[int] | RequestError]]:
+    """Yield each prompt's token ids or error. Texts are tokenised together, in parallel."""
+    texts: dict[int, str] = {}
+    chats: dict[int, Chat] = {}
+    for index, request in requests.items():
+        match request.prompt:
+            case str(text):
+                texts[index] = text
+            case Chat() as chat:
+                chats[index] = chat
+            case ids:
+                yield index, ids
+    yield from zip(texts, _encode_texts(tokenizer, list(texts.values())), strict=True)
+    yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
+
+
+def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestError]:
+    if not texts:
+        return []
+    try:
+        return list(tokenise(tokenizer, texts)["input_ids"])
+    except RequestError as error:
+        return [error] if len(texts) == 1 else [one for text in texts for one in _encode_texts(tokenizer, [text])]
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(name: str, trust_remote_code: bool) -> Any:
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)

@@ -25,8 +25,7 @@ of them taken by a part's own lists and structs.
 """
 _MOST_COLUMNS = 10_000
 """Most columns of an input, and fields of an object kept as one. Each part has its own copy of their names."""
-_EXACT_FLOATS = 2**53
-"""Largest integer up to which all are exact as float64."""
+_EXACT_FLOATS = 2**53  # integers up to this are exact as float64
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -36,11 +35,7 @@ class _NoCommonTypeError(Exception):
 
 @dataclass(frozen=True)
 class SeenType:
-    """A column's type in one file.
-
-    Args:
-        exact: Whether all its integers are exact as float64, and all its times as microseconds.
-    """
+    """A column's type in one file. `exact`: all integers are exact as float64, and all times as microseconds."""
 
     name: str
     type: pa.DataType
@@ -145,7 +140,6 @@ def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = Fals
 
 
 def seen_types(table: pa.Table, file: str) -> list[SeenType]:
-    """Return the column types of a table from the file of this name."""
     return [
         SeenType(field.name, field.type, all(map(_is_exact, column.chunks)), file)
         for field, column in zip(table.schema, table.columns, strict=True)
@@ -190,11 +184,7 @@ def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
 
 
 def refuse_many_columns(count: int, where: str) -> None:
-    """Refuse an input with more columns than a part can have.
-
-    Raises:
-        InputError: There are too many.
-    """
+    """Raise `InputError` for an input with more columns than a part can have."""
     if count > _MOST_COLUMNS:
         raise InputError(
             f"{where} has more than {_MOST_COLUMNS} different columns: put what differs from row to row into one "
@@ -314,11 +304,7 @@ def _fits_parquet(kind: pa.DataType) -> bool:
 
 
 def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
-    """Convert `column` to `target`, a type from `unify`.
-
-    Raises:
-        InputError: A value does not fit, which happens only if a file changed meanwhile.
-    """
+    """Convert `column` to a type from `unify`; `InputError` if a value does not fit, as the file changed meanwhile."""
     if column.type == target:
         return column
     if pa.types.is_null(column.type):
@@ -351,12 +337,7 @@ def replace_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
 
 
 def free_name(name: str, ours: set[str], theirs: list[str]) -> str:
-    """Return an input column's name in the output: its own, or `input_NAME` if taken.
-
-    Args:
-        ours: Names that are taken.
-        theirs: Names of all columns of the input.
-    """
+    """Return an input column's name in the output: its own, or `input_NAME` if it is among `ours`."""
     while name in ours:
         name = f"input_{name}"
         if name in theirs:

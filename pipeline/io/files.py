@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import pyarrow as pa
+import pyarrow.parquet
 from pyarrow import fs
 
 from drafter.errors import one_line
@@ -66,6 +68,9 @@ _OBJECT_STORES = ("s3", "gcs", "abfs")
 _COPY_BYTES = 8 << 20
 _COPY = ".copy"
 _PARTIAL = ".partial"
+_PARQUET_MARK = b"PAR1"
+_FOOTER_BYTES = 64 << 10
+"""Covers most files' footers; a longer one needs a second read."""
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """Errors of mounted stores that cannot sync, above all folders."""
 
@@ -74,12 +79,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Location:
-    """A path on a file system.
-
-    Args:
-        filesystem: Any of pyarrow's; it can be sent to workers.
-        path: Absolute, with `/` between parts.
-    """
+    """An absolute path, with `/` between parts, on one of pyarrow's file systems; it can be sent to workers."""
 
     filesystem: fs.FileSystem
     path: str
@@ -107,9 +107,18 @@ class Location:
         found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
         return sorted(found, key=lambda info: str(info.path))
 
+    def parquets(self) -> dict[str, fs.FileInfo]:
+        """Return a folder's Parquet files by their names without suffix, sorted."""
+        files = [info for info in self.children() if info.path.endswith(".parquet")]
+        return {info.base_name.removesuffix(".parquet"): info for info in files}
+
     def read_text(self) -> str:
         with self.filesystem.open_input_stream(self.path, compression=None) as stream:
             return bytes(stream.readall()).decode("utf-8")
+
+    def read_parquet(self, columns: list[str] | None = None) -> pa.Table:
+        with self.filesystem.open_input_file(self.path) as stream:
+            return pa.parquet.ParquetFile(stream).read(columns)
 
     def write_text(self, text: str) -> None:
         """Write a small UTF-8 file atomically; of two concurrent writers one wins."""
@@ -117,7 +126,6 @@ class Location:
             stream.write(text.encode("utf-8"))
 
     def make_folder(self) -> None:
-        """Make a folder and its parents, unless they exist."""
         if self.type != fs.FileType.Directory:
             self.filesystem.create_dir(self.path, recursive=True)
             sync(self.filesystem, _parent(self.path))
@@ -133,11 +141,6 @@ class Location:
             self.filesystem.delete_file(self.path)
 
     def copy_to(self, file: Path) -> None:
-        """Copy the file to a local one.
-
-        Raises:
-            OSError: The file does not exist or cannot be read.
-        """
         with self.filesystem.open_input_stream(self.path, compression=None) as source, file.open("wb") as stream:
             shutil.copyfileobj(source, stream, _COPY_BYTES)
 
@@ -235,7 +238,7 @@ def delete_twice(file: Location) -> None:
 
 
 def is_copy(name: str, of: str) -> bool:
-    """Return whether a name is that of a copy of the file `of`, or of an incomplete write of either."""
+    """Return whether a name is that of the copy of a file `of`, or of an incomplete write of either."""
     return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(_PARTIAL))
 
 
@@ -244,20 +247,41 @@ def partials(folder: Location) -> list[Location]:
     return [folder / info.base_name for info in folder.children() if info.path.endswith(_PARTIAL)]
 
 
+def parquet_rows(file: Location) -> int | None:
+    """Return the row count in a Parquet file's footer; None if the file is missing or incomplete.
+
+    The footer is written last, so a file that has one is complete.
+
+    Raises:
+        OSError: The file exists and cannot be read.
+    """
+    try:
+        with file.filesystem.open_input_file(file.path) as stream:
+            size = stream.size()
+            stream.seek(max(size - _FOOTER_BYTES, 0))
+            end = bytes(stream.read())
+            length = int.from_bytes(end[-8:-4], "little") + 8
+            if end[-4:] != _PARQUET_MARK or length + len(_PARQUET_MARK) > size:
+                return None
+            if length > len(end):
+                stream.seek(size - length)
+                end = bytes(stream.read())
+    except FileNotFoundError:
+        return None
+    try:
+        # Parsed separately from reading: an error of the store proves nothing about the file.
+        footer = pa.BufferReader(_PARQUET_MARK + end[-length:])
+        return int(pa.parquet.ParquetFile(footer).metadata.num_rows)
+    except (OSError, pa.ArrowException):
+        return None
+
+
 def _copy_of(file: Location) -> Location:
     return Location(file.filesystem, f"{file.path}{_COPY}")
 
 
 def make_folders(output: Location, folders: Sequence[Location], probe_in: Location, what: str = "output") -> None:
-    """Make the folders of an output and check that they can be written to.
-
-    Args:
-        probe_in: Folder in which a test file is written and deleted.
-        what: The output's designation in errors.
-
-    Raises:
-        InputError: The folders cannot be made or written to.
-    """
+    """Make the folders of an output and write a test file to `probe_in`; raise `InputError` if that fails."""
     try:
         for folder in folders:
             folder.make_folder()
@@ -269,11 +293,7 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
 
 
 def locate(uri: str) -> Location:
-    """Find the file system and path of a local path or a URI such as `s3://bucket/folder`.
-
-    Raises:
-        InputError: pyarrow cannot open the URI.
-    """
+    """Find a local path, or a URI such as `s3://bucket/folder`; `InputError` if pyarrow cannot open it."""
     if "://" not in uri:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:

@@ -1,4 +1,4 @@
-"""Input listing: the files of an input, the splits of datasets, and fingerprints of the files."""
+"""Input: its files, the splits of datasets, and where a row has its prompt."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+import pyarrow as pa
 import yaml
 from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
 from pipeline.io.files import Location, is_pattern, locate, pattern_base, pattern_regex
-from pipeline.settings import Format
+from pipeline.io.reading import InputFile, read_file
+from pipeline.settings import Format, ReadingConfig
 
 _SAMPLE_BYTES = 1 << 20
 _READERS = 16
 
 
 def input_fingerprints(listing: InputListing) -> list[list[Any]]:
-    """Return each file's name, its size, and 16 hex digits for a sample of its content.
-
-    Raises:
-        InputError: A file cannot be read.
-    """
+    """Return each file's name, size, and 16 hex digits for a sample of its content, or raise `InputError`."""
 
     def fingerprint(one: InputFile) -> list[Any]:
         try:
@@ -69,25 +67,21 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 def dataset_files(
     uri: str, root: Location, names: Sequence[str], split: str | None, subset: str | None
 ) -> list[str] | None:
-    """List the files of a dataset's split.
+    """List the files of a dataset's split; None if the folder is not a dataset, just files.
 
     Args:
         uri: The folder as given, for messages.
         names: All files below it, relative to it.
-
-    Returns:
-        Names of the files; None if the folder is not a dataset, just files.
 
     Raises:
         InputError: There is no such split or subset, there are several and none was requested, or files are missing.
     """
     if "dataset_dict.json" in names:
         _refuse_subset(uri, subset)
-        splits = {name: f"{name}/" for name in json.loads((root / "dataset_dict.json").read_text())["splits"]}
-        folder = splits[_choose(uri, "split", splits, split)]
-        if f"{folder}state.json" not in names:
-            raise InputError(f"input {uri} is incomplete: it has no {folder}state.json. {_SAVE_AGAIN}")
-        return _all_there(uri, names, [f"{folder}{name}" for name in _saved_files(root / folder.rstrip("/"))])
+        folder = _choose(uri, "split", json.loads((root / "dataset_dict.json").read_text())["splits"], split)
+        if f"{folder}/state.json" not in names:
+            raise InputError(f"input {uri} is incomplete: it has no {folder}/state.json. {_SAVE_AGAIN}")
+        return _all_there(uri, names, [f"{folder}/{name}" for name in _saved_files(root / folder)])
     if "state.json" in names:
         _refuse_subset(uri, subset)
         own = json.loads((root / "state.json").read_text()).get("_split")
@@ -98,13 +92,15 @@ def dataset_files(
     if subsets:
         chosen = subsets[_choose(uri, "subset", subsets, subset)]
         patterns = chosen[_choose(uri, "split", chosen, split)]
-        matches = {pattern: [name for name in names if pattern_regex(pattern).fullmatch(name)] for pattern in patterns}
-        if nothing := [pattern for pattern, matching in matches.items() if not matching]:
-            raise InputError(
-                f"input {uri} has no {nothing[0]}, which its README.md lists: fetch all files of the split"
-            )
-        chosen_names = {name for matching in matches.values() for name in matching}
-        return [name for name in names if name in chosen_names]
+        listed: set[str] = set()
+        for pattern in patterns:
+            matching = list(filter(pattern_regex(pattern).fullmatch, names))
+            if not matching:
+                raise InputError(
+                    f"input {uri} has no {pattern}, which its README.md lists: fetch all files of the split"
+                )
+            listed.update(matching)
+        return [name for name in names if name in listed]
     _refuse_subset(uri, subset)
     found: dict[str, list[str]] = {}
     for name in names:
@@ -185,7 +181,7 @@ def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
     return splits
 
 
-def _choose(uri: str, what: str, choices: Mapping[str, Any], asked: str | None) -> str:
+def _choose(uri: str, what: str, choices: Collection[str], asked: str | None) -> str:
     if asked is None and len(choices) == 1:
         return next(iter(choices))
     if asked is None and what == "subset" and "default" in choices:
@@ -214,25 +210,14 @@ _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 
 @dataclass(frozen=True)
-class InputFile:
-    """One file to read."""
-
-    path: str
-    name: str
-    size: int
-    format: Format
-
-
-@dataclass(frozen=True)
 class InputListing:
-    """The files of an input, sorted by path."""
+    """The files of an input, sorted by path. All have one format."""
 
     filesystem: fs.FileSystem
     files: tuple[InputFile, ...]
 
     @property
     def of_json(self) -> bool:
-        """True if the files hold JSON; all of an input's files have one format."""
         return any(file.format == "jsonl" for file in self.files)
 
 
@@ -241,16 +226,19 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
 
     In folders and patterns, files with a path part that begins with `.` or `_` are left out.
 
-    Args:
-        uri: A path, a folder, a pattern or a URI.
-        format: Format of the files, or `auto`.
-
     Raises:
         InputError: The input does not exist, holds no readable file, or its names do not tell their format.
     """
     wanted = "jsonl" if format == "openai" else format
     found = _find(uri)
-    of_split = _split_files(uri, found, split, subset)
+    names = None
+    if found.is_folder:
+        there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
+        with _errors_name(uri):
+            names = dataset_files(uri, found.root, there, split, subset)
+    elif split is not None or subset is not None:
+        raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
+    of_split = None if names is None else set(names)
     files = []
     for name, info in found.files.items():
         if of_split is not None and name not in of_split:
@@ -286,12 +274,7 @@ def format_of(name: str) -> Format | None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The files found at an input's path.
-
-    Args:
-        is_folder: Whether the input is a folder, and not a file or a pattern.
-        files: Files by their path below the folder, sorted by path, without hidden ones.
-    """
+    # `is_folder`: neither a file nor a pattern. `files`: by their path below `root`, sorted, without hidden ones.
 
     root: Location
     is_folder: bool
@@ -299,7 +282,7 @@ class _Found:
 
 
 def _find(uri: str) -> _Found:
-    by_pattern = is_pattern(uri) and not _exists(uri)
+    by_pattern = is_pattern(uri) and ("://" in uri or locate(uri).type == fs.FileType.NotFound)
     root = locate(pattern_base(uri) if by_pattern else uri)
     with _errors_name(uri):
         info = root.info
@@ -343,21 +326,6 @@ def _below(root: Location) -> list[fs.FileInfo]:
     return list(root.filesystem.get_file_info(paths))
 
 
-def _exists(uri: str) -> bool:
-    return "://" not in uri and locate(uri).type != fs.FileType.NotFound
-
-
-def _split_files(uri: str, found: _Found, split: str | None, subset: str | None) -> set[str] | None:
-    if not found.is_folder:
-        if split is not None or subset is not None:
-            raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
-        return None
-    there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
-    with _errors_name(uri):
-        names = dataset_files(uri, found.root, there, split, subset)
-    return None if names is None else set(names)
-
-
 @contextmanager
 def _errors_name(uri: str) -> Iterator[None]:
     try:
@@ -369,3 +337,102 @@ def _errors_name(uri: str) -> Iterator[None]:
         if not uri.startswith(HUB) and not isinstance(error, (OSError, ValueError, LookupError, TypeError)):
             raise
         raise InputError(f"input {uri} cannot be listed: {one_line(error)}") from error
+
+
+# Prompts: their column, and its kind.
+
+_ID_COLUMN = "id"
+_LOOK_ROWS = 100
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Location of a row's prompt.
+
+    Args:
+        kind: `openai` is the body of an OpenAI request.
+        id_column: The column that names a row; None where the row's file and line do.
+        own_sampling: Whether the first rows bring sampling settings of their own.
+        ids_found: Whether `id_column` was detected, not configured; see `NoIdsError`.
+    """
+
+    column: str
+    kind: Literal["text", "messages", "openai"] = "text"
+    id_column: str | None = None
+    own_sampling: bool = False
+    ids_found: bool = False
+
+
+class NoIdsError(InputError):
+    """A detected id column has no ids. Rows are then named by file and line, unless the column was configured."""
+
+
+BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
+"""Lines of an OpenAI batch."""
+
+
+def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
+    """Find the prompts by the first rows; `InputError` if there are none, or a column is missing or unusable."""
+    if config.format == "openai":
+        return BATCH
+    for file in listing.files:
+        for chunk in read_file(listing.filesystem, file, _LOOK_ROWS):
+            if _is_batch(file, chunk.columns.column_names, config):
+                return BATCH
+            if len(chunk.problems) == len(chunk.numbers):
+                problem = chunk.problems[0]
+                raise InputError(f"no row at the start of {file.path} can be read: {problem.message}")
+            return _choose_source(file, chunk.columns.schema, config)
+    raise InputError(f"input has no rows: {', '.join(file.path for file in listing.files[:3])}")
+
+
+def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
+    unset = config.prompt_column is None and config.messages_column is None and config.id_column is None
+    return config.format == "auto" and file.format == "jsonl" and unset and {"custom_id", "url", "body"} <= {*columns}
+
+
+def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
+    own = config.sampling_column in schema.names
+    found = config.id_column is None and _ID_COLUMN in schema.names and _may_be_ids(schema.field(_ID_COLUMN).type)
+    ids = _ID_COLUMN if found else config.id_column
+    if config.messages_column is not None:
+        source = PromptSource(config.messages_column, "messages", ids, own, found)
+    elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
+        source = PromptSource("messages", "messages", ids, own, found)
+    else:
+        source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found)
+    setting = "messages_column" if source.kind == "messages" else "prompt_column"
+    for column, name in ((source.column, setting), (source.id_column, "id_column")):
+        if column is not None and column not in schema.names:
+            raise InputError(
+                f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"
+            )
+    check_types(file, schema, source)
+    return source
+
+
+def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> None:
+    """Raise `InputError` if a table's columns cannot hold prompts or ids. In files of lines, rows are judged alone."""
+    if file.format in ("jsonl", "text"):
+        return
+    for column in filter(None, (source.column, source.id_column)):
+        if column not in schema.names:
+            problem = f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})"
+            raise NoIdsError(problem) if source.ids_found and column == source.id_column else InputError(problem)
+    kind = schema.field(source.column).type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    messages = source.kind == "messages" and lists
+    if not (_is_text(kind) or messages or pa.types.is_null(kind)):
+        wanted = "chat messages" if source.kind == "messages" else "text"
+        raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
+    if source.id_column is not None and not _may_be_ids(kind := schema.field(source.id_column).type):
+        problem = f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers"
+        raise NoIdsError(problem) if source.ids_found else InputError(problem)
+
+
+def _may_be_ids(kind: pa.DataType) -> bool:
+    return _is_text(kind) or bool(pa.types.is_integer(kind) or pa.types.is_null(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,17 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.column_types import as_text, infer_column, refuse_many_columns, text_column
-from pipeline.io.files import Location
-from pipeline.io.listing import InputFile
+from pipeline.settings import Format
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read."""
+
+    path: str
+    name: str
+    size: int
+    format: Format
 
 
 class UnreadableValueError(ValueError):
@@ -47,8 +57,8 @@ class Chunk:
     def values(self, name: str, most_bytes: int | None = None) -> list[Any]:
         """Return each row's value in a column, as in JSON; None where there is no such column.
 
-        Null fields of structs and null entries of maps are left out: a table cannot express their absence otherwise. A
-        value that cannot be read, or is larger than `most_bytes` in a table, is an `UnreadableValueError`.
+        Nulls in structs and maps are left out: a table cannot express their absence otherwise. A value that cannot be
+        read, or is larger than `most_bytes` in a table, is an `UnreadableValueError`.
         """
         if self.records is not None:
             return [record.get(name) for record in self.records]
@@ -101,14 +111,11 @@ _PAGE_HEADER_BYTES = 32
 _NEXT_INT32 = b"\x15"
 """In Thrift's compact protocol: the next field, an int32."""
 _VIEW_BYTES = 16
-_PARQUET_MARK = b"PAR1"
-_FOOTER_BYTES = 64 << 10
-"""Covers most files' footers; a longer one needs a second read."""
 _ARROW_FILE = b"ARROW1"
-"""First bytes of Arrow's file format. Its stream format, in which datasets are saved, has no such mark."""
+"""First bytes of Arrow's file format; its stream format has none."""
 
 
-def read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
+def _read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
     with filesystem.open_input_file(file.path) as stream:
         parquet = pa.parquet.ParquetFile(stream)
         refuse_many_columns(parquet.metadata.num_columns, file.path)
@@ -133,9 +140,8 @@ def _parquet_batches(
 def _dictionary_bytes(file: InputFile, column: pa.parquet.ColumnChunkMetaData, stream: pa.NativeFile) -> int:
     """Return the size of a column chunk's dictionary, an upper bound on its values.
 
-    Each row of a batch may repeat the largest value, so a small file can take any amount of memory. The size is not in
-    the file's metadata, but in the header of the dictionary page:
-    https://parquet.apache.org/docs/file-format/data-pages/
+    Each row of a batch may repeat the largest value, so a small file can take any amount of memory. The size is in the
+    header of the dictionary page only: https://parquet.apache.org/docs/file-format/data-pages/
     """
     if not column.has_dictionary_page or column.dictionary_page_offset is None:
         return 0
@@ -162,37 +168,7 @@ def _dictionary_bytes(file: InputFile, column: pa.parquet.ColumnChunkMetaData, s
     return size
 
 
-def parquet_rows(file: Location) -> int | None:
-    """Return the row count in a Parquet file's footer; None if the file is missing or incomplete.
-
-    The footer is written last, so a file that has one is complete.
-
-    Raises:
-        OSError: The file exists and cannot be read.
-    """
-    try:
-        with file.filesystem.open_input_file(file.path) as stream:
-            size = stream.size()
-            stream.seek(max(size - _FOOTER_BYTES, 0))
-            end = bytes(stream.read())
-            length = int.from_bytes(end[-8:-4], "little") + 8
-            if end[-4:] != _PARQUET_MARK or length + len(_PARQUET_MARK) > size:
-                return None
-            if length > len(end):
-                stream.seek(size - length)
-                end = bytes(stream.read())
-    except FileNotFoundError:
-        return None
-    try:
-        # Parsed separately from reading: an error of the store proves nothing about the file.
-        footer = pa.BufferReader(_PARQUET_MARK + end[-length:])
-        return int(pa.parquet.ParquetFile(footer).metadata.num_rows)
-    except (OSError, pa.ArrowException):
-        return None
-
-
-def read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
-    """Read Arrow's IPC file or stream format; see `read_file`."""
+def _read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
     with filesystem.open_input_file(file.path) as stream:
         is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
         stream.seek(0)
@@ -202,11 +178,8 @@ def read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterato
             yield from _chunks(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader, rows)
 
 
-def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
-    """Read a CSV file with a header; see `read_file`.
-
-    Values stay text: a CSV has no types, and guessing them would turn `007` into 7.
-    """
+def _read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
+    # Values stay text: a CSV has no types, and guessing them would turn `007` into 7.
     if file.size == 0:
         return
     read = pa.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES)
@@ -238,7 +211,7 @@ def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
 
 
 def _largest_row(column: pa.Array) -> int:
-    """Return about how many bytes a row may have once decoded; 0 where the encoding repeats nothing."""
+    """Return approximately the largest size of a decoded row; 0 where the encoding repeats nothing."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _largest_value(column.dictionary)
@@ -260,12 +233,7 @@ def _largest_value(values: pa.Array) -> int:
         views = values.buffers()[1]  # of 16 bytes each, which begin with the value's length as an int32
         lengths = np.frombuffer(views, np.int32)[:: _VIEW_BYTES // 4][values.offset : values.offset + len(values)]
         return int(lengths.max(initial=0))
-    if (
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-    ):
+    if kind in (pa.binary(), pa.large_binary(), pa.string(), pa.large_string()):
         return pa.compute.max(pa.compute.binary_length(values)).as_py() or 0
     return int(values.nbytes)
 
@@ -298,11 +266,11 @@ def plain(column: pa.Array) -> pa.Array:
         if all(one.type == field.type for one, field in zip(fields, kind, strict=True)):
             return column
         return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=column.is_null())
-    if pa.types.is_map(kind):
-        target = pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
-        return column if target == kind else column.cast(target)
-    if pa.types.is_fixed_size_list(kind):
-        target = pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_map(kind) or pa.types.is_fixed_size_list(kind):
+        if pa.types.is_map(kind):
+            target = pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+        else:
+            target = pa.list_(_plain_type(kind.value_type), kind.list_size)
         return column if target == kind else column.cast(target)
     if pa.types.is_union(kind):
         return column
@@ -330,7 +298,6 @@ def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
 # Files of lines: JSON lines and plain text. An invalid line becomes a row with a problem.
 
 _TEXT_COLUMN = "prompt"
-"""The only column of a text file."""
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 32 << 20
 """A chunk this large takes no further line."""
@@ -340,23 +307,6 @@ _KEPT_OF_LINE = 1 << 20
 """Bytes kept of a line that is too long."""
 _DEEPEST = 200
 """Deepest nesting of objects and lists. Python's JSON reader and writer fail at about 1000."""
-
-
-def read_json_lines(
-    filesystem: fs.FileSystem,
-    file: InputFile,
-    rows: int,
-    text_column: str | None,
-    json_column: str | None,
-) -> Iterator[Chunk]:
-    """Read JSON lines; see `read_file`."""
-    parse = partial(_parse_json, text_column=text_column, json_column=json_column)
-    return _read_lines(filesystem, file, rows, parse)
-
-
-def read_text_lines(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
-    """Read one prompt per line; see `read_file`."""
-    return _read_lines(filesystem, file, rows, lambda line: {_TEXT_COLUMN: _decode(line)})
 
 
 def _read_lines(
@@ -398,10 +348,7 @@ def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[
 
 
 def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tuple[int, bytes]]:
-    """Yield non-blank lines without their ends, numbered from 1.
-
-    A line that is too long is cut, at a length above `_LONGEST_LINE`.
-    """
+    """Yield non-blank lines, numbered from 1; one that is too long is cut, at a length above `_LONGEST_LINE`."""
     with filesystem.open_input_stream(file.path, compression="detect", buffer_size=_BUFFER_BYTES) as stream:
         number, line = 0, bytearray()
         while data := stream.read(_BUFFER_BYTES):
@@ -445,14 +392,11 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
 
 
 def _levels(value: Any) -> int:
-    levels, level = 0, [value]
-    while level := [
-        inner
-        for one in level
-        if isinstance(one, dict | list)
-        for inner in (one.values() if isinstance(one, dict) else one)
-    ]:
+    levels, level = -1, [value]
+    while level:
         levels += 1
+        lists = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = list(chain.from_iterable(lists))
     return levels
 
 
@@ -485,11 +429,15 @@ def read_file(
         InputError: The file is damaged or is not of its format.
     """
     try:
-        if file.format == "jsonl":
-            chunks = read_json_lines(filesystem, file, rows, text_column, json_column)
-        else:
-            readers = {"text": read_text_lines, "parquet": read_parquet, "csv": read_csv, "arrow": read_arrow}
-            chunks = readers[file.format](filesystem, file, rows)
+        parse = partial(_parse_json, text_column=text_column, json_column=json_column)
+        readers: dict[Format, Callable[..., Iterator[Chunk]]] = {
+            "jsonl": partial(_read_lines, parse=parse),
+            "text": partial(_read_lines, parse=lambda line: {_TEXT_COLUMN: _decode(line)}),
+            "parquet": _read_parquet,
+            "csv": _read_csv,
+            "arrow": _read_arrow,
+        }
+        chunks = readers[file.format](filesystem, file, rows)
         size = 0
         for chunk in chunks:
             size += chunk.columns.nbytes

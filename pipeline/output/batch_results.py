@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from itertools import groupby
@@ -15,13 +15,13 @@ from drafter.requests import Generation
 from drafter.statistics import DecodeCounts
 from pipeline.errors import ProblemType
 from pipeline.io.files import Location
-from pipeline.openai.answers import token_text
+from pipeline.io.parts import StagedInput
+from pipeline.io.staging import row_name
+from pipeline.openai.answers import TokenText, token_text
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.requests import OpenAIError, not_finite, to_json
 from pipeline.output.columns import logprobs_of
 from pipeline.output.folder import OutputFolder
-from pipeline.staging.samples import row_name
-from pipeline.staging.staging import StagedInput
 
 _ROWS = 256
 _REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused")
@@ -30,21 +30,25 @@ _REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "
 Row = dict[str, Any]
 
 
-def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[], Any]) -> None:
+def batch_bytes(output: OutputFolder) -> dict[str, int]:
+    """Return the sizes of an OpenAI batch's answer files, by name; none for other jobs."""
+    return {file.name: file.info.size for file in (output.batch_output, output.batch_errors) if file.exists}
+
+
+def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
     """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors, each atomically.
 
     The lines are in the order of the input, and the same whenever they are written.
-
-    Args:
-        tokenizer: Loads the target model's tokeniser; called only where answers have log-probabilities.
     """
-    created = staged.created
-    load = cache(tokenizer)
-    lines = _lines(output, staged, created, cache(lambda token: token_text(load(), token)))
+
+    @cache
+    def text(token: int) -> str:  # only of answers that have log-probabilities
+        return token_text(_tokenizer(model), token)
+
     with ExitStack() as files:
         answers = files.enter_context(output.batch_output.open_whole())
         errors = None
-        for line in lines:
+        for line in _lines(output, staged, text):
             if line["response"] is not None and line["response"]["status_code"] == 200:
                 stream = answers
             else:
@@ -52,9 +56,15 @@ def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[
             stream.write(to_json(line).encode() + b"\n")
 
 
-def _lines(
-    output: OutputFolder, staged: StagedInput, created: int, text: Callable[[int], str]
-) -> Iterator[dict[str, Any]]:
+@cache
+def _tokenizer(model: str) -> Any:
+    from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import
+
+    return load_tokenizer(model)
+
+
+def _lines(output: OutputFolder, staged: StagedInput, text: TokenText) -> Iterator[dict[str, Any]]:
+    created = staged.created
     for _, rows in groupby(_committed(output, staged), key=lambda row: row_name(row["request_id"])):
         choices = list(rows)
         failed = [row for row in choices if "error_type" in row]
@@ -80,11 +90,10 @@ def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
 
 
 def _rows(folder: Location) -> Iterator[Row]:
-    for info in folder.children():
-        if info.path.endswith(".parquet"):
-            with folder.filesystem.open_input_file(info.path) as stream:
-                for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_ROWS):
-                    yield from batch.to_pylist()
+    for info in folder.parquets().values():
+        with folder.filesystem.open_input_file(info.path) as stream:
+            for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_ROWS):
+                yield from batch.to_pylist()
 
 
 def _generation(row: Row) -> Generation:

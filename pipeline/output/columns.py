@@ -22,11 +22,7 @@ def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] 
     if logprobs is None:
         return None
     return [
-        {
-            "token_id": one.token_id,
-            "logprob": one.logprob,
-            "top": [{"token_id": token, "logprob": logprob} for token, logprob in one.top],
-        }
+        {**vars(one), "top": [{"token_id": token, "logprob": logprob} for token, logprob in one.top]}
         for one in logprobs
     ]
 
@@ -35,9 +31,7 @@ def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None
     if value is None:
         return None
     return [
-        TokenLogprob(
-            one["token_id"], one["logprob"], tuple((other["token_id"], other["logprob"]) for other in one["top"])
-        )
+        TokenLogprob(one["token_id"], one["logprob"], tuple((top["token_id"], top["logprob"]) for top in one["top"]))
         for one in value
     ]
 
@@ -59,14 +53,6 @@ class RunTraits:
     learning: bool = False
 
 
-def _always(run: RunTraits) -> bool:
-    return True
-
-
-def _leniently(run: RunTraits) -> bool:
-    return not run.lossless
-
-
 @dataclass(frozen=True)
 class OutputColumn:
     """A column that generation adds to a row.
@@ -78,7 +64,7 @@ class OutputColumn:
     name: str
     type: pa.DataType
     value: Callable[[Generation, Request, RunTraits], Any]
-    wanted: Callable[[RunTraits], bool] = _always
+    wanted: Callable[[RunTraits], bool] = lambda run: True
     repeatable: bool = True
 
 
@@ -86,6 +72,10 @@ def slot_seconds(generation: Generation) -> float:
     """Return a request's time in its slot in seconds, including its prefill and any wait after a preemption."""
     timing = generation.timing
     return timing.total - timing.queued if timing.queued is not None else 0.0
+
+
+def _lenient(run: RunTraits) -> bool:
+    return not run.lossless
 
 
 _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.list_(pa.int64())
@@ -127,10 +117,10 @@ COLUMNS = (
         wanted=lambda run: run.learning,
         repeatable=False,
     ),
-    OutputColumn("lossless", pa.bool_(), lambda g, r, run: g.lossless, wanted=_leniently),
-    OutputColumn("verifier", _TEXT, lambda g, r, run: g.verifier, wanted=_leniently),
-    OutputColumn("num_lenient_tokens", _INTEGER, lambda g, r, run: len(g.lenient), wanted=_leniently),
-    OutputColumn("lenient_positions", _INTEGERS, lambda g, r, run: g.lenient, wanted=_leniently),
+    OutputColumn("lossless", pa.bool_(), lambda g, r, run: g.lossless, wanted=_lenient),
+    OutputColumn("verifier", _TEXT, lambda g, r, run: g.verifier, wanted=_lenient),
+    OutputColumn("num_lenient_tokens", _INTEGER, lambda g, r, run: len(g.lenient), wanted=_lenient),
+    OutputColumn("lenient_positions", _INTEGERS, lambda g, r, run: g.lenient, wanted=_lenient),
 )
 """All columns, in the order of the output; `g` is the generation, `r` its request and `run` the traits of its run."""
 

@@ -1,15 +1,31 @@
-"""Layout of a job's output folder."""
+"""A job's output folder: its layout, and `run.json` with the configuration, versions and state of the job."""
 
 from __future__ import annotations
 
 import json
+import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
 
 from pyarrow import fs
 
+from drafter.errors import one_line
+from drafter.source_commit import source_commit
 from pipeline.errors import InputError
-from pipeline.io.files import Location, delete_twice, make_folders, partials, read_either
-from pipeline.staging.staging import STAGED_LIST
+from pipeline.io.files import (
+    Location,
+    delete_twice,
+    is_copy,
+    make_folders,
+    mend,
+    partials,
+    read_either,
+    write_twice,
+)
+from pipeline.io.parts import STAGED_LIST
 
 RUN_FILE = "run.json"
 """Configuration, versions and state, in every job's output."""
@@ -29,84 +45,47 @@ class CompactionPlan:
     errors: dict[str, list[str]]
 
 
+class _Below:
+    """A place in an output's folder, as an attribute."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, output: OutputFolder, owner: type) -> Location:
+        return output.root / self._name
+
+
 @dataclass(frozen=True)
 class OutputFolder:
-    """A job's output folder."""
+    """A job's output folder.
+
+    Attributes:
+        unfinished: Finished rows of uncommitted parts, left by a submission that was stopped.
+        head: The newest version of a head that learns from the rows: a head's folder.
+        learner_state: State for resuming a learner, whose record is `learning_file`.
+        batch_output: Answers to the requests of an OpenAI batch, one a line.
+        batch_errors: Its unanswered requests with the reasons, one a line.
+    """
 
     root: Location
 
-    @property
-    def data(self) -> Location:
-        return self.root / "data"
-
-    @property
-    def errors(self) -> Location:
-        return self.root / "errors"
-
-    @property
-    def staged(self) -> Location:
-        return self.root / "_staged"
-
-    @property
-    def temporary(self) -> Location:
-        return self.root / "_temporary"
-
-    @property
-    def unfinished(self) -> Location:
-        """Finished rows of uncommitted parts, left by a submission that was stopped."""
-        return self.root / "_unfinished.parquet"
-
-    @property
-    def lease(self) -> Location:
-        return self.root / LEASE_FILE
-
-    @property
-    def compaction_file(self) -> Location:
-        return self.root / "_compaction.json"
-
-    @property
-    def run_file(self) -> Location:
-        return self.root / RUN_FILE
-
-    @property
-    def status_file(self) -> Location:
-        return self.root / STATUS_FILE
-
-    @property
-    def head(self) -> Location:
-        """The newest version of a head that learns from the rows: a head's folder."""
-        return self.root / "head"
-
-    @property
-    def learner_state(self) -> Location:
-        """State for resuming a learner."""
-        return self.root / "_learner.safetensors"
-
-    @property
-    def learning_file(self) -> Location:
-        """A learner's record."""
-        return self.root / "learning.json"
-
-    @property
-    def batch_output(self) -> Location:
-        """Answers to the requests of an OpenAI batch, one a line."""
-        return self.root / "batch_output.jsonl"
-
-    @property
-    def batch_errors(self) -> Location:
-        """Unanswered requests of an OpenAI batch with the reasons, one a line."""
-        return self.root / "batch_errors.jsonl"
-
-    @property
-    def batch_files(self) -> tuple[Location, Location]:
-        return self.batch_output, self.batch_errors
+    data = _Below("data")
+    errors = _Below("errors")
+    head = _Below("head")
+    staged = _Below("_staged")
+    temporary = _Below("_temporary")
+    unfinished = _Below("_unfinished.parquet")
+    lease = _Below(LEASE_FILE)
+    compaction_file = _Below("_compaction.json")
+    run_file = _Below(RUN_FILE)
+    status_file = _Below(STATUS_FILE)
+    learner_state = _Below("_learner.safetensors")
+    learning_file = _Below("learning.json")
+    batch_output = _Below("batch_output.jsonl")
+    batch_errors = _Below("batch_errors.jsonl")
 
     def create(self) -> None:
-        """Make the folders.
-
-        Raises:
-            InputError: They cannot be made or written to.
-        """
+        """Make the folders, or raise `InputError`."""
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
 
     def delete_temporary(self) -> None:
@@ -119,7 +98,7 @@ class OutputFolder:
 
     def has_results(self) -> bool:
         """Return whether there are generated rows to keep: of a committed part, or of a stopped submission."""
-        return bool(self.committed()) or self.unfinished.type == fs.FileType.File
+        return bool(self.committed()) or self.unfinished.exists
 
     def forget_job(self) -> None:
         """Delete the remains of a job without results, except `run.json`. The caller must hold the lease."""
@@ -130,11 +109,7 @@ class OutputFolder:
             file.delete()
 
     def compaction(self) -> CompactionPlan | None:
-        """Read the plan of compaction; None if there is none.
-
-        Raises:
-            InputError: The plan is damaged, and so is its copy.
-        """
+        """Read the plan of compaction; None if there is none. `InputError` if it and its copy are damaged."""
         try:
             return read_either(self.compaction_file, lambda text: CompactionPlan(**json.loads(text)))
         except FileNotFoundError:
@@ -146,8 +121,156 @@ class OutputFolder:
         delete_twice(self.compaction_file)
 
     def committed(self) -> set[str]:
-        paths = (info.path.rpartition("/")[2] for info in self.data.children())
-        names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
+        names = set(self.data.parquets())
         plan = self.compaction()
         merges = {} if plan is None else plan.data
         return names.difference(merges).union(*(merges[merged] for merged in names.intersection(merges)))
+
+
+# `run.json`.
+
+FORMAT = 3
+"""Incremented when outputs of earlier releases cannot be resumed. In format 1, fingerprints of models did not cover
+every tensor; in format 2, rows did not name their drafter.
+"""
+_PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
+
+
+def read_run(run_file: Location) -> dict[str, Any]:
+    """Read `run.json`; its `state` is `running` or `finished`.
+
+    Raises:
+        FileNotFoundError: There is no `run.json`.
+        ValueError: It is damaged, and so is its copy.
+    """
+    return read_either(run_file, _parse)
+
+
+def mend_run(run_file: Location) -> None:
+    mend(run_file, _parse)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(text)
+    if not isinstance(run, dict) or not {"meaning", "state"} <= run.keys():
+        raise ValueError("it is not what a job wrote")
+    return run
+
+
+def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], **facts: Any) -> None:
+    """Write `run.json`. `meant` is everything that determines the results; see `job_meaning`."""
+    run = {
+        "format": FORMAT,
+        "config": config,
+        "meaning": meant,
+        "versions": versions(),
+        "git_commit": source_commit(),
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **facts,
+    }
+    write_twice(run_file, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+
+
+def versions(*more: str) -> dict[str, str | None]:
+    """Return versions of Python, of the packages that affect results, and of `more`; None if not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (*_PACKAGES, *more):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # such as `drafter`, run from a checkout
+            found[package] = None
+    return found
+
+
+_LONGEST_CHANGE = 120
+"""Most characters of two values shown in a message."""
+_SHOWN_CHANGES = 3
+_OTHER_DRAW = "the version that began it draws other tokens from the same seeds"
+
+
+class JobFolder(Protocol):
+    """Interface of a job's output."""
+
+    @property
+    def root(self) -> Location:
+        """The output that was asked for."""
+
+    def has_results(self) -> bool:
+        """Return whether there are results that another job could not use."""
+
+    def forget_job(self) -> None:
+        """Delete the remains of a job without results, except `run.json`."""
+
+
+def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
+    """Refuse an output that has results of another job, or other contents.
+
+    Args:
+        uri: The output as given, for messages.
+
+    Raises:
+        InputError: The output is another job's or an earlier release's, or cannot be read.
+    """
+    root = output.root
+    try:
+        if root.type == fs.FileType.File:
+            raise InputError(f"output {uri} is a file: give a folder")
+        holds = [info for info in root.children() if not _holds_nothing(root / info.base_name)]
+    except OSError as error:
+        raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
+    run_file = root / RUN_FILE
+    if run_file.exists:
+        why_not = _why_not(uri, run_file, meant)
+        if why_not is not None and output.has_results():
+            raise InputError(why_not)
+    elif holds:
+        raise InputError(f"output {uri} is not empty and has no run.json: choose a new folder")
+
+
+def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
+    """Take an output over from another job without results, and return whether it was not this job's before."""
+    check_output(uri, output, meant)
+    run_file = output.root / RUN_FILE
+    if not run_file.exists:
+        return True
+    another = _why_not(uri, run_file, meant) is not None
+    if another:
+        output.forget_job()
+    return another
+
+
+def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
+    try:
+        run = read_run(run_file)
+    except ValueError as error:
+        raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
+    if run.get("format") != FORMAT:
+        return (
+            f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "
+            f"writes {FORMAT}): go on with that release, or choose another output"
+        )
+    before, now = run["meaning"], json.loads(json.dumps(meant))
+    draws = before.pop("draw", None), now.pop("draw", None)
+    # Settings and rows decide whether tokens are sampled at all; only then does the version of the draw matter.
+    different = list(_changes(before, now)) or ([_OTHER_DRAW] if None not in draws and draws[0] != draws[1] else [])
+    if different:
+        return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
+    return None
+
+
+def _holds_nothing(found: Location) -> bool:
+    """Return whether an entry may stem from a submission that ended before it wrote `run.json`."""
+    of_lease = found.name == LEASE_FILE or is_copy(found.name, LEASE_FILE)  # the caller's own, or that of a dead one
+    of_run = is_copy(found.name, RUN_FILE)
+    return of_lease or of_run or (found.type == fs.FileType.Directory and not found.children())
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield differences between two meanings, as `name was X, is now Y`."""
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{prefix}{name}.")
+        elif old != new:
+            long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
+            yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")

@@ -15,9 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
-
-from pyarrow import fs
 
 from pipeline.errors import InputError
 from pipeline.io.files import Location, partials
@@ -30,8 +27,6 @@ _PATIENCE_BEATS = 3
 
 @dataclass(frozen=True)
 class Holder:
-    """The submission that holds a lease."""
-
     name: str
     host: str
     pid: int
@@ -47,20 +42,13 @@ class Holder:
             return False
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
 
 class Lease:
-    """A lease on an output, held for a `with` block.
-
-    Args:
-        lost: Called from another thread if another submission takes the lease because this one seemed dead.
-        beat_seconds: Seconds between changes of the file.
-    """
+    """A lease, held for a `with` block. `lost` is called from another thread if another submission takes it."""
 
     def __init__(self, file: Location, lost: Callable[[Holder], None], beat_seconds: float = BEAT_SECONDS) -> None:
         self._file, self._lost, self._seconds = file, lost, beat_seconds
@@ -69,11 +57,7 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Take the lease.
-
-        Raises:
-            InputError: Another submission works on the output.
-        """
+        """Take the lease, or raise `InputError` if another submission works on the output."""
         held = self._read()
         if held is not None and not held.known_dead:
             deadline = time.monotonic() + _PATIENCE_BEATS * self._seconds
@@ -88,9 +72,7 @@ class Lease:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
         held = self._read()
@@ -127,7 +109,7 @@ class Lease:
                 continue  # the next sign of life makes up for one that failed
 
     def _read(self) -> Holder | None:
-        if self._file.type != fs.FileType.File:
+        if not self._file.exists:
             return None
         try:
             return Holder(**json.loads(self._file.read_text()))

@@ -1,4 +1,4 @@
-"""Atomic commits of parts, and checks of the files of results.
+"""Files of results: atomic commits of parts, checks, and compaction.
 
 A part's errors are written first, then its rows: the file of rows commits the part. Each file appears complete
 (`Location.open_whole`) under a name that follows from the part's, so a repeated write replaces its own files.
@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
-from pyarrow import fs
 from ray.data.datasource import Datasink
 
 from drafter.errors import printable
 from pipeline.io.column_types import free_name, python_rows, whole
-from pipeline.io.files import Location
-from pipeline.io.reading import parquet_rows
-from pipeline.output.folder import OutputFolder
-from pipeline.staging.staging import Part, unpack
+from pipeline.io.files import Location, parquet_rows, write_twice
+from pipeline.io.parts import Part, unpack
+from pipeline.output.folder import CompactionPlan, OutputFolder
 
 ERROR_SCHEMA = pa.schema(
     [
@@ -41,11 +41,7 @@ ERROR_SCHEMA = pa.schema(
 
 @dataclass
 class PartsDatasink(Datasink[None]):
-    """Ray Data sink that commits the parts in its blocks.
-
-    Args:
-        committed: Called on a worker with each part's name after its commit.
-    """
+    """Ray Data sink that commits the parts in its blocks, and calls `committed` with the name of each."""
 
     output: OutputFolder
     committed: Callable[[str], None] = lambda part: None
@@ -58,16 +54,12 @@ class PartsDatasink(Datasink[None]):
 
 
 def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
-    """Write a part's errors and finished rows as one commit.
-
-    Args:
-        rows: Its rows, with the columns `request_id`, `row`, `problem` and `generated`.
-    """
+    """Write a part's rows (`request_id`, `row`, `problem`, `generated`) as one commit: errors, then finished rows."""
     errors, errors_file = error_table(rows), output.errors / f"{part}.parquet"
     if errors.num_rows:
         _write(output, errors, errors_file)
-    elif errors_file.type == fs.FileType.File:
-        errors_file.filesystem.delete_file(errors_file.path)  # of an attempt that was not committed
+    else:
+        errors_file.delete()  # of an attempt that was not committed
     _write(output, data_table(rows), output.data / f"{part}.parquet")
 
 
@@ -123,12 +115,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A file in `data/` or `errors/`.
-
-    Args:
-        commits: Whether it is in `data/`, and so commits its parts.
-        rows: Row count of its footer; None where the file is damaged.
-    """
+    """A file in `data/`, which commits its parts, or in `errors/`. `rows` is None where it is damaged."""
 
     place: Location
     commits: bool
@@ -152,35 +139,23 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
     more = f" and {len(torn) - _SHOWN} others" if len(torn) > _SHOWN else ""
     print(f"results that are not whole are made again: {printable(names)}{more}", file=sys.stderr, flush=True)
     for file in torn:
-        file.place.filesystem.delete_file(file.place.path)
+        file.place.delete()
 
 
 def result_files(output: OutputFolder) -> list[ResultFile]:
-    plan = output.compaction()
-    found = []
-    for folder, merges, commits in (
-        (output.data, plan.data if plan else {}, True),
-        (output.errors, plan.errors if plan else {}, False),
-    ):
-        for info in folder.children():
-            name = info.path.rpartition("/")[2]
-            if name.endswith(".parquet"):
-                part = name.removesuffix(".parquet")
-                found.append((folder / name, commits, frozenset(merges.get(part, [part]))))
+    plan = output.compaction() or CompactionPlan({}, {})
+    found = [
+        (folder / f"{name}.parquet", commits, frozenset(merges.get(name, [name])))
+        for folder, merges, commits in ((output.data, plan.data, True), (output.errors, plan.errors, False))
+        for name in folder.parquets()
+    ]
     with ThreadPoolExecutor(_READERS) as pool:
         rows = pool.map(parquet_rows, (place for place, _, _ in found))
         return [ResultFile(*facts, count) for facts, count in zip(found, rows, strict=True)]
 
 
 def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[ResultFile]:
-    """Return the files to delete so that every part is complete or absent.
-
-    Args:
-        rows: Row counts by part. Files of other parts are left alone.
-
-    Returns:
-        The files in a safe order of deletion: those that commit parts come first.
-    """
+    """Return the files to delete so that every part is complete or absent, those that commit parts first."""
     torn: list[ResultFile] = []
     for group in _groups(files):
         parts = frozenset[str]().union(*(file.parts for file in group))
@@ -219,3 +194,68 @@ def _standing(files: list[ResultFile]) -> list[ResultFile]:
 
 def _rows(parts: Iterable[Part]) -> dict[str, int]:
     return {part.name: part.rows for part in parts}
+
+
+# Compaction: merges small files of results into large ones, once all rows are committed. A plan is saved before any
+# file is touched, and kept, as it tells the parts of a merged file. A merged file appears complete, and only then are
+# its parts' own files deleted. So a part's rows are always in its own file, in the merged one, or in both.
+
+_ROW_GROUP_BYTES = 64 << 20
+_THREADS = 4
+
+
+def compact(output: OutputFolder, target_bytes: int | None) -> None:
+    """Merge small files of a completed job up to `target_bytes`; None finishes what an earlier submission began."""
+    plan = output.compaction()
+    if plan is None:
+        if target_bytes is None:
+            return
+        plan = CompactionPlan(merges(_sizes(output.data), target_bytes), merges(_sizes(output.errors), target_bytes))
+        write_twice(output.compaction_file, json.dumps(vars(plan)))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for folder, planned in ((output.data, plan.data), (output.errors, plan.errors)):
+            merge = partial(_merge, folder, folder.parquets().keys(), output.temporary)
+            list(threads.map(merge, planned.keys(), planned.values()))
+
+
+def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
+    """Plan merged files of at least `target_bytes`, but for the last: the names of their sources, by their names."""
+    groups: list[list[str]] = []
+    held = target_bytes
+    for name, size in sizes:
+        if held >= target_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    # A name that begins with its first part's keeps the files in the order of their rows.
+    return {f"{group[0]}-to-{group[-1]}": group for group in groups if len(group) > 1}
+
+
+def _sizes(folder: Location) -> list[tuple[str, int]]:
+    return [(name, info.size) for name, info in folder.parquets().items()]
+
+
+def _merge(folder: Location, there: Collection[str], aside: Location, merged: str, parts: list[str]) -> None:
+    place = folder / f"{merged}.parquet"
+    if merged not in there:
+        with place.open_whole(aside / f"{folder.name}-{merged}.parquet") as stream:
+            tables = _gathered(folder / f"{part}.parquet" for part in parts)
+            first = next(tables)
+            with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:
+                for table in chain([first], tables):
+                    writer.write_table(table)
+    for part in parts:
+        if part in there:
+            folder.filesystem.delete_file((folder / f"{part}.parquet").path)
+
+
+def _gathered(files: Iterable[Location]) -> Iterator[pa.Table]:
+    held: list[pa.Table] = []
+    for file in files:
+        held.append(file.read_parquet())
+        if sum(table.nbytes for table in held) >= _ROW_GROUP_BYTES:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)

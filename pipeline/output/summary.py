@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any
 
 import pyarrow.dataset
-from pyarrow import fs
 from tqdm import tqdm
 
 from drafter.statistics import (
@@ -43,8 +42,6 @@ _ALIKE = 0.995
 
 @dataclass(frozen=True)
 class OutputTotals:
-    """Totals of an output."""
-
     rows: int
     errors: int
     counts: DecodeCounts
@@ -64,7 +61,7 @@ def read_totals(output: OutputFolder) -> OutputTotals:
 
 
 def count_rows(output: OutputFolder) -> tuple[int, int]:
-    """Return the numbers of finished rows and of errors, from the files' metadata."""
+    """Return the numbers of finished rows and of errors."""
     return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
 
 
@@ -80,13 +77,7 @@ def summarise(
     seconds: float,
     sentences: Sequence[str] = (),
 ) -> str:
-    """Return the summary as text.
-
-    Args:
-        new_rows: Rows that this submission finished, errors included.
-        seconds: Time of generation, without the start.
-        sentences: Gain from drafting and its reasons; see `speculation_record`.
-    """
+    """Return the summary as text; `new_rows` includes errors, and `seconds` are those of generation."""
     counts = found.counts
     lines = [
         f"rows        {found.rows:,} finished, {found.errors:,} failed",
@@ -100,9 +91,7 @@ def summarise(
     lines.append(f"results     {output.data.path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
-    for place in output.batch_files:
-        if place.type == fs.FileType.File:
-            lines.append(f"batch       {place.path}")
+    lines += [f"batch       {file.path}" for file in (output.batch_output, output.batch_errors) if file.exists]
     lines.append(f"run         {output.run_file.path}")
     return "\n".join(lines)
 
@@ -132,34 +121,32 @@ def histogram_lines(counts: DecodeCounts) -> list[str]:
 
 
 def speculation_record(choices: Sequence[BatchChoice]) -> dict[str, Any] | None:
-    """Return the estimated gain over plain decoding and the choices with their reasons, for `status.json` and
-    `run.json`.
-
-    None where nothing was chosen or decoded.
-    """
+    """Return the estimated gain over plain decoding and the choices, with reasons; None without a choice."""
     if not choices:
         return None
     return {
         **_figures(_all_steps(choices)),
-        "by_rows": [
-            {
-                "rows": choice.rows,
-                "chosen": choice.chosen,
-                "drafts": None if choice.verdict is None else choice.verdict.drafts,
-                "nodes": None if choice.verdict is None else choice.verdict.nodes,
-                "token_cost": None if choice.verdict is None else round(choice.verdict.cost, 4),
-                "token_gain": None if choice.verdict is None else round(choice.verdict.gain, 4),
-                "trials": choice.trials,
-                **_figures(choice.sums),
-                "members": [
-                    {"name": one.name, "beside": one.beside, "relative": round(one.relative, 3)}
-                    for one in choice.members
-                    if one.beside is not None
-                ],
-            }
-            for choice in choices
-        ],
+        "by_rows": [_choice_record(choice) for choice in choices],
         "sentences": speculation_sentences(choices),
+    }
+
+
+def _choice_record(choice: BatchChoice) -> dict[str, Any]:
+    verdict = choice.verdict
+    return {
+        "rows": choice.rows,
+        "chosen": choice.chosen,
+        "drafts": verdict and verdict.drafts,
+        "nodes": verdict and verdict.nodes,
+        "token_cost": verdict and round(verdict.cost, 4),
+        "token_gain": verdict and round(verdict.gain, 4),
+        "trials": choice.trials,
+        **_figures(choice.sums),
+        "members": [
+            {"name": one.name, "beside": one.beside, "relative": round(one.relative, 3)}
+            for one in choice.members
+            if one.beside is not None
+        ],
     }
 
 
@@ -197,9 +184,6 @@ def _plain_sentence(sums: StepSums) -> list[str]:
 
 
 def _choice_sentence(choice: BatchChoice) -> str:
-    """Return, for example, "Plain decoding at 16 rows: a draft token costs 0.31 of a step and would bring 0.22
-    tokens.".
-    """
     sums, verdict, place = choice.sums, choice.verdict, _rows(choice.rows)
     if verdict is None:
         return f"Not decided at {place}: {sums.steps:,} steps are too few to tell whether drafting pays."

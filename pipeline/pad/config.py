@@ -12,8 +12,7 @@ from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, LoadingConfig
 from pipeline.io.files import locate
-from pipeline.output.folder import RUN_FILE
-from pipeline.output.run_file import read_run
+from pipeline.output.folder import RUN_FILE, read_run
 from pipeline.settings import ReadingConfig, ResourcesConfig, WritingConfig
 
 

@@ -15,7 +15,7 @@ from pipeline.engines.models import file_fingerprint, head_fingerprints, model_f
 from pipeline.errors import InputError
 from pipeline.generate.job import generate
 from pipeline.io.listing import input_fingerprints, list_input
-from pipeline.output.run_file import check_output, save_run
+from pipeline.output.folder import check_output, save_run
 from pipeline.pad.config import PivotsConfig, PivotsFolder
 from pipeline.report.scorers import make_scorer, scorer_file
 

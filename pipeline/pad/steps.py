@@ -23,9 +23,9 @@ from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import ScoredVerifiers, VerifierMeasurement, measured, measuring
-from pipeline.generate.job import with_model_defaults
+from pipeline.generate.checks import with_model_defaults
 from pipeline.io.files import locate
-from pipeline.output.run_file import versions
+from pipeline.output.folder import versions
 from pipeline.pad.config import PivotsConfig, PivotsFolder
 from pipeline.pad.labels import (
     continuations_by_side,

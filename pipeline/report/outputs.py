@@ -22,8 +22,7 @@ from drafter.statistics import DecodeCounts, per_second, total
 from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import Location, locate
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import read_run
+from pipeline.output.folder import OutputFolder, read_run
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1 << 16

@@ -29,6 +29,7 @@ from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
 from drafter.statistics import EngineState, mean_acceptance_length
 from drafter.text.tokenizers import refuse_long
+from pipeline.io.staging import sample_seed
 from pipeline.openai.answers import (
     FIELD,
     LogprobsOf,
@@ -45,7 +46,6 @@ from pipeline.openai.requests import OpenAIError, Prompt, is_messages, not_finit
 from pipeline.openai.stream_events import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.serving.http.work_limits import LargeWork
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
-from pipeline.staging.samples import sample_seed
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -13,8 +13,7 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
-from pipeline.engines.engine_spec import EngineSpec
-from pipeline.engines.models import model_name
+from pipeline.engines.models import EngineSpec, model_name
 from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, beginning
 from pipeline.learning.job_learner import beside_learner

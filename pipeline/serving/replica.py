@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import LearningFeed
 from pipeline.learning.job_learner import WatchedLearner, find_learner

@@ -20,8 +20,8 @@ from pipeline.cluster.ray_cluster import connect, quiet_ray_data
 from pipeline.cluster.shares import ActorResources, Cluster, share_out
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.output.folder import read_run, save_run, take_output, versions
 from pipeline.output.lease import Lease
-from pipeline.output.run_file import read_run, save_run, take_output, versions
 from pipeline.settings import ResourcesConfig
 from pipeline.stopping import Stopping, StopRequestedError
 from pipeline.training.board import TrainingBoard, TrainingDisplay

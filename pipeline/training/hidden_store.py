@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import base_hidden_states
-from pipeline.io.files import Location
-from pipeline.io.reading import parquet_rows
-from pipeline.staging.staging import Part
+from pipeline.io.files import Location, parquet_rows
+from pipeline.io.parts import Part
 from pipeline.training.texts import StagedTexts, read_part
 
 _TEXTS_AT_ONCE = 8

@@ -13,7 +13,7 @@ from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
-from pipeline.output.run_file import check_output, mend_run
+from pipeline.output.folder import check_output, mend_run
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.texts import DistilledTexts, open_texts, same_base

@@ -23,11 +23,9 @@ from drafter.errors import one_line
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.errors import InputError
-from pipeline.io.files import Location, locate
-from pipeline.io.reading import parquet_rows
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import read_run
-from pipeline.staging.staging import Part
+from pipeline.io.files import Location, locate, parquet_rows
+from pipeline.io.parts import Part
+from pipeline.output.folder import OutputFolder, read_run
 from pipeline.training.config import TextsConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
 

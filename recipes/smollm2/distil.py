@@ -7,9 +7,7 @@ from pathlib import Path
 
 import ray
 
-from pipeline.generate import config as generate_config
-from pipeline.generate import distill_job
-from pipeline.generate.config import GenerateConfig
+from pipeline.generate.config import GenerateConfig, parse_config, parse_distill_config
 from pipeline.generate.job import generate
 from recipes.smollm2.rounds import HERE, Round, write_openings, write_prompts
 
@@ -33,9 +31,9 @@ def distil(model: Path, output: Path, rounds: int, settings: Sequence[str]) -> N
         if not one.openings.exists():
             write_openings(one, model)
         if not one.prompts.exists():
-            _run(generate_config.parse_config, "questions.yaml", one.openings, one.questions, model, settings)
+            _run(parse_config, "questions.yaml", one.openings, one.questions, model, settings)
             write_prompts(one)
-        _run(distill_job.parse_config, "answers.yaml", one.prompts, one.answers, model, settings)
+        _run(parse_distill_config, "answers.yaml", one.prompts, one.answers, model, settings)
 
 
 def _run(

@@ -17,7 +17,7 @@ from pyarrow import fs
 from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
-from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.learner_actor import LearnerActor
 

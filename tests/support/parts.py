@@ -9,10 +9,9 @@ import pyarrow as pa
 
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
+from pipeline.io.parts import PROBLEM_TYPE, pack, problem_column
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.settings import WritingConfig
-from pipeline.staging.rows import PROBLEM_TYPE, problem_column
-from pipeline.staging.staging import pack
 
 RUN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
 BAD_PROMPT = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}

@@ -12,10 +12,10 @@ import pyarrow.parquet
 
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import find_prompts
+from pipeline.io.listing import find_prompts, list_input
+from pipeline.io.parts import StagedInput, StagedParts, unpack
+from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.settings import ReadingConfig
-from pipeline.staging.staging import StagedInput, StagedParts, StagingPlan, stage_files, unpack
 from tests.pipeline.conftest import write_jsonl
 
 

@@ -16,14 +16,14 @@ from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.acceptance.contract import ExactVerifier
 from drafter.errors import LoadError
 from pipeline.engines.engine_actor import EngineActor
-from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
+from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
+from pipeline.io.parts import unpack
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.progress.board import ProgressBoard
 from pipeline.settings import LimitsConfig, WritingConfig
-from pipeline.staging.staging import unpack
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
 from tests.support.waiting import wait_until
@@ -67,7 +67,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
     yield make
     # An actor's process ends with it; here its beat would go on, and have Ray start once more.
     for actor in made:
-        if actor._failure is None:
+        if actor.failure is None:
             actor._pulse.end()
 
 

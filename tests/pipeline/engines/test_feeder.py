@@ -13,8 +13,9 @@ from drafter.engine.sequence import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.engines.feeder import Feeder, alone_from, capacity
+from pipeline.engines.engine_actor import Feeder, alone_from
 from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
+from pipeline.engines.models import capacity
 from pipeline.errors import JobError
 from tests.support.waiting import PATIENCE
 

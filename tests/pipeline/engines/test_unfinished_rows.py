@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.engines.ledger import SavedRow, delete_unfinished, read_unfinished, write_unfinished
+from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.io.files import locate
 from pipeline.output.folder import OutputFolder
 
@@ -27,5 +27,4 @@ def test_saved_rows_come_back_and_none_leave_no_file(tmp_path: Path) -> None:
     assert read_unfinished(output) == rows[:1]
     write_unfinished(output, [])
     assert not Path(output.unfinished.path).exists()
-    delete_unfinished(output)
     assert not list((tmp_path / "_temporary").iterdir())

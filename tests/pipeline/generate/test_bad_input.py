@@ -196,9 +196,7 @@ def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
 
 
 def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "pipeline.generate.submission.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False)
-    )
+    monkeypatch.setattr("pipeline.generate.job.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False))
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
     done = run(source, "--resources.cpus_per_actor", 3)
     assert done.code == 2

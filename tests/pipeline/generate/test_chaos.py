@@ -59,7 +59,7 @@ def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
 ) -> None:
     prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
     (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
-    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
+    monkeypatch.setattr("pipeline.generate.job.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 8, "--limits.row_attempts", 3)
     assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})
@@ -88,7 +88,7 @@ def test_killed_engines_lose_nothing(
     signals: list[signal.Signals],
 ) -> None:
     slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.05)
-    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", slow)
+    monkeypatch.setattr("pipeline.generate.job.EngineSpec", slow)
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     killer = threading.Thread(target=kill_engines, args=[tmp_path, *signals])
     killer.start()
@@ -129,7 +129,7 @@ def test_writers_killed_at_every_step_of_a_commit(
     points = ("while writing", "before data", "after data")
     (tmp_path / "points").mkdir()
     files = fs.PyFileSystem(DeadlyFiles(str(tmp_path / "points"), points, kill_me))
-    monkeypatch.setattr("pipeline.generate.job.locate", lambda uri: replace(locate(uri), filesystem=files))
+    monkeypatch.setattr("pipeline.generate.checks.locate", lambda uri: replace(locate(uri), filesystem=files))
     prompts = [prompt if n % 5 else "" for n, prompt in enumerate(PROMPTS[:20])]
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 10)

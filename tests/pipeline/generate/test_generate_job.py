@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.generate.row_requests import row_seed
+from drafter.requests import hashed_seed
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
@@ -59,7 +59,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     # Token for token what the engine itself gives, with each row's settings and seed.
     settings: dict[int, dict[str, Any]] = {
         10: {"temperature": 0.9, "max_new_tokens": 5, "seed": 4},
-        16: {"temperature": 0.9, "seed": row_seed(9, "in.jsonl:16")},
+        16: {"temperature": 0.9, "seed": hashed_seed(9, "in.jsonl:16")},
         18: {"seed": 77, "stop": ("a",)},
     }
     for line, row in by_line.items():
@@ -69,7 +69,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
         assert row["prompt_token_ids"] == lm.encode([{"role": "user", "content": row["prompt"]}])
         assert row["num_prompt_tokens"] == generation.num_prompt_tokens
         assert row["num_output_tokens"] == len(generation.token_ids)
-        assert row["seed"] == settings.get(line, {}).get("seed", row_seed(9, row["request_id"]))
+        assert row["seed"] == settings.get(line, {}).get("seed", hashed_seed(9, row["request_id"]))
         assert sum(row["acceptance_histogram"]) == row["num_decode_steps"]
         assert len(row["per_step_accepted"]) == row["num_decode_steps"]
         assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]

@@ -16,17 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from drafter.requests import SamplingParams
+from drafter.requests import SamplingParams, hashed_seed
 from pipeline.errors import ProblemType
-from pipeline.generate.row_requests import PromptSettings, row_seed
-from pipeline.generate.tokenising import make_requests
+from pipeline.generate.row_requests import PromptSettings, make_requests
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import find_prompts
+from pipeline.io.listing import find_prompts, list_input
+from pipeline.io.parts import StagedInput
+from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.output.part_files import error_table
 from pipeline.settings import ReadingConfig
-from pipeline.staging.staging import StagedInput, StagingPlan, stage_files
 from tests.support.staging import read_parts
 
 Kind = tuple[Any, ProblemType, str]
@@ -245,7 +244,7 @@ def test_a_seed_that_is_no_integer_changes_no_other_seed(rows_per_part: int, mod
     big, fraction, none, small = outcomes(path, model, rows_per_part)
     assert fraction["problem"]["message"] == "seed must be an integer of at least 0, not 1.5"
     seeds = [json.loads(outcome["sampling"])["seed"] for outcome in (big, none, small)]
-    assert seeds == [BIG, row_seed(0, "in.jsonl:3"), 7]
+    assert seeds == [BIG, hashed_seed(0, "in.jsonl:3"), 7]
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
@@ -293,7 +292,7 @@ def test_malformed_rows_in_tables_of_other_types(model: Path, tmp_path: Path) ->
     pa.parquet.write_table(pa.table(table), path)
     seeded, hashed, fraction, bad = outcomes(path, model, 128)
     assert json.loads(seeded["sampling"])["seed"] == 7
-    assert json.loads(hashed["sampling"])["seed"] == row_seed(0, "in.parquet:2")
+    assert json.loads(hashed["sampling"])["seed"] == hashed_seed(0, "in.parquet:2")
     assert json.loads(hashed["sampling"])["stop"] == ["a"]
     assert "seed must be an integer of at least 0, not 1.5" in fraction["problem"]["message"]
     assert "stop must be a list of non-empty strings, not [None]" in bad["problem"]["message"]

@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.requests import SamplingParams
+from drafter.requests import SamplingParams, hashed_seed
 from pipeline.errors import RowError
-from pipeline.generate.row_requests import row_sampling, row_seed
+from pipeline.generate.row_requests import row_sampling
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
 
 
 def test_a_row_seed_is_a_known_hash_of_run_and_row() -> None:
     # A change of these numbers would change every sampled token of every dataset.
-    assert row_seed(0, "a.jsonl:1") == 3135495352334882320
-    assert row_seed(1, "a.jsonl:1") == 6993715813181222946
-    assert row_seed(0, "a.jsonl:2") == 1465886733691829453
+    assert hashed_seed(0, "a.jsonl:1") == 3135495352334882320
+    assert hashed_seed(1, "a.jsonl:1") == 6993715813181222946
+    assert hashed_seed(0, "a.jsonl:2") == 1465886733691829453
 
 
 @given(st.integers(0, 2**64), st.text())
 def test_row_seeds_fit_a_column(seed: int, request_id: str) -> None:
-    assert 0 <= row_seed(seed, request_id) < 2**63
+    assert 0 <= hashed_seed(seed, request_id) < 2**63
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_row_seeds_fit_a_column(seed: int, request_id: str) -> None:
 )
 def test_a_row_changes_the_run_settings(own: Any) -> None:
     sampling = row_sampling(DEFAULTS, "r", {"sampling": own}, "sampling")
-    expected = dataclasses.replace(DEFAULTS, top_k=5, stop=("x",), seed=row_seed(3, "r"))
+    expected = dataclasses.replace(DEFAULTS, top_k=5, stop=("x",), seed=hashed_seed(3, "r"))
     assert sampling == expected
 
 
@@ -48,13 +48,13 @@ def test_an_integer_that_only_a_float_holds_is_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("row", "seed"),
     [
-        ({}, row_seed(3, "r")),
+        ({}, hashed_seed(3, "r")),
         ({"seed": 11}, 11),
         ({"seed": "11"}, 11),
-        ({"seed": ""}, row_seed(3, "r")),
+        ({"seed": ""}, hashed_seed(3, "r")),
         ({"sampling": {"seed": 12}}, 12),
         ({"seed": 11, "sampling": {"seed": 12}}, 12),
-        ({"seed": None, "sampling": ""}, row_seed(3, "r")),
+        ({"seed": None, "sampling": ""}, hashed_seed(3, "r")),
     ],
 )
 def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:

@@ -13,11 +13,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
-from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.tokenising import make_requests
-from pipeline.io.prompt_source import PromptSource
+from pipeline.generate.row_requests import PromptSettings, make_requests
+from pipeline.io.listing import PromptSource
+from pipeline.io.parts import PROBLEM_TYPE
 from pipeline.settings import ReadingConfig
-from pipeline.staging.rows import PROBLEM_TYPE
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
 

@@ -145,7 +145,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FailingFiles]:
     def fail(fails: BaseException, at: int, *, for_good: bool) -> FailingFiles:
         files = FailingFiles(fails, at, for_good=for_good)
         filesystem = fs.PyFileSystem(files)
-        monkeypatch.setattr("pipeline.generate.job.locate", lambda uri: Location(filesystem, uri))
+        monkeypatch.setattr("pipeline.generate.checks.locate", lambda uri: Location(filesystem, uri))
         return files
 
     # The submissions that "end" are of this process, which lives.

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import PromptSource, find_prompts
+from pipeline.io.listing import PromptSource, find_prompts, list_input
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 

@@ -27,7 +27,7 @@ from drafter.methods.learning.settings import LearnerSettings
 from drafter.statistics import BatchChoice, MemberView
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
-from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.models import EngineSpec
 from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
 from pipeline.learning.feed import Answer, EngineBeat

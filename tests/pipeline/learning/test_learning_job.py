@@ -111,7 +111,7 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     settings = ("--sampling.temperature", 0.8, "--writing.rows_per_file", 50)
     plain = run(source, *settings, drafter="none", output=tmp_path / "plain")
-    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
+    monkeypatch.setattr("pipeline.generate.job.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
     monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:

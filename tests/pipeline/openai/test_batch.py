@@ -13,17 +13,15 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
-from drafter.requests import TokenLogprob
+from drafter.requests import TokenLogprob, hashed_seed
 from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
-from pipeline.generate.row_requests import row_seed
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import BATCH, PromptSource, find_prompts
+from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
+from pipeline.io.staging import sample_seed
 from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
 from pipeline.openai.requests import OpenAIError, to_json
 from pipeline.settings import ReadingConfig
-from pipeline.staging.samples import sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -121,7 +119,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
         assert [bytes(one.bytes or ()) for one in told] == [text.encode(errors="surrogateescape") for text in texts]
     assert chat.usage is not None
     assert chat.usage.prompt_tokens == alone.num_prompt_tokens
-    assert rows["unseeded#1"]["seed"] == row_seed(3, "unseeded#1")
+    assert rows["unseeded#1"]["seed"] == hashed_seed(3, "unseeded#1")
     # The run's limit where the request has none.
     assert all(rows[f"unseeded#{n}"]["num_output_tokens"] <= 12 for n in range(2))
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from pipeline.io.files import Location, locate
-from pipeline.output.compaction import compact, merges
 from pipeline.output.folder import OutputFolder
+from pipeline.output.part_files import compact, merges
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, read_rows, untimed
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]
@@ -120,7 +120,7 @@ class WatchedFiles:
 
 def test_a_death_at_any_moment_loses_and_doubles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die at each write, rename and deletion in turn, before it and after it, and go on."""
-    monkeypatch.setattr("pipeline.output.compaction._THREADS", 1)
+    monkeypatch.setattr("pipeline.output.part_files._THREADS", 1)
     moments, finished = 0, False
     while not finished:
         folder = tmp_path / str(moments)

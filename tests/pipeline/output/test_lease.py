@@ -62,7 +62,7 @@ def test_who_was_thought_dead_hears_of_the_next(file: Location) -> None:
 
 
 def test_a_job_on_an_output_in_use_is_refused(run: Run, finished: FinishedJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.generate.submission.Lease", lambda file, lost: Lease(file, lost, BEAT))
+    monkeypatch.setattr("pipeline.generate.job.Lease", lambda file, lost: Lease(file, lost, BEAT))
     file = finished.outcome.folder / "_lease.json"
     assert not file.exists()
     finished.reopen()

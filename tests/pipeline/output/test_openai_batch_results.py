@@ -36,7 +36,7 @@ def test_whose_fault_it_was(tmp_path: Path, error_type: str, status: int | None,
         (tmp_path / name).mkdir()
     pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "errors" / "part.parquet")
     staged: Any = SimpleNamespace(created=1, request_ids=lambda: iter(["a#0"]))
-    write_batch(OutputFolder(locate(str(tmp_path))), staged, lambda: None)
+    write_batch(OutputFolder(locate(str(tmp_path))), staged, "no model")
     [told] = [json.loads(text) for text in (tmp_path / "batch_errors.jsonl").read_text().splitlines()]
     assert told["custom_id"] == "a"
     if status is None:

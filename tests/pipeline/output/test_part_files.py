@@ -12,9 +12,9 @@ from pyarrow import fs
 
 from pipeline.io.column_types import replace_column
 from pipeline.io.files import Location, locate
+from pipeline.io.parts import pack
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import PartsDatasink, commit_part
-from pipeline.staging.staging import pack
 from tests.pipeline.conftest import read_rows
 from tests.support.faults import DeadlyFiles
 from tests.support.parts import BAD_PROMPT, generated_rows

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import check_output, save_run, take_output
+from pipeline.output.folder import OutputFolder, check_output, save_run, take_output
 from pipeline.training.folder import TrainingFolder
 from tests.pipeline.conftest import Run, write_jsonl
 

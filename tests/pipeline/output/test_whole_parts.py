@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.io.files import Location, locate
-from pipeline.output.compaction import compact
+from pipeline.io.parts import Part
 from pipeline.output.folder import OutputFolder
-from pipeline.output.part_files import ResultFile, commit_part, discard_torn, is_whole, torn_files
-from pipeline.staging.staging import Part
+from pipeline.output.part_files import ResultFile, commit_part, compact, discard_torn, is_whole, torn_files
 from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.parts import BAD_PROMPT, generated_rows
 

@@ -17,15 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from drafter.engine.config import EngineConfig
 from drafter.requests import SamplingParams
 from pipeline.engines.engine_actor import EngineActor
-from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
+from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import OtherTexts
+from pipeline.io.parts import unpack
 from pipeline.learning.learner_actor import LearnerMetrics
 from pipeline.output.columns import RunTraits
 from pipeline.progress.board import LearningReport, Progress, ProgressBoard
 from pipeline.progress.prometheus import JobMetrics
 from pipeline.settings import LimitsConfig, WritingConfig
-from pipeline.staging.staging import unpack
 from tests.support.parts import request_part
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until

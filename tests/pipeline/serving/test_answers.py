@@ -22,9 +22,9 @@ from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
+from pipeline.io.staging import sample_seed
 from pipeline.serving.answers import Answers
 from pipeline.serving.config import LimitsConfig
-from pipeline.staging.samples import sample_seed
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE, wait_until

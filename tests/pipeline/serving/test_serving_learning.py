@@ -10,7 +10,7 @@ import yaml
 
 from drafter.engine.config import EngineSettings
 from pipeline.cluster.shares import Cluster, Node
-from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.models import EngineSpec
 from pipeline.errors import InputError
 from pipeline.learning.config import LearnerSpec
 from pipeline.serving.application import application

@@ -10,10 +10,9 @@ import pytest
 
 from drafter.requests import DRAW
 from pipeline.errors import InputError
+from pipeline.generate.checks import SETTINGS, check_verifier, job_meaning, open_output, output_date
 from pipeline.generate.config import GenerateConfig, parse_config
-from pipeline.generate.job import check_verifier, open_output, output_date
-from pipeline.generate.job_context import SETTINGS, job_meaning
-from pipeline.io.prompt_source import BATCH, PromptSource
+from pipeline.io.listing import BATCH, PromptSource
 from tests.pipeline.conftest import write_jsonl
 from tests.support.paths import ROOT
 

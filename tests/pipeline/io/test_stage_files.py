@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.staging.staging import cut
+from pipeline.io.staging import cut
 from tests.pipeline.conftest import write_jsonl
 from tests.support.staging import staged, write_input
 

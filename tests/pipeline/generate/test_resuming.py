@@ -21,20 +21,18 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
+from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
-from pipeline.generate.growing import AskedRow, compare, delete_strays, dry_run, grow, match
-from pipeline.generate.job_context import JobContext, input_source, job_meaning
+from pipeline.generate.resuming import AskedRow, compare, delete_strays, dry_run, grow, match
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import find_prompts
+from pipeline.io.listing import find_prompts, list_input
+from pipeline.io.parts import StagedInput, with_row_type
+from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.output.compaction import compact
 from pipeline.output.folder import OutputFolder
-from pipeline.output.part_files import commit_part, is_whole
+from pipeline.output.part_files import commit_part, compact, is_whole
 from pipeline.settings import WritingConfig
-from pipeline.staging.rows import with_row_type
-from pipeline.staging.staging import StagedInput, StagingPlan, stage_files
 from tests.pipeline.conftest import Run, job_arguments, write_jsonl
 from tests.support.faults import EndedError, FailingFiles
 from tests.support.prepared_workers import driver
@@ -98,7 +96,7 @@ class MadeUpJob:
         output.create()
         output.staged.make_folder()
         meaning = job_meaning(config, prompts, "base", {})
-        self.job = JobContext(config, listing, prompts, output, meaning, {}, input_source(config, listing))
+        self.job = Job(config, listing, prompts, output, meaning, {}, input_source(config, listing))
         plan = StagingPlan(output.staged, config.reading, prompts, 3, self.job.source, revision)
         parts, seen = stage_files(listing, f"{revision:03d}-00000" if revision else "00000", plan)
         row_type = unify(seen, json_objects=True)

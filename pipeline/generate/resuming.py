@@ -1,8 +1,8 @@
-"""Resuming after the input has changed: finished rows that request the same as before are kept.
+"""Resuming an output: what earlier submissions left, and finished rows that a changed input still requests.
 
-The input is staged again under other part names (`StagedInput.revision`). Results of matching rows move to the new
-parts: complete parts are committed, other rows are saved as unfinished. Until then the old list of parts is valid. The
-new list is one file, so the change is atomic; the next submission deletes results that belong to no listed part.
+A changed input is staged again under other part names (`StagedInput.revision`). Results of matching rows move to the
+new parts: complete parts are committed, other rows are saved as unfinished. Until then the old list of parts is valid.
+The new list is one file, so the change is atomic; the next submission deletes results that belong to no listed part.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from itertools import chain
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet
 
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
-from pipeline.generate.job_context import JobContext
+from pipeline.generate.checks import Job
 from pipeline.io.files import Location
-from pipeline.io.prompt_source import NoIdsError
+from pipeline.io.listing import NoIdsError
+from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type
+from pipeline.io.staging import StagingPlan, read_rows
+from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type
-from pipeline.output.folder import OutputFolder
-from pipeline.output.part_files import commit_part
-from pipeline.staging.rows import with_problems, with_row_type
-from pipeline.staging.staging import Part, StagedInput, StagingPlan, read_rows
+from pipeline.output.folder import OutputFolder, read_run
+from pipeline.output.part_files import commit_part, discard_torn, is_whole
 
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
@@ -38,13 +38,73 @@ _PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
 _RESULT_FILE = re.compile(rf"{_PART}(?:-to-{_PART})?\.parquet")
 
 
+def is_finished(job: Job) -> bool:
+    """Return whether the output is complete and intact, and the input unchanged since."""
+    output = job.output
+    if not output.run_file.exists:
+        return False
+    run = read_run(output.run_file)
+    if run["state"] != "finished" or run.get("batch_bytes") != batch_bytes(output):
+        return False
+    staged = StagedInput.load(output.staged)
+    return staged is not None and staged.source == job.source and is_whole(output, staged.parts)
+
+
+def is_damaged(job: Job, staged: StagedInput) -> bool:
+    """Return whether staged rows are damaged that are still needed: to generate, or for an OpenAI batch's answers."""
+    needed = staged.parts if job.prompts.kind == "openai" else staged.without(job.output.committed())
+    return bool(staged.damaged(needed))
+
+
+def reopen(job: Job) -> StagedInput | None:
+    """Return an earlier submission's staged input after deleting incomplete files; `InputError` if unusable."""
+    output = job.output
+    output.delete_temporary()
+    staged = StagedInput.load(output.staged)
+    if staged is None:
+        if output.committed():
+            raise InputError(
+                f"output {job.config.output} has results but no list of their rows (_staged): choose another"
+            )
+        return None
+    mend_list(output.staged)
+    delete_strays(output, staged)
+    discard_torn(output, staged.parts)
+    if staged.format != STAGED_FORMAT and staged.without(output.committed()):
+        if output.has_results():
+            raise InputError(
+                f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
+                "go on with that release, or choose another output"
+            )
+        return None  # nothing is lost by staging the input again
+    if staged.source != job.source and not output.has_results():
+        output.forget_job()
+        return None
+    return staged
+
+
+def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
+    """Delete result and staged files that belong to no listed part, left from an old or an abandoned input."""
+    parts = {part.name for part in staged.parts}
+    plan = output.compaction()
+    merged = {} if plan is None else plan.data | plan.errors
+    stale = not parts.issuperset(chain.from_iterable(merged.values()))
+    for folder in (output.data, output.errors, output.staged):
+        for info in folder.children():
+            name = info.base_name
+            part = name.removesuffix(".parquet")
+            if _RESULT_FILE.fullmatch(name) and part not in parts and (stale or part not in merged):
+                (folder / name).delete()
+    if stale:
+        output.forget_compaction()
+
+
+# A changed input.
+
+
 @dataclass(frozen=True)
 class AskedRow:
-    """Identity of a row's request.
-
-    Args:
-        key: Hash of its prompt, its own settings and its sample number.
-    """
+    """Identity of a row's request. `key` is a hash of its prompt, its own settings and its sample number."""
 
     name: str
     key: bytes
@@ -52,12 +112,7 @@ class AskedRow:
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences between the input and the one that the output was begun with.
-
-    Args:
-        open: Unchanged rows still to be generated.
-        changed: Rows of the same name with a different request.
-    """
+    """Differences between an output's input and the current one; `open` rows are still to be generated."""
 
     rows: int
     kept: int
@@ -73,12 +128,7 @@ class Changes:
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
-    """Yield the requests of staged rows.
-
-    Args:
-        rows: The columns `request_id`, `asked` and `problem` of staged rows.
-        several: Whether an input row may be several staged rows, named `ID#0`, `ID#1`, ….
-    """
+    """Yield the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, …."""
     columns = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
     for name, asked, problem in zip(*columns, strict=True):
         sample = name.rpartition("#")[2] if several else ""
@@ -87,11 +137,7 @@ def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
 
 
 def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | None]:
-    """Match each current row to an old one with the same request, preferably of the same name.
-
-    Returns:
-        Indices into `before`, none of them twice.
-    """
+    """Match each current row to an old one with the same request, at best of the same name. Each index is used once."""
     by_name = {row.name: index for index, row in enumerate(before)}
     named = [(by_name.get(row.name), row) for row in now]
     found = [index if index is not None and before[index].key == row.key else None for index, row in named]
@@ -121,18 +167,21 @@ class Results:
     """Results of an output, by row name."""
 
     def __init__(self, output: OutputFolder, staged: StagedInput) -> None:
-        self._output, self._given = output, staged.row_type.num_fields
+        self._given = staged.row_type.num_fields
         self.unfinished = read_unfinished(output)
-        self._problems = {
-            row["request_id"]: {"type": row["error_type"], "message": row["message"], "attempts": row["attempts"]}
-            for file in _files(output.errors)
-            for row in _read(file, ["request_id", "error_type", "message", "attempts"]).to_pylist()
-        }
+        self._problems: dict[str, dict[str, Any]] = {}
+        for info in output.errors.parquets().values():
+            file = Location(output.root.filesystem, info.path)
+            for row in file.read_parquet(["request_id", "error_type", "message", "attempts"]).to_pylist():
+                problem = {"type": row["error_type"], "message": row["message"], "attempts": row["attempts"]}
+                self._problems[row["request_id"]] = problem
         self._places: dict[str, tuple[str, int]] = {}
-        for file in _files(output.data):
-            names = _read(file, ["request_id"])["request_id"].to_pylist()
-            self._places |= {name: (file.path, number) for number, name in enumerate(names)}
+        for info in output.data.parquets().values():
+            file = Location(output.root.filesystem, info.path)
+            names = file.read_parquet(["request_id"])["request_id"].to_pylist()
+            self._places |= {name: (info.path, number) for number, name in enumerate(names)}
         self._left = {row.request_id: row for row in self.unfinished if row.request_id not in self._places}
+        self._files = output.root.filesystem
         self._generated = lru_cache(_OPEN_FILES)(self._read_generated)
 
     @property
@@ -171,17 +220,8 @@ class Results:
 
     def _read_generated(self, path: str) -> pa.Table:
         """Read the generated columns, which follow the name and the input's columns."""
-        table = _read(Location(self._output.root.filesystem, path))
+        table = Location(self._files, path).read_parquet()
         return table.select(table.column_names[1 + self._given :])
-
-
-def _files(folder: Location) -> list[Location]:
-    return [folder / info.base_name for info in folder.children() if info.path.endswith(".parquet")]
-
-
-def _read(file: Location, columns: list[str] | None = None) -> pa.Table:
-    with file.filesystem.open_input_file(file.path) as stream:
-        return pyarrow.parquet.ParquetFile(stream).read(columns)
 
 
 def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
@@ -198,11 +238,11 @@ def staged_rows(staged: StagedInput, *, several: bool) -> list[AskedRow]:
     """Read the requests of all staged rows, without those of damaged parts."""
     damaged = {part.name for part in staged.damaged(staged.parts)}
     columns = ["request_id", "asked", "problem"]
-    whole = (part for part in staged.parts if part.name not in damaged)
-    return [row for part in whole for row in asked_rows(_read(staged.file(part), columns), several=several)]
+    whole = (staged.file(part) for part in staged.parts if part.name not in damaged)
+    return [row for file in whole for row in asked_rows(file.read_parquet(columns), several=several)]
 
 
-def grow(job: JobContext, before: StagedInput, now: StagedInput, columns: Sequence[OutputColumn]) -> None:
+def grow(job: Job, before: StagedInput, now: StagedInput, columns: Sequence[OutputColumn]) -> None:
     """Move the results of an output to its changed input, and print how many are kept.
 
     Args:
@@ -244,7 +284,7 @@ def _carry(
     columns: Sequence[OutputColumn],
 ) -> list[SavedRow]:
     """Commit a part if all of its rows have results under their old names; otherwise return the rows that have."""
-    rows = with_row_type(_read(staged.file(part), ["request_id", "row", "problem"]), staged.row_type)
+    rows = with_row_type(staged.file(part).read_parquet(["request_id", "row", "problem"]), staged.row_type)
     generated = results.generated(names, columns)
     own = rows["problem"].to_pylist()
     problems = [problem or results.problem(name) for problem, name in zip(own, names, strict=True)]
@@ -261,27 +301,8 @@ def _carry(
     ]
 
 
-def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
-    """Delete result and staged files that belong to no listed part, left from an old or an abandoned input."""
-    parts = {part.name for part in staged.parts}
-    plan = output.compaction()
-    merged = {} if plan is None else plan.data | plan.errors
-    stale = not parts.issuperset(chain.from_iterable(merged.values()))
-    for folder in (output.data, output.errors, output.staged):
-        for info in folder.children():
-            name = info.base_name
-            part = name.removesuffix(".parquet")
-            if _RESULT_FILE.fullmatch(name) and part not in parts and (stale or part not in merged):
-                (folder / name).delete()
-    if stale:
-        output.forget_compaction()
-
-
-def _read_asked(job: JobContext, plan: StagingPlan) -> list[AskedRow]:
-    return [row for table in read_rows(job.listing, plan) for row in asked_rows(table, several=job.several)]
-
-
-def dry_run(job: JobContext) -> Changes:
+def dry_run(job: Job) -> Changes:
+    """Compare the input with the output's, without writing anything."""
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
     try:
         now = _read_asked(job, plan)
@@ -294,3 +315,7 @@ def dry_run(job: JobContext) -> Changes:
         return compare([], now, [None] * len(now), ())
     rows = staged_rows(before, several=job.several)
     return compare(rows, now, match(rows, now), Results(job.output, before).done)
+
+
+def _read_asked(job: Job, plan: StagingPlan) -> list[AskedRow]:
+    return [row for table in read_rows(job.listing, plan) for row in asked_rows(table, several=job.several)]

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
-from pipeline.io.listing import list_input
-from pipeline.io.prompt_source import PromptSource
+from pipeline.io.listing import PromptSource, list_input
+from pipeline.io.parts import StagedInput, StagedParts, pack, problem_column, unpack
+from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.settings import ReadingConfig
-from pipeline.staging.rows import problem_column
-from pipeline.staging.staging import StagedInput, StagedParts, StagingPlan, pack, stage_files, unpack
 from tests.pipeline.conftest import write_jsonl
 from tests.support.parts import BAD_PROMPT
 

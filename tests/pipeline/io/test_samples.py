@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
-from pipeline.generate.row_requests import row_sampling, row_seed
-from pipeline.staging.rows import PROBLEM_TYPE
-from pipeline.staging.samples import expand, sample_seed
+from drafter.requests import hashed_seed
+from pipeline.generate.row_requests import row_sampling
+from pipeline.io.parts import PROBLEM_TYPE
+from pipeline.io.staging import expand, sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.staging import staged
 
@@ -38,7 +39,7 @@ def test_each_row_as_often_as_it_is_wanted() -> None:
 def test_seeds_of_samples() -> None:
     # A change of these numbers would change every sampled token of every dataset.
     assert [sample_seed(7, sample) for sample in range(3)] == [7, 1256986795558303079, 4596428739562096351]
-    assert row_sampling(SamplingParams(seed=3), "r#1", {}, "sampling", 1).seed == row_seed(3, "r#1")
+    assert row_sampling(SamplingParams(seed=3), "r#1", {}, "sampling", 1).seed == hashed_seed(3, "r#1")
     assert row_sampling(SamplingParams(seed=3), "r#1", {"seed": 7}, "sampling", 1).seed == sample_seed(7, 1)
     assert row_sampling(SamplingParams(seed=3), "r#0", {"seed": 7}, "sampling", 0).seed == 7
 
@@ -61,8 +62,8 @@ def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None
         (f"in.jsonl:{line}#{sample}", sample) for line in (1, 2) for sample in (0, 1)
     ]
     assert [row["seed"] for row in done.rows] == [
-        row_seed(0, "in.jsonl:1#0"),
-        row_seed(0, "in.jsonl:1#1"),
+        hashed_seed(0, "in.jsonl:1#0"),
+        hashed_seed(0, "in.jsonl:1#1"),
         5,
         4983930932166335007,
     ]

@@ -1,0 +1,263 @@
+"""A generation job: what determines its results, and all checks that need neither a cluster nor a loaded model."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from drafter.acceptance.settings import VerifierSettings
+from drafter.errors import LoadError, RequestError
+from drafter.requests import DRAW, described, sampling_defaults
+from pipeline.engines.models import (
+    classifier_fingerprints,
+    generation_settings,
+    head_fingerprints,
+    model_fingerprint,
+    model_name,
+)
+from pipeline.errors import InputError
+from pipeline.generate.config import GenerateConfig
+from pipeline.io.files import locate
+from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
+from pipeline.learning.config import NEW, SHIPPED
+from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
+from pipeline.progress.board import EngineFacts
+
+LEARNING = "learning"
+"""Key in `run.json`: results, costs and savings of a head that learns from the rows."""
+SPECULATION = "speculation"
+"""Key in `run.json`: the gain from drafting and the choices made; see `speculation_record`."""
+DRAFTERS = "drafters"
+"""Key in `run.json`: the drafter of each submission that generated, and the fingerprints of its heads, by name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A generation job, checked and ready to run.
+
+    Args:
+        meaning: Everything that determines its results; see `job_meaning`.
+        source: See `input_source`.
+    """
+
+    config: GenerateConfig
+    listing: InputListing
+    prompts: PromptSource
+    output: OutputFolder
+    meaning: dict[str, Any]
+    heads: dict[str, str]
+    source: dict[str, Any]
+
+    def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
+        facts["input"] = self.source["files"]
+        save_run(self.output.run_file, self.config.as_dict(), self.meaning, state=state, **facts)
+
+    @property
+    def several(self) -> bool:
+        """True if an input row may become several, named `ID#0`, `ID#1`, …."""
+        return self.prompts.kind == "openai" or self.config.reading.samples > 1
+
+    def engine_facts(self) -> dict[str, Any]:
+        """Read the engines' facts from `run.json`; all None before an engine has reported."""
+        run = read_run(self.output.run_file)
+        names = [*(field.name for field in dataclasses.fields(EngineFacts)), SPECULATION, DRAFTERS]
+        names += [LEARNING] if self.config.learning.enabled else []
+        return {name: run.get(name) for name in names}
+
+    def note_drafter(self) -> None:
+        """Record the current drafter in `run.json`: rows have only its name."""
+        facts = self.engine_facts()
+        before: list[Any] = facts[DRAFTERS] or []
+        mine = {"drafter": self.config.drafter, "heads": self.heads}
+        self.save_run("running", **facts | {DRAFTERS: before if mine in before else [*before, mine]})
+
+
+def checked_job(config: GenerateConfig) -> Job:
+    """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
+    print(f"checking {config.input} and the model", file=sys.stderr, flush=True)
+    reading = config.reading
+    listing = list_input(config.input, reading.format, reading.split, reading.subset)
+    prompts = find_prompts(listing, reading)
+    if prompts.kind == "openai":
+        _refuse_settings_of_requests(config)
+    base = model_fingerprint(model_name(config.model))
+    config = with_model_defaults(config, drawn=prompts.kind == "openai")
+    reads_clock = _check_tokenizer(config, prompts)
+    check_verifier(config)
+    heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
+    if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
+        heads |= head_fingerprints(config.model, config.learning.head)
+    date = output_date(config) if reads_clock else None
+    meaning = job_meaning(config, prompts, base, heads, date)
+    output = open_output(config, meaning)
+    return Job(config, listing, prompts, output, meaning, heads, input_source(config, listing))
+
+
+def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
+    """Fill unset sampling settings from the model's own, or raise `InputError`; `drawn` rows are sampled by default."""
+    name, settings = model_name(config.model), {}
+    if config.loading.generation_config == "auto":
+        settings = generation_settings(name)
+    try:
+        defaults = sampling_defaults(settings, name, drawn=drawn)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if line := described(settings, name):
+        print(line, file=sys.stderr, flush=True)
+    return replace(config, sampling=config.sampling.over(defaults))
+
+
+def _refuse_settings_of_requests(config: GenerateConfig) -> None:
+    reading = config.reading
+    given = {
+        "reading.prompt_column": reading.prompt_column is not None,
+        "reading.messages_column": reading.messages_column is not None,
+        "reading.id_column": reading.id_column is not None,
+        "reading.chat": reading.chat is not None,
+        "reading.samples": reading.samples > 1,
+        "sampling.temperature": config.sampling.temperature is not None,
+    }
+    for name, is_set in given.items():
+        if is_set:
+            raise InputError(
+                f"input {config.input} is an OpenAI batch, whose requests say it themselves: leave out {name}"
+            )
+
+
+def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
+    """Refuse a model without a tokeniser or a needed chat template; return whether its template reads the clock."""
+    from drafter.text.chat import reads_clock
+    from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import: no check before waits for it
+
+    name = model_name(config.model)
+    try:
+        tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
+        raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+    return reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
+
+
+def output_date(config: GenerateConfig) -> str:
+    """Return the time that chat templates see: `reading.date`, or the time at which the output was begun."""
+    if config.reading.date is not None:
+        return datetime.fromisoformat(config.reading.date).isoformat(timespec="seconds")
+    output = OutputFolder(locate(config.output))
+    if output.run_file.exists and output.has_results():
+        try:
+            date = read_run(output.run_file)["meaning"]["reading"]["date"]
+        except (ValueError, KeyError, TypeError):  # `check_output` says what is wrong with it
+            date = None
+        if isinstance(date, str):
+            return date
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def check_verifier(config: GenerateConfig) -> None:
+    """Raise `InputError` unless the verifier exists and supports the sampling settings."""
+    from drafter.acceptance.settings import make_verifier
+
+    try:
+        make_verifier(config.verifier).refuse(config.sampling)
+    except (LoadError, RequestError) as error:
+        raise InputError(str(error)) from error
+
+
+def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
+    """Create the output's folder, or open that of the same job; raise `InputError` if it cannot be used."""
+    output = OutputFolder(locate(config.output))
+    source = locate(config.input)
+    if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
+        raise InputError(f"output {config.output} lies in the input: results would become input")
+    check_output(config.output, output, meaning)
+    if config.dry_run:
+        return output
+    output.create()
+    if output.run_file.exists:
+        mend_run(output.run_file)
+    else:
+        save_run(output.run_file, config.as_dict(), meaning, state="running")
+    return output
+
+
+# What determines the results.
+
+SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
+    "input": "rows",
+    "output": "free",
+    "model": "bound",
+    "drafter": "free",
+    "verifier": "bound",
+    "learning": "free",
+    "learning.enabled": "bound",
+    "reading": "bound",
+    "reading.format": "rows",
+    "reading.split": "rows",
+    "reading.subset": "rows",
+    "reading.skip": "rows",
+    "reading.limit": "rows",
+    "loading": "free",
+    "loading.dtype": "bound",
+    "sampling": "bound",
+    "engine": "free",
+    "engine.max_model_len": "bound",
+    "resources": "free",
+    "limits": "free",
+    "writing": "free",
+    "writing.per_step_accepted": "bound",
+    "dry_run": "free",
+}
+"""Rules for changing a setting of an output in a later submission, by the longest matching name; docs/operations.md
+explains.
+
+`bound`: it determines a row's results, or a column. `rows`: it selects the rows; finished ones are kept.
+`free`: no token depends on it, and nothing else that lasts.
+"""
+
+
+def input_source(config: GenerateConfig, listing: InputListing) -> dict[str, Any]:
+    """Return the identity of a job's rows, or raise `InputError`: the files' fingerprints, and the selection."""
+    return {
+        "files": input_fingerprints(listing),
+        **{name: getattr(config.reading, name) for name in ("format", "skip", "limit")},
+    }
+
+
+def job_meaning(
+    config: GenerateConfig, prompts: PromptSource, base: str, heads: dict[str, str], date: str | None = None
+) -> dict[str, Any]:
+    """Return everything that determines a row's results: bound settings, and the model's fingerprint.
+
+    Args:
+        heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
+        date: Time for chat templates; None where none reads it.
+    """
+    meaning: dict[str, Any] = _bound(config.as_dict())
+    meaning["model"] = base
+    meaning["reading"]["date"] = date
+    # With an exact verifier the tokens do not depend on the drafter. A lenient one accepts some of its proposals, and a
+    # head that learns resumes from its saved weights.
+    if config.verifier != VerifierSettings() or config.learning.enabled:
+        meaning |= {"drafter": config.drafter, "heads": heads}
+    if config.sampling.over().temperature > 0 or prompts.own_sampling:
+        meaning["draw"] = DRAW
+    return meaning
+
+
+def _bound(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= {name: inner} if (inner := _bound(value, f"{prefix}{name}.")) else {}
+        elif _rule(f"{prefix}{name}") == "bound":
+            found[name] = value
+    return found
+
+
+def _rule(setting: str) -> str:
+    """Return the entry of `SETTINGS` for a setting such as `sampling.top_k`, or for its group."""
+    return SETTINGS.get(setting) or _rule(setting.rpartition(".")[0])

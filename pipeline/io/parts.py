@@ -1,0 +1,199 @@
+"""Staged parts of an input: their list, their columns, and how Ray Data reads them.
+
+A part is the unit of one engine call, one atomic commit and one retry.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from pipeline.io.column_types import conform_struct, replace_column, whole
+from pipeline.io.files import Location, mend, parquet_rows, read_either, write_twice
+
+_READERS = 16
+
+STAGED_LIST = "parts.json"
+"""The list of staged parts. It is written last: if it exists, staging is complete."""
+STAGED_FORMAT = 2
+"""Format 1 lacked the column `asked`: chat messages of several rows shared one Arrow column and changed one another."""
+PROBLEM_TYPE = pa.struct(
+    [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
+)
+"""Arrow type of a `RowProblem`; null where a row has none."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A staged file.
+
+    Args:
+        name: File name without suffix, shared with the result files.
+        nbytes: Size in memory; 0 where not needed.
+    """
+
+    name: str
+    rows: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class StagedInput:
+    """The staged rows of an input.
+
+    Args:
+        folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `asked` (the fields of
+            the row that the job reads, as JSON), `row` (a struct of the input's columns) and `problem`.
+        rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
+        format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
+        source: Identity of the rows: fingerprints of the input's files, and the selection of rows.
+        revision: Number of earlier changes of the input; part names begin with it, from 1 on.
+    """
+
+    folder: Location
+    parts: tuple[Part, ...]
+    row_type: pa.StructType
+    rows_per_part: int = 0
+    format: int = STAGED_FORMAT
+    source: Any = None
+    revision: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def created(self) -> int:
+        return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
+
+    def without(self, committed: Collection[str]) -> list[Part]:
+        return [part for part in self.parts if part.name not in committed]
+
+    def file(self, part: Part) -> Location:
+        return self.folder / f"{part.name}.parquet"
+
+    def damaged(self, parts: Iterable[Part]) -> list[Part]:
+        """Return the parts whose file is missing or incomplete."""
+        parts = list(parts)
+        with ThreadPoolExecutor(_READERS) as pool:
+            rows = pool.map(parquet_rows, map(self.file, parts))
+            return [part for part, found in zip(parts, rows, strict=True) if found != part.rows]
+
+    def request_ids(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from self.file(part).read_parquet(["request_id"])["request_id"].to_pylist()
+
+    def save(self) -> None:
+        """Write the list of parts, which completes staging."""
+        saved = {
+            "format": self.format,
+            "row_type": base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode(),
+            "rows_per_part": self.rows_per_part,
+            "parts": [[part.name, part.rows, part.nbytes] for part in self.parts],
+            "source": self.source,
+            "revision": self.revision,
+        }
+        write_twice(self.folder / STAGED_LIST, json.dumps(saved))
+
+    @classmethod
+    def load(cls, folder: Location) -> StagedInput | None:
+        """Load an earlier submission's staging; None if it is incomplete or its list is lost."""
+        try:
+            saved = read_either(folder / STAGED_LIST, _parse)
+        except (FileNotFoundError, ValueError):
+            return None
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
+        return cls(
+            folder,
+            tuple(Part(*part) for part in saved["parts"]),
+            pa.struct(list(schema)),
+            saved["rows_per_part"],
+            saved.get("format", 1),
+            saved.get("source"),
+            saved.get("revision", 0),
+        )
+
+
+def mend_list(folder: Location) -> None:
+    mend(folder / STAGED_LIST, _parse)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads(text)
+    if not isinstance(saved, dict) or not {"row_type", "rows_per_part", "parts"} <= saved.keys():
+        raise ValueError("it is no list of parts")
+    return saved
+
+
+def problem_column(problems: Sequence[Mapping[str, Any] | None]) -> pa.Array:
+    return pa.array(problems, PROBLEM_TYPE)
+
+
+def with_problems(rows: pa.Table, problems: Sequence[Mapping[str, Any] | None]) -> pa.Table:
+    return replace_column(rows, "problem", problem_column(problems))
+
+
+def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
+    """Return `table` with its column `row` converted to `row_type`."""
+    return replace_column(table, "row", conform_struct(whole(table.column("row")), row_type))
+
+
+def pack(parts: Iterable[tuple[str, pa.Table]]) -> pa.Table:
+    """Make a block for Ray Data: one row per part, with the part's rows as a list."""
+    return pa.concat_tables([_packed(name, rows) for name, rows in parts])
+
+
+def _packed(name: str, rows: pa.Table) -> pa.Table:
+    structs = pa.StructArray.from_arrays([whole(column) for column in rows.columns], fields=list(rows.schema))
+    return pa.table({"part": [name], "rows": pa.ListArray.from_arrays([0, len(structs)], structs)})
+
+
+def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the name and rows of each part in a block."""
+    for name, rows in zip(block["part"].to_pylist(), block["rows"], strict=True):
+        yield name, pa.Table.from_struct_array(rows.values)
+
+
+class StagedParts(Datasource):
+    """Ray Data source of staged parts: one read task and one block per part.
+
+    A part's rows have the columns `request_id`, `asked`, `row` and `problem`.
+    """
+
+    def __init__(self, staged: StagedInput, parts: list[Part]) -> None:
+        super().__init__()
+        self._staged, self._parts = staged, parts
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """Return one task per part, whatever the parallelism."""
+        metadata = BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None)
+        return [
+            ReadTask(_read_task(part.name, self._staged.file(part), self._staged.row_type), metadata)
+            for part in self._parts
+        ]
+
+
+def _read_task(name: str, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
+    """Bind the part alone, so that the task is not serialized with the list of all parts."""
+    read = partial(_read_part, name, file, row_type)
+    return update_wrapper(read, _read_part)  # Ray warns of large tasks by their names
+
+
+def _read_part(name: str, file: Location, row_type: pa.StructType) -> list[pa.Table]:
+    rows = file.read_parquet(["request_id", "asked", "row", "problem"])
+    return [pack([(name, with_row_type(rows, row_type))])]

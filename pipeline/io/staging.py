@@ -1,0 +1,379 @@
+"""Staging: rows of any input are named and written as parts, each a Parquet file.
+
+Names and contents of the parts depend on the input alone, so every submission sees the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import ray
+
+from drafter.errors import one_line
+from drafter.requests import hashed_seed
+from pipeline.errors import InputError, JobError, ProblemType, RowProblem
+from pipeline.io.column_types import (
+    SeenType,
+    free_name,
+    refuse_many_columns,
+    replace_column,
+    seen_types,
+    unify,
+    whole,
+)
+from pipeline.io.files import Location
+from pipeline.io.listing import InputListing, NoIdsError, PromptSource, check_types
+from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, with_row_type
+from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
+from pipeline.openai.batch import LINE_FIELDS, parse_line
+from pipeline.openai.requests import OpenAIError
+from pipeline.settings import ReadingConfig
+
+PART_BYTES = 32 << 20
+"""Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
+SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
+"""Columns of a row's sample index, from 0, and of its own seed."""
+_MOST_SETTINGS = 1 << 20
+"""Most bytes of a row's own sampling settings."""
+_GROUP_BYTES = 256 << 20
+"""Approximate input size of one task."""
+_TASK_CPUS = 0.5
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class StagingPlan:
+    """Settings of all staging tasks.
+
+    Args:
+        rows_per_part: Rows of each part but the last of a task, and those closed by `part_bytes`.
+    """
+
+    folder: Location
+    reading: ReadingConfig
+    prompts: PromptSource
+    rows_per_part: int
+    source: Any = None
+    revision: int = 0
+    part_bytes: int = PART_BYTES
+
+
+def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
+    """Stage an input on the cluster's workers. The caller completes staging by saving the returned list.
+
+    An automatically found id column that does not name all rows is ignored, with a message.
+
+    Args:
+        before: An earlier staging with damaged files, all of which are to be written again.
+
+    Raises:
+        InputError: A file is damaged or lacks a column, an id stands for several rows, there are no rows, or the parts
+            differ from those staged before.
+        JobError: The parts cannot be written.
+    """
+    try:
+        return _stage(listing, plan, before)
+    except NoIdsError as why:
+        print(f"{one_line(why)}: rows are named by file and line", file=sys.stderr, flush=True)
+        return _stage(listing, replace(plan, prompts=replace(plan.prompts, id_column=None, ids_found=False)), before)
+
+
+def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None) -> StagedInput:
+    plan.folder.make_folder()
+    task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
+    # `skip` and `limit` count rows over all files, so one task has to read them all.
+    groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
+    prefix = f"{plan.revision:03d}-" if plan.revision else ""
+    work = [
+        task.remote(InputListing(listing.filesystem, tuple(files)), f"{prefix}{index:05d}", plan)
+        for index, files in enumerate(groups)
+    ]
+    try:
+        done = ray.get(work)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise JobError(f"the input cannot be staged: {one_line(error.cause)}") from error
+    parts = tuple(part for parts, _ in done for part in parts)
+    if not parts:
+        raise InputError("the input has no rows")
+    if before is not None:
+        if [(part.name, part.rows) for part in parts] != [(part.name, part.rows) for part in before.parts]:
+            raise InputError(
+                f"the staged input in {plan.folder.path} is damaged, and the input is no longer what was staged: "
+                "choose another output"
+            )
+        return before
+    seen = dict.fromkeys(one for _, types in done for one in types)
+    row_type = unify(seen, json_objects=listing.of_json)
+    _say_what_is_text(row_type, seen)
+    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part, source=plan.source, revision=plan.revision)
+    if plan.prompts.id_column is not None:
+        _refuse_shared_ids(staged, plan)
+    return staged
+
+
+def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
+    groups: list[list[InputFile]] = []
+    size = _GROUP_BYTES
+    for file in files:
+        if size >= _GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+    return groups
+
+
+def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:
+    """Stage the files of `listing` as parts named after `group`. Runs as a task on a worker.
+
+    Returns:
+        The parts, and the types of their columns, for `unify`.
+
+    Raises:
+        InputError: A file is damaged, lacks a column, or has one incompatible with another file's.
+    """
+    parts: list[Part] = []
+    seen: dict[SeenType, None] = {}
+    for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
+        here = dict.fromkeys(one for table in tables for one in _seen_types(table))
+        row_type = unify(here, json_objects=listing.of_json)
+        rows = pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
+        part = Part(f"{group}-{len(parts):06d}", rows.num_rows, rows.nbytes)
+        with (plan.folder / f"{part.name}.parquet").open_whole() as stream:
+            pa.parquet.write_table(rows, stream, compression="zstd")
+        parts.append(part)
+        seen |= here
+        refuse_many_columns(len({one.name for one in seen}), "the input")
+    return parts, list(seen)
+
+
+def _seen_types(rows: pa.Table) -> list[SeenType]:
+    return seen_types(pa.Table.from_struct_array(rows["row"]), rows["place"][0].as_py().rpartition(":")[0])
+
+
+def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
+    """Read the named rows of all files, within `skip` and `limit`, each repeated for its samples."""
+    prompts, reading = plan.prompts, plan.reading
+    skip, left = reading.skip, sys.maxsize if reading.limit is None else reading.limit
+    text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
+    json_column = prompts.column if prompts.kind == "openai" else reading.sampling_column
+    for file in listing.files:
+        for chunk in read_file(listing.filesystem, file, plan.rows_per_part, text_column, json_column):
+            check_types(file, chunk.columns.schema, prompts)
+            rows = named_rows(file, chunk, prompts, reading.sampling_column)
+            skipped, skip = skip, max(skip - rows.num_rows, 0)
+            rows = rows.slice(skipped)
+            yield from _with_samples(rows.slice(0, left), prompts, reading.samples, plan.part_bytes)
+            left -= rows.num_rows
+            if left <= 0:
+                return
+
+
+def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_column: str) -> pa.Table:
+    """Name the rows of a chunk by their id, or else by file and line.
+
+    The column `asked` has the fields of a row that the job reads, as JSON text that depends on this row alone. Columns
+    of `row`, which only pass through, have types that depend on other rows, too.
+    """
+    places = [f"{file.name}:{number}" for number in chunk.numbers]
+    problems = dict(chunk.problems)
+    ids = list(places)
+    if prompts.id_column is not None:
+        for index, value in enumerate(chunk.values(prompts.id_column)):
+            if (isinstance(value, str) and value) or (isinstance(value, int) and not isinstance(value, bool)):
+                ids[index] = str(value)
+            elif prompts.ids_found:
+                raise NoIdsError(f"column {prompts.id_column!r} names no row in {places[index]}")
+            else:
+                why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
+                problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
+    asked = _asked(chunk, prompts, sampling_column, problems)
+    row = pa.StructArray.from_arrays(
+        [whole(column) for column in chunk.columns.columns], fields=list(chunk.columns.schema)
+    )
+    return pa.table(
+        {
+            "request_id": pa.array(ids, pa.string()),
+            "place": pa.array(places, pa.string()),
+            "asked": pa.array(asked, pa.string()),
+            "row": row,
+            "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
+        }
+    )
+
+
+def _asked(
+    chunk: Chunk, prompts: PromptSource, sampling_column: str, problems: dict[int, RowProblem]
+) -> list[str | None]:
+    """Return the fields of each row that the job reads; a row with an unreadable field gets a problem instead."""
+    kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
+    if prompts.kind == "openai":
+        kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
+    kinds[prompts.column] = "BadPrompt"
+    rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
+    for name, kind in kinds.items():
+        most_bytes = _MOST_SETTINGS if kind == "BadSampling" else None
+        for index, value in enumerate(chunk.values(name, most_bytes)):
+            if isinstance(value, UnreadableValueError):
+                problems.setdefault(index, RowProblem(kind, f"column {name!r} cannot be read: {value}"))
+            elif value is not None:
+                rows[index][name] = value
+    found: list[str | None] = []
+    for index, row in enumerate(rows):
+        settings = row.get(sampling_column)
+        if prompts.kind != "openai" and isinstance(settings, str) and len(settings) > _MOST_SETTINGS:
+            message = f"column {sampling_column!r} has {len(settings) >> 20} MiB, and up to 1 MiB are read"
+            problems.setdefault(index, RowProblem("BadSampling", message))
+        try:
+            text = json.dumps(row, ensure_ascii=False, default=_json_text)
+        except TypeError as error:
+            problems.setdefault(index, RowProblem("BadPrompt", f"the row cannot be read: {error}"))
+        found.append(None if index in problems else text)
+    return found
+
+
+def _json_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        raise TypeError("it has bytes where text belongs")
+    return str(value)
+
+
+# Samples: a row repeated for several outputs, each with a name and a seed of its own.
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of a sample of a row with a seed of its own, which is the first sample's."""
+    return hashed_seed(seed, f"#{sample}") if sample else seed
+
+
+def row_name(sample: str) -> str:
+    """Return the row's name in the name of a sample, `ID#0`, `ID#1`, …."""
+    return sample.rpartition("#")[0]
+
+
+def _with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_bytes: int) -> Iterator[pa.Table]:
+    """Repeat each row for its samples, an OpenAI request for its own number; a row with a problem stays one."""
+    problems = rows["problem"].to_pylist()
+    if prompts.kind != "openai":
+        counts = [samples if one is None else 1 for one in problems]
+        yield from [rows] if samples == 1 else expand(rows, counts, piece_bytes)
+        return
+    counts = [1] * rows.num_rows
+    for index, asked in enumerate(rows["asked"].to_pylist()):
+        if problems[index] is None:
+            try:
+                counts[index] = parse_line(json.loads(asked)).choices
+            except OpenAIError as error:
+                problems[index] = vars(RowProblem("BadRequest", error.message))
+    yield from expand(with_problems(rows, problems), counts, piece_bytes)
+
+
+def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator[pa.Table]:
+    """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, ….
+
+    The sample index goes to the column `sample`; a column of that name in the input becomes `input_sample`.
+
+    Args:
+        piece_bytes: Size of a piece: large rows, often repeated, would not fit in memory.
+
+    Yields:
+        All these rows, in pieces.
+    """
+    sizes = [table.slice(row, 1).nbytes for row in range(table.num_rows)]
+    held: list[tuple[int, int]] = []
+    size = 0
+    for row, count in enumerate(counts):
+        for sample in range(count):
+            held.append((row, sample))
+            size += sizes[row]
+            if size >= piece_bytes:
+                yield _repeated(table, held)
+                held, size = [], 0
+    if held:
+        yield _repeated(table, held)
+
+
+def _repeated(table: pa.Table, held: Sequence[tuple[int, int]]) -> pa.Table:
+    samples = [sample for _, sample in held]
+    table = table.take(pa.array([row for row, _ in held]))
+    names = [f"{name}#{sample}" for name, sample in zip(table["request_id"].to_pylist(), samples, strict=True)]
+    structs = table["row"].combine_chunks()
+    theirs = [field.name for field in structs.type]
+    fields = [field.with_name(free_name(field.name, {SAMPLE_COLUMN}, theirs)) for field in structs.type]
+    structs = pa.StructArray.from_arrays(
+        [*structs.flatten(), pa.array(samples, pa.int64())], fields=[*fields, pa.field(SAMPLE_COLUMN, pa.int64())]
+    )
+    return replace_column(replace_column(table, "row", structs), "request_id", pa.array(names, pa.string()))
+
+
+def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
+    """Yield pieces of `most_rows` rows, or fewer where the next row would exceed `most_bytes`.
+
+    A single row may exceed `most_bytes`.
+    """
+    held: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        while table.num_rows:
+            fitting = _fitting(table, most_rows - rows, most_bytes - size)
+            if fitting or not held:
+                held.append(table.slice(0, fitting or 1))
+                rows, size = rows + held[-1].num_rows, size + held[-1].nbytes
+                table = table.slice(held[-1].num_rows)
+            if table.num_rows or rows == most_rows:
+                yield held
+                held, rows, size = [], 0, 0
+    if held:
+        yield held
+
+
+def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
+    table = table.slice(0, most_rows)
+    if table.nbytes <= most_bytes:
+        return int(table.num_rows)
+    sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
+    return int(np.searchsorted(sizes, most_bytes, side="right"))
+
+
+# Checks of all parts together.
+
+
+def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None:
+    """Report columns of tables that become text because their types differ between files."""
+    types: dict[str, list[SeenType]] = {}
+    for one in seen:
+        types.setdefault(one.name, []).append(one)
+    for name, some in types.items():
+        kinds = {one_line(str(one.type), 80): one.file for one in some if not pa.types.is_null(one.type)}
+        if pa.types.is_string(row_type.field(name).type) and len(kinds) > 1:
+            found = ", ".join(f"{kind} in {file}" for kind, file in list(kinds.items())[:_EXAMPLES])
+            print(f"column {name!r} is kept as text: it has {found}", file=sys.stderr, flush=True)
+
+
+def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
+    paths, filesystem = [staged.file(part).path for part in staged.parts], staged.folder.filesystem
+    ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=filesystem)["request_id"]
+    counts = pa.compute.value_counts(ids)
+    shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
+    if not len(shared):
+        return
+    expanded = plan.prompts.kind == "openai" or plan.reading.samples > 1
+    named = pa.parquet.read_table(paths, columns=["request_id", "place"], filesystem=filesystem)
+    places: dict[str, dict[str, None]] = {}
+    for row in named.filter(pa.compute.is_in(named["request_id"], shared)).to_pylist():
+        name = row_name(row["request_id"]) if expanded else row["request_id"]
+        places.setdefault(name, {})[row["place"]] = None
+    examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
+    column = plan.prompts.id_column
+    problem = f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})"
+    raise NoIdsError(problem) if plan.prompts.ids_found else InputError(problem)

@@ -1,1 +1,0 @@
-"""Staging: converts any input deterministically to Parquet parts of named rows."""
