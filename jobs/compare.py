@@ -1,23 +1,11 @@
 """`drafter compare` or `python -m jobs.compare`: compare two outputs of the same prompts side by side."""
 
 import sys
-from collections.abc import Sequence
 
-from pipeline.command_line import run_job
+from pipeline.command_line import job_main
 from pipeline.report.against.config import parse_config
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    return run_job(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    config = parse_config(arguments)
-    from pipeline.report.against.job import compare_or_audit  # takes seconds: a mistake is told before
-
-    return compare_or_audit(config)
-
+main = job_main(parse_config, "pipeline.report.against.job:compare_or_audit")
 
 if __name__ == "__main__":
     sys.exit(main())

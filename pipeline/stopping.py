@@ -15,10 +15,7 @@ _INSIST_SECONDS = 15.0
 
 
 class StopRequestedError(KeyboardInterrupt):
-    """Raised in the main thread to end the job.
-
-    It is a KeyboardInterrupt because Ray's compiled code, where the main thread waits, lets no other error through.
-    """
+    """Ends the job. Ray's compiled code, where the main thread waits, lets only a KeyboardInterrupt through."""
 
 
 class Stopping:
@@ -56,17 +53,11 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the signal handler, and turn a requested interrupt, for which Ray raises a new error, back into a
-        request.
-
-        Raises:
-            StopRequestedError: The block was interrupted by a request to stop.
-        """
         with self._lock:
             active, self._active = self._active, False
         if active:
             signal.signal(signal.SIGTERM, self._before)
-        if kind is KeyboardInterrupt and self._requested:
+        if kind is KeyboardInterrupt and self._requested:  # Ray raises a new one for our error
             raise StopRequestedError(self._reason or _BY_SIGNAL)
 
     def take_over(self) -> None:
@@ -75,8 +66,7 @@ class Stopping:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def _insist(self) -> None:
-        """Signal until the block has ended: an error that is raised while an object is finalised is lost."""
-        while True:
+        while True:  # an error that is raised while an object is finalised is lost
             with self._lock:
                 if not self._active or self._main.ident is None:
                     return

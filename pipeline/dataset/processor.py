@@ -13,8 +13,7 @@ import ray.data
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.requests import SamplingParams
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.dataset.answers import Answers, AnswerSettings
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import fed

@@ -21,8 +21,7 @@ from drafter.evaluation.results import RESULTS_FILE, Cell, Results, Setting
 from drafter.evaluation.tables import speed_tables, write_report
 from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import ActorResources, share_out
+from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError

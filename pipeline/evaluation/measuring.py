@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import ray
 
 from drafter.errors import one_line
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import InputError, JobError
 
 Ask = Callable[..., Any]

@@ -24,8 +24,7 @@ from drafter.methods.draft_models.measurement import (
 )
 from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.engines.models import head_fingerprints, model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.config import PlanConfig

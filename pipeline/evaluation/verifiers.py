@@ -38,7 +38,7 @@ from drafter.evaluation.verifiers import (
 from drafter.requests import Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.models import (
     classifier_fingerprints,
     file_fingerprint,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.requests import DRAW
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.generate.config import GenerateConfig
 from pipeline.io.listing import InputListing, input_fingerprints
 from pipeline.io.prompt_source import PromptSource

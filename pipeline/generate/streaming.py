@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.cluster.ray_cluster import HELPER_CPUS
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import fed
 from pipeline.engines.models import model_name

@@ -15,8 +15,7 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, takes
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, share_out, takes
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, delete_unfinished, read_unfinished, write_unfinished
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError, JobError, JobStopped

@@ -17,7 +17,7 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import one_line
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.io.files import Location
 from pipeline.output.summary import speculation_record
 from pipeline.progress.board import Progress, ending

@@ -16,8 +16,7 @@ from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from drafter.errors import one_line
-from pipeline.cluster.ray_cluster import connect, quiet_ray_data
-from pipeline.cluster.shares import ActorResources, Cluster, share_out
+from pipeline.cluster.ray_cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.output.lease import Lease

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafter.errors import one_line
 from drafter.training.targets import RegeneratedText
-from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.cluster.ray_cluster import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate
 from pipeline.io.reading import parquet_rows

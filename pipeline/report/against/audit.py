@@ -23,8 +23,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import measured

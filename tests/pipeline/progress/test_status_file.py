@@ -10,7 +10,7 @@ import pytest
 from pyarrow import fs
 
 from drafter.statistics import BatchChoice, MemberView, StepSums, Verdict
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import JobError
 from pipeline.io.files import Location
 from pipeline.progress.board import Progress
