@@ -28,7 +28,7 @@ from pipeline.errors import JobError
 from pipeline.learning.feed import LearningFeed
 from pipeline.learning.job_learner import find_learner
 from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
-from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, PartReport
+from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.watch import Pulse
 from pipeline.settings import LimitsConfig
@@ -96,7 +96,7 @@ class EngineActor:
             return
         self._failure = self._load(spec, remote_ledger)
         if self._failure is not None:
-            self._tell("failed", one_line(self._failure))
+            self._tell("failure", one_line(self._failure))
             return
         base, engine = self._lm.base, self._lm.engine
         self._device = device_name(base.device)
@@ -127,7 +127,7 @@ class EngineActor:
         another.
         """
         try:
-            self._lm = spec.load(partial(self._tell, "starting"))
+            self._lm = spec.load(partial(self._tell, "stage"))
         except Exception as error:
             traceback.print_exc()
             if isinstance(error, LoadError):
@@ -194,31 +194,21 @@ class EngineActor:
         generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
         rows = errors + len(outcomes)
         tokens, steps = (sum(row[name] for row in generated) for name in ("num_output_tokens", "num_decode_steps"))
-        self._tell("update", part, PartReport(rows, rows - len(generated), tokens, steps))
+        self._tell("part", PartReport(rows, rows - len(generated), tokens, steps), part)
 
     def _beat(self) -> None:
         self._metrics.publish()
-        state = self._lm.engine.state()
-        report = EngineReport(
-            seconds=time.monotonic() - self._begun,
-            device=self._device,
-            facts=self._facts,
-            slots=state.slots,
-            active=state.active,
-            waiting=state.waiting,
-            memory_tokens=state.memory_tokens,
-            memory_bytes=state.memory_bytes,
-            choices=state.choices,
-        )
-        self._tell("engine", self._name, report)
+        seconds = time.monotonic() - self._begun
+        report = EngineReport(seconds, self._device, self._facts, self._lm.engine.state())
+        self._tell("engine", report, self._name)
 
     def _end(self, why: Exception) -> None:
-        self._tell("crashed", f"{type(why).__name__}: {one_line(why)}")
+        self._tell("crash", f"{type(why).__name__}: {one_line(why)}")
         _die()
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        call = getattr(self._progress, method).remote(*arguments)
-        if method in ("failed", "crashed"):  # the process ends after it
+    def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:
+        call = self._progress.put.remote(kind, report, sender)
+        if kind in ("failure", "crash"):  # the process ends after it
             ray.wait([call], timeout=_LAST_WORD_SECONDS)
 
 

@@ -33,10 +33,9 @@ from pipeline.output.lease import Lease
 from pipeline.output.part_files import discard_torn, is_whole
 from pipeline.output.run_file import read_run, take_output
 from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
-from pipeline.progress.board import PartReport, Progress, ProgressBoard, Tally
+from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import JobMetrics
-from pipeline.progress.status_file import StatusFile
-from pipeline.progress.watch import ProgressWatch, display
+from pipeline.progress.watch import ProgressWatch, StatusFile, display
 from pipeline.staging.staging import STAGED_FORMAT, Part, StagedInput, StagingPlan, mend_list, stage
 from pipeline.stopping import Stopping, StopRequestedError
 
@@ -58,7 +57,7 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
     ledger = _start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
-    board = _start_beside_driver(ProgressBoard)
+    board = _start_beside_driver(StatusBoard)
     viewers = [display(), status, JobMetrics(job.config.output)]
     learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look

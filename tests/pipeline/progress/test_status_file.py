@@ -14,7 +14,7 @@ from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import JobError
 from pipeline.io.files import Location
 from pipeline.progress.board import Progress
-from pipeline.progress.status_file import StatusFile
+from pipeline.progress.watch import StatusFile
 from tests.pipeline.conftest import FinishedJob
 
 
