@@ -1,91 +1,51 @@
-"""Checkpoints of a training run: weights, AdamW's moments and evaluations, as safetensors and JSON without pickles."""
+"""Checkpoints of a training run: weights, AdamW's moments and metrics, as safetensors and JSON without pickles."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray.train
-from pyarrow import fs
-from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train import Checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter.errors import one_line
 from pipeline.io.files import Location
-from pipeline.training.board import refusals
-from pipeline.training.metrics import Record
+from pipeline.training.folder import Record
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's moments of a parameter."""
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """A head and its optimiser after `steps` steps, gathered from all workers.
-
-    Args:
-        weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
-        moments: AdamW's moments by name of the moment and name of the parameter.
-    """
-
-    steps: int
-    weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]
-
-
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"
 _WEIGHTS = "weights"
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 
-Show = Callable[[str], object]
-
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run between two steps, with the metrics so far."""
-
-    state: TrainingState
-    records: list[Record]
-
-
-def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> None:
-    """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
+    """A run after `steps` steps, gathered from all workers.
 
     Args:
-        saved: The run on the first worker; None on the others.
+        weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
+        moments: AdamW's moments by name of the moment and name of the parameter.
+        records: The metrics so far.
     """
 
-    def keep(made: Checkpoint, name: str) -> Checkpoint:
-        with refusals(board):
-            return upload(Path(made.path), folder / name)
-
-    checkpoint = None
-    if saved is not None:
-        local = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        write(saved, local)
-        checkpoint = Checkpoint.from_directory(local)
-    ray.train.report(
-        {"step": step},
-        checkpoint,
-        checkpoint_dir_name=checkpoint_name(step),
-        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-        checkpoint_upload_fn=keep,
-    )
+    steps: int
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+    records: list[Record] = field(default_factory=list)
 
 
 def write(saved: SavedRun, folder: Path) -> None:
-    groups = {_WEIGHTS: saved.state.weights, **saved.state.moments}
+    groups = {_WEIGHTS: saved.weights, **saved.moments}
     tensors = {f"{group}/{name}": value for group, some in groups.items() for name, value in some.items()}
     save_file(tensors, folder / _TENSORS)
-    progress = {"steps": saved.state.steps, "records": saved.records}
-    (folder / _PROGRESS).write_text(json.dumps(progress))
+    (folder / _PROGRESS).write_text(json.dumps({"steps": saved.steps, "records": saved.records}))
 
 
 def read(folder: Path) -> SavedRun:
@@ -99,8 +59,8 @@ def read(folder: Path) -> SavedRun:
         group, _, name = key.partition("/")
         groups.setdefault(group, {})[name] = value
     progress = json.loads((folder / _PROGRESS).read_text())
-    state = TrainingState(progress["steps"], groups[_WEIGHTS], {moment: groups[moment] for moment in MOMENTS})
-    return SavedRun(state, progress["records"])
+    moments = {moment: groups[moment] for moment in MOMENTS}
+    return SavedRun(progress["steps"], groups[_WEIGHTS], moments, progress["records"])
 
 
 def upload(local: Path, target: Location) -> Checkpoint:
@@ -111,7 +71,9 @@ def upload(local: Path, target: Location) -> Checkpoint:
     return Checkpoint(target.path, target.filesystem)
 
 
-def restore(folder: Location, is_first: bool, agree: Callable[[str | None], str | None], show: Show) -> SavedRun | None:
+def restore(
+    folder: Location, is_first: bool, agree: Callable[[str | None], str | None], show: Callable[[str], object]
+) -> SavedRun | None:
     """Return the run of the newest readable checkpoint, the same on all workers; None for a new run.
 
     Args:
@@ -140,7 +102,7 @@ def _load(folder: Location) -> SavedRun:
 def complete(folder: Location) -> list[str]:
     """Return the names of the complete checkpoints in a folder, oldest first."""
     names = [info.path.rpartition("/")[2] for info in folder.children()]
-    return sorted(name for name in names if (folder / name / _PROGRESS).type == fs.FileType.File)
+    return sorted(name for name in names if (folder / name / _PROGRESS).exists)
 
 
 def tidy(folder: Location, kept: int) -> None:
@@ -149,9 +111,7 @@ def tidy(folder: Location, kept: int) -> None:
     Ray refuses to start with a list that is truncated, that another release of Ray wrote, or that names a missing
     checkpoint. It deletes only what is on its list, so older checkpoints are deleted here.
     """
-    listed = folder / _SNAPSHOT
-    if listed.type == fs.FileType.File:
-        listed.filesystem.delete_file(listed.path)
+    (folder / _SNAPSHOT).delete()
     for name in complete(folder)[:-kept]:
         _delete(folder / name)
 

@@ -14,7 +14,6 @@ from pipeline.io.files import Location, locate
 from pipeline.training.checkpoints import (
     MOMENTS,
     SavedRun,
-    TrainingState,
     checkpoint_name,
     complete,
     go_back,
@@ -31,7 +30,7 @@ def saved(steps: int) -> SavedRun:
     weights = {"w": torch.full((300,), float(steps))}
     records: list[dict[str, Any]] = [{"step": step, "loss": 1.0 / step, "time": 0.0} for step in range(1, steps + 1)]
     records += [{"step": step, "beta": {"16": 2.0 - abs(step - 8)}, "time": 0.0} for step in range(4, steps + 1, 4)]
-    return SavedRun(TrainingState(steps, weights, {moment: {"w": weights["w"] + 1} for moment in MOMENTS}), records)
+    return SavedRun(steps, weights, {moment: {"w": weights["w"] + 1} for moment in MOMENTS}, records)
 
 
 @pytest.fixture
@@ -61,10 +60,10 @@ def restored(folder: Location) -> tuple[int | None, list[str]]:
     assert (first is None) == (second is None)
     if first is None or second is None:
         return None, told
-    assert first.state.steps == second.state.steps
-    assert torch.equal(first.state.weights["w"], second.state.weights["w"])
-    assert first.records == second.records == saved(first.state.steps).records
-    return first.state.steps, told
+    assert first.steps == second.steps
+    assert torch.equal(first.weights["w"], second.weights["w"])
+    assert first.records == second.records == saved(first.steps).records
+    return first.steps, told
 
 
 @pytest.mark.parametrize("damage", [empty, cut])
