@@ -28,9 +28,8 @@ from pipeline.progress.board import Mail, StatusBoard
 from pipeline.progress.watch import Pulse, fetch
 from pipeline.settings import ResourcesConfig
 from pipeline.stopping import Stopping, StopRequestedError
-from pipeline.training.checkpoints import go_back, tidy
 from pipeline.training.config import TrainConfig
-from pipeline.training.folder import Record, TrainingFolder
+from pipeline.training.folder import Record, TrainingFolder, go_back, tidy
 from pipeline.training.texts import StagedTexts, Texts, open_texts, stage_texts
 from pipeline.training.worker import WorkerTask, train_worker
 

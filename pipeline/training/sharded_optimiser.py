@@ -26,8 +26,8 @@ from drafter.heads.registry import HEADS
 from drafter.training.loop import Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
 from drafter.training.step import TrainingStep
-from pipeline.training.checkpoints import MOMENTS, SavedRun
 from pipeline.training.config import ShardingConfig
+from pipeline.training.folder import MOMENTS, SavedRun
 
 T = TypeVar("T")
 

@@ -29,9 +29,17 @@ from drafter.training.loop import StepDone, train
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.step import TrainingStep, training_layers
 from pipeline.errors import InputError
-from pipeline.training.checkpoints import SavedRun, checkpoint_name, restore, upload, write
 from pipeline.training.config import TrainConfig
-from pipeline.training.folder import MetricsLog, Record, TrainingFolder
+from pipeline.training.folder import (
+    MetricsLog,
+    Record,
+    SavedRun,
+    TrainingFolder,
+    checkpoint_name,
+    restore,
+    upload,
+    write_checkpoint,
+)
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
 from pipeline.training.steps import BatchFeed, store_hidden
 from pipeline.training.texts import StagedTexts
@@ -221,7 +229,7 @@ def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
     checkpoint = None
     if saved is not None:
         local = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        write(saved, local)
+        write_checkpoint(saved, local)
         checkpoint = Checkpoint.from_directory(local)
     ray.train.report(
         {"step": step},

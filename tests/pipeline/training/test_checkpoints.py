@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from pipeline.io.files import Location, locate
-from pipeline.training.checkpoints import (
+from pipeline.training.folder import (
     MOMENTS,
     SavedRun,
     checkpoint_name,
-    complete,
+    complete_checkpoints,
     go_back,
     restore,
     tidy,
     upload,
-    write,
+    write_checkpoint,
 )
 from tests.support.damage import Damage, cut, empty
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Location:
     for step in (4, 8, 12, 16):
         local = tmp_path / "local"
         local.mkdir()
-        write(saved(step), local)
+        write_checkpoint(saved(step), local)
         upload(local, locate(str(kept)) / checkpoint_name(step))
         shutil.rmtree(local)
     return locate(str(kept))
@@ -74,7 +74,7 @@ def test_the_newest_that_can_be_read(folder: Location, file: str, damage: Damage
     steps, told = restored(folder)
     assert steps == 12
     assert [line.split(" is damaged")[0] for line in told] == ["checkpoint step-00000016"]
-    for name in complete(folder):
+    for name in complete_checkpoints(folder):
         damage(Path(folder.path) / name / file)
     steps, told = restored(folder)
     assert steps is None
@@ -96,7 +96,7 @@ def test_only_the_newest_are_kept_and_rays_own_list_is_not(folder: Location) -> 
     begun = Path(folder.path) / checkpoint_name(20)
     begun.mkdir()
     tidy(folder, 2)
-    assert complete(folder) == [checkpoint_name(12), checkpoint_name(16)]
+    assert complete_checkpoints(folder) == [checkpoint_name(12), checkpoint_name(16)]
     assert not torn.exists()
     assert begun.exists()
     tidy(folder, 2)
@@ -108,7 +108,7 @@ def test_the_step_of_the_best_head_is_taken_again(folder: Location, damaged: int
     if damaged:
         (Path(folder.path) / checkpoint_name(damaged) / "progress.json").write_text(json.dumps({"steps": 16}))
     assert go_back(folder, "16") == 8
-    assert complete(folder) == [checkpoint_name(4)]
+    assert complete_checkpoints(folder) == [checkpoint_name(4)]
     assert go_back(folder, "16") == 4
-    assert complete(folder) == []
+    assert complete_checkpoints(folder) == []
     assert go_back(folder, "16") is None
