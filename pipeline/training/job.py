@@ -141,8 +141,8 @@ def run(
             save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
             workers = config.workers
             wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
-            named = {"what": "workers", "settings": "workers.{} or workers.number"}
-            resources = share_out(wanted, connect(), **named)
+            lower = "workers.{} or workers.number"
+            resources = share_out(wanted, connect(), what="workers", settings=lower)
             stopping.take_over()
             quiet_ray_data()
             staged = StagedTexts.load(folder.staged)
@@ -150,22 +150,16 @@ def run(
                 say("staging the texts")
                 staged = stage_texts(texts, folder.staged, config, vocab_size)
             say("starting the workers, which load the model")
-            prepare_checkpoints(folder, str(config.training.chosen_by))
+            tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
+            chosen_by = str(config.training.chosen_by)
+            if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
+                say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
             execute(config, model, texts.base_fingerprints, folder, staged, resources)
             folder.draw()
             facts |= {"texts": asdict(staged.counts), "products": folder.products()}
             save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None
-
-
-def prepare_checkpoints(folder: TrainingFolder, chosen_by: str) -> None:
-    """Keep only the checkpoints to resume from."""
-    tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
-    if not folder.has_head():
-        best = go_back(folder.checkpoints, chosen_by)
-        if best is not None:
-            say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
 
 
 class _Listener:
