@@ -33,7 +33,7 @@ _ALIKE = 0.7
 
 def job_main(
     parse: Callable[[Sequence[str] | None], Any], job: str, *, command: str | None = None
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """Return the `main` of a job's module, which takes the command line (`sys.argv` by default); see `run_job`.
 
     Args:
@@ -47,7 +47,10 @@ def job_main(
         result: int | None = resolve_name(job)(config, *more)
         return result
 
-    return lambda arguments=None: run_job(run, arguments)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return run_job(run, arguments)
+
+    return main
 
 
 def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:

@@ -7,7 +7,5 @@ from pipeline.progress.board import EngineFacts, EngineReport
 
 
 def engine(seconds: float = 1.0, active: int = 3) -> EngineReport:
-    counts = ("steps", "row_steps", "output_tokens", "draft_tokens", "accepted_tokens", "prefilled_tokens")
-    zeros = dict.fromkeys((*counts, "shared_tokens", "preemptions"), 0)
-    state = EngineState(active=active, waiting=2, slots=4, stage_seconds={}, **zeros)
+    state = EngineState(active, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0, stage_seconds={})
     return EngineReport(seconds, "a GPU", EngineFacts("f00", "exact", True), state)
