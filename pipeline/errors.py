@@ -23,8 +23,11 @@ class JobError(RuntimeError):
     """The job failed on the way: exit code 1. Committed results stay."""
 
 
-class JobStopped(RuntimeError):  # noqa: N818 - stopping a job is no error
-    """The job was told to stop: exit code 143, as for any process ended by SIGTERM. Committed results stay."""
+class JobStopped(KeyboardInterrupt):
+    """The job was told to stop: exit code 143, as for any process ended by SIGTERM. Committed results stay.
+
+    Ray's compiled code, where the main thread waits, lets only a KeyboardInterrupt through.
+    """
 
 
 class RowError(ValueError):

@@ -18,7 +18,7 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, share_out, takes
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, delete_unfinished, read_unfinished, write_unfinished
 from pipeline.engines.models import model_name
-from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.errors import InputError, JobError
 from pipeline.generate.growing import delete_strays, grow
 from pipeline.generate.job_context import LEARNING, SPECULATION, JobContext, Work
 from pipeline.generate.streaming import run_traits, stream
@@ -37,7 +37,7 @@ from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import JobMetrics
 from pipeline.progress.watch import ProgressWatch, StatusFile, display
 from pipeline.staging.staging import STAGED_FORMAT, Part, StagedInput, StagingPlan, mend_list, stage
-from pipeline.stopping import Stopping, StopRequestedError
+from pipeline.stopping import Stopping
 
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
@@ -174,21 +174,18 @@ def run(job: JobContext) -> None:
     last = Progress()
     stopping = Stopping()
     lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
-    try:
-        if is_finished(job):
-            if lease.is_left or partials(job.output.root):  # of a driver that was killed at its very end
-                with lease:
-                    job.output.delete_temporary()
-            rows, errors = count_rows(job.output)
-            found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
-            print(f"nothing is left to do: {found}; they are in {job.config.output}", flush=True)
-            return
-        with stopping, lease, StatusFile(job.output.status_file) as status:
-            if take_output(job.config.output, job.output, job.meaning):
-                job.save_run("running")
-            last = finish(job, stopping, status)
-    except StopRequestedError as stop:
-        raise JobStopped(str(stop)) from None
+    if is_finished(job):
+        if lease.is_left or partials(job.output.root):  # of a driver that was killed at its very end
+            with lease:
+                job.output.delete_temporary()
+        rows, errors = count_rows(job.output)
+        found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
+        print(f"nothing is left to do: {found}; they are in {job.config.output}", flush=True)
+        return
+    with stopping, lease, StatusFile(job.output.status_file) as status:
+        if take_output(job.config.output, job.output, job.meaning):
+            job.save_run("running")
+        last = finish(job, stopping, status)
     said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
     print(summarise(job.output, read_totals(job.output), last.tokens, last.rows, last.seconds, said), flush=True)
 

@@ -216,6 +216,7 @@ _SILENT_SECONDS = 20.0
 _WINDOW_SECONDS = 600.0
 """Window of the row rate behind the ETA."""
 _SAMPLE_SECONDS = 1.0
+_SUMMED = ("slots", "active", "waiting", "memory_tokens", "memory_bytes")
 
 
 @dataclass
@@ -271,11 +272,7 @@ class Tally:
             seconds=max(self._last - self._first, 0.0) if self._first is not None else 0.0,
             recent_row_rate=self._recent_row_rate(now),
             engines=len(alive),
-            slots=sum(state.slots for state in alive),
-            active=sum(state.active for state in alive),
-            waiting=sum(state.waiting for state in alive),
-            memory_tokens=sum(state.memory_tokens for state in alive),
-            memory_bytes=sum(state.memory_bytes for state in alive),
+            **{name: sum(getattr(state, name) for state in alive) for name in _SUMMED},
             choices=merged_choices(report.state.choices for report in reports),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,

@@ -20,14 +20,14 @@ from drafter.hub import local_only
 from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
-from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
 from pipeline.output.lease import Lease
 from pipeline.output.run_file import check_output, mend_run, read_run, save_run, take_output, versions
 from pipeline.progress.board import Mail, StatusBoard
 from pipeline.progress.watch import Pulse, fetch
 from pipeline.settings import ResourcesConfig
-from pipeline.stopping import Stopping, StopRequestedError
+from pipeline.stopping import Stopping
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import Record, TrainingFolder, go_back, tidy
 from pipeline.training.texts import StagedTexts, Texts, open_texts, stage_texts
@@ -135,31 +135,28 @@ def run(
     stopping = Stopping()
     lease = Lease(folder.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
     facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
-    try:
-        with stopping, lease:
-            take_output(config.output, folder, meant)
-            save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
-            workers = config.workers
-            wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
-            lower = "workers.{} or workers.number"
-            resources = share_out(wanted, connect(), what="workers", settings=lower)
-            stopping.take_over()
-            quiet_ray_data()
-            staged = StagedTexts.load(folder.staged)
-            if staged is None:
-                say("staging the texts")
-                staged = stage_texts(texts, folder.staged, config, vocab_size)
-            say("starting the workers, which load the model")
-            tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
-            chosen_by = str(config.training.chosen_by)
-            if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
-                say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
-            execute(config, model, texts.base_fingerprints, folder, staged, resources)
-            folder.draw()
-            facts |= {"texts": asdict(staged.counts), "products": folder.products()}
-            save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
-    except StopRequestedError as stop:
-        raise JobStopped(str(stop)) from None
+    with stopping, lease:
+        take_output(config.output, folder, meant)
+        save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
+        workers = config.workers
+        wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
+        lower = "workers.{} or workers.number"
+        resources = share_out(wanted, connect(), what="workers", settings=lower)
+        stopping.take_over()
+        quiet_ray_data()
+        staged = StagedTexts.load(folder.staged)
+        if staged is None:
+            say("staging the texts")
+            staged = stage_texts(texts, folder.staged, config, vocab_size)
+        say("starting the workers, which load the model")
+        tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
+        chosen_by = str(config.training.chosen_by)
+        if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
+            say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
+        execute(config, model, texts.base_fingerprints, folder, staged, resources)
+        folder.draw()
+        facts |= {"texts": asdict(staged.counts), "products": folder.products()}
+        save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
 
 
 class _Listener:
