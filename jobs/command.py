@@ -20,13 +20,23 @@ _JOBS = {
     "plan": "find the best stack of drafters",
     "pivots": "train the classifier of the verifier pad",
 }
+_HELP = """\
+usage: drafter JOB [settings]
+
+Speculative decoding that never changes the tokens, for batches of prompts.
+
+jobs:
+{jobs}
+
+`drafter JOB --help` shows a job's settings, `drafter --version` the version."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job that a command line names first (`sys.argv` by default), and return its exit code; see `run_job`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
-        print(_help())
+        jobs = "\n".join(f"  {name:10}{what}" for name, what in _JOBS.items())
+        print(_HELP.format(jobs=jobs))
         return 0 if given else 2
     if given[0] == "--version":
         print(f"drafter {version('drafter')}")
@@ -36,15 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: there is no job {given[0]!r}{hint}", file=sys.stderr)
         return 2
     return int(import_module(f"jobs.{given[0]}").main(given[1:]))
-
-
-def _help() -> str:
-    jobs = "\n".join(f"  {name:10}{what}" for name, what in _JOBS.items())
-    return (
-        "usage: drafter JOB [settings]\n\n"
-        "Speculative decoding that never changes the tokens, for batches of prompts.\n\n"
-        f"jobs:\n{jobs}\n\n`drafter JOB --help` shows a job's settings, `drafter --version` the version."
-    )
 
 
 if __name__ == "__main__":

@@ -1,23 +1,11 @@
 """`drafter pivots` or `python -m jobs.pivots`: train the classifier of the verifier `pad`."""
 
 import sys
-from collections.abc import Sequence
 
-from pipeline.command_line import command_of, run_job
+from pipeline.command_line import job_main
 from pipeline.pad.config import parse_config
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    return run_job(_run, arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> None:
-    config = parse_config(arguments)
-    from pipeline.pad.job import pivots  # takes seconds: a mistake is told before
-
-    pivots(config, command_of("jobs.pivots", arguments))
-
+main = job_main(parse_config, "pipeline.pad.job:pivots", command="jobs.pivots")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,8 @@ from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatte
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from pkgutil import resolve_name
+from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
@@ -29,12 +31,33 @@ _ALIKE = 0.7
 """Similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one."""
 
 
-def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
-    """Run a job and print errors on one line.
+def job_main(
+    parse: Callable[[Sequence[str] | None], Any], job: str, *, command: str | None = None
+) -> Callable[..., int]:
+    """Return the `main` of a job's module, which takes the command line (`sys.argv` by default); see `run_job`.
 
-    Returns:
-        The job's result or 0 on success; 2 for a mistake in the configuration or the input; 1 for a failure; 143 or 130
-        after SIGTERM or SIGINT.
+    Args:
+        job: The job as `module:function`. Its import takes seconds, so the command line is parsed before.
+        command: The job's module, if its function takes the command that repeats it as well.
+    """
+
+    def run(arguments: Sequence[str] | None) -> int | None:
+        config = parse(arguments)
+        more = () if command is None else (command_of(command, arguments),)
+        result: int | None = resolve_name(job)(config, *more)
+        return result
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return run_job(run, arguments)
+
+    return main
+
+
+def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
+    """Run a job, print errors on one line, and return the exit code.
+
+    The code is the job's result or 0 on success; 2 for a mistake in the configuration or the input; 1 for a failure;
+    143 or 130 after SIGTERM or SIGINT.
     """
     try:
         return job(arguments) or 0
@@ -53,7 +76,7 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
 
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
-    """Return the command that repeats a job, for the record."""
+    """Return the command that repeats a job."""
     return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
 
 
@@ -78,26 +101,29 @@ class JobParser(ArgumentParser):
             self.add_argument("--help-all", action=_HelpAll, help="Show all settings.")
 
     def settings(self) -> dict[str, Action]:
-        """Return all options by name, without help options and whole groups."""
+        """Return all options by name, except help options and whole groups."""
         actions = {action.dest: action for action in self._actions if not isinstance(action, _HelpAction)}
         groups = {name.rpartition(".")[0] for name in actions}
         return {name: action for name, action in actions.items() if name not in groups}
 
     def format_help(self, formatter: Any = None, *, everything: bool = False) -> str:
-        """Return the text of `--help`, or of `--help-all`."""
         page = _HelpPage(self.prog)
         page.add_usage(self.usage, [], [])
         page.add_text(self.description)
         settings = self.settings()
-        shown = {id(action) for action in settings.values()}
         general = [action for action in self._actions if action.dest in ("help", "help_all", "config", "print_config")]
         if self.common and not everything:
-            _add_section(page, "common settings", (settings[name] for name in self.common))
+            sections = [("common settings", [settings[name] for name in self.common])]
         else:
-            for group in self._action_groups:
-                wanted = [one for one in group._group_actions if id(one) in shown and one not in general]
-                _add_section(page, group.title or "settings", wanted)
-        _add_section(page, "help and files", general)
+            shown = {id(action) for action in settings.values()} - {id(action) for action in general}
+            sections = [
+                (group.title or "settings", [action for action in group._group_actions if id(action) in shown])
+                for group in self._action_groups
+            ]
+        for title, actions in [*sections, ("help and files", general)]:
+            page.start_section(title)
+            page.add_arguments(actions)
+            page.end_section()
         if self.common and not everything:
             page.add_text(f"--help-all shows all {len(settings)} settings.")
         return page.format_help()
@@ -134,22 +160,13 @@ class _HelpPage(RawDescriptionHelpFormatter):
         return (action.help or "") + ("" if unset else f" (default: {default})")
 
 
-def _add_section(page: _HelpPage, title: str, actions: Iterable[Action]) -> None:
-    page.start_section(title)
-    page.add_arguments(actions)
-    page.end_section()
-
-
 def _value_kind(action: Action) -> str:
     if action.dest in ("config", "print_config"):
         return "FILE" if action.dest == "config" else ""
     kind = getattr(action, "_typehint", action.type)
-    options = [one for one in get_args(kind) if one is not type(None)] if _is_union(kind) else [kind]
+    is_union = get_origin(kind) in (Union, UnionType)
+    options = [one for one in get_args(kind) if one is not type(None)] if is_union else [kind]
     return "|".join(dict.fromkeys(map(_word_for, options)))
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) is Union or type(kind).__name__ == "UnionType"
 
 
 def _word_for(kind: Any) -> str:
@@ -160,11 +177,7 @@ def _word_for(kind: Any) -> str:
 
 
 def make_parser(config_class: type, job: str, required: str, description: str, common: Sequence[str] = ()) -> JobParser:
-    """Make a job's command line.
-
-    Args:
-        required: Settings without a default, as shown in the usage.
-    """
+    """Make a job's command line; `required` is how the usage shows settings without a default."""
     parser = new_parser(job, f"{required} [--config FILE] [settings]".strip(), f"{description}\n\n{_SETTINGS}", common)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings.")
     parser.add_class_arguments(config_class)
@@ -174,14 +187,8 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
 def new_parser(job: str, usage: str, description: str, common: Sequence[str] = ()) -> JobParser:
     """Make the command line of a job without settings; see `make_parser`."""
     text = re.sub(r"python -m (jobs\.\w+)", lambda found: program(found[1]), description)
-    return JobParser(
-        prog=program(job),
-        usage=f"{program(job)} {usage}",
-        description=text,
-        exit_on_error=False,
-        default_env=False,
-        common=common,
-    )
+    name = program(job)
+    return JobParser(prog=name, usage=f"{name} {usage}", description=text, exit_on_error=False, common=common)
 
 
 def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -> Namespace:
@@ -210,11 +217,7 @@ def parse(config_class: type[Config], parser: JobParser, arguments: Sequence[str
 
 
 def parse_object(config_class: type[Config], parser: JobParser, settings: Mapping[str, Any]) -> Config:
-    """Read a configuration from a mapping, in which groups of settings are mappings too.
-
-    Raises:
-        InputError: A setting is unknown, or a value is of the wrong type or out of range.
-    """
+    """Read a configuration from a mapping, in which groups of settings are mappings too; see `parse`."""
     if "config" in settings:  # only a command line has it
         raise InputError("unknown setting config: only a command line has it")
     return _checked(config_class, parser, lambda: parser.parse_object(dict(settings)))
@@ -251,9 +254,7 @@ def _checked(config_class: type[Config], parser: JobParser, read: Callable[[], N
 
 
 def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of a dataclass, nested groups as dataclasses; jsonargparse adds config paths, which are left
-    out.
-    """
+    """Return the fields of a dataclass, nested groups as dataclasses, without the config paths of jsonargparse."""
     values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
     for name, inner in get_type_hints(kind).items():
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
@@ -262,7 +263,7 @@ def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]
 
 
 def _group(name: str, kind: type, settings: Any) -> Any:
-    """Return a group of settings as its dataclass. Its `ValueError` lacks the group's name, which is added here."""
+    """Return a group of settings as its dataclass, whose `ValueError` lacks the group's name."""
     if not isinstance(settings, Namespace):
         raise InputError(f"{name} must be a group of settings, not {settings!r}")
     try:
@@ -324,17 +325,9 @@ def _readable(message: str, parser: JobParser) -> str:
 
 
 def at_least(name: str, value: float | None, low: float, *, above: bool = False) -> None:
-    """Refuse a setting that is too small or not finite; None means unset.
+    """Raise `InputError` if a setting is below `low`, or at it with `above`, or not finite; None means unset.
 
-    jsonargparse's restricted types would not check configurations made in Python, and their messages do not say what is
-    allowed.
-
-    Args:
-        low: The least allowed value.
-        above: Whether `low` itself is refused.
-
-    Raises:
-        InputError: The value is refused.
+    jsonargparse's restricted types would not check configurations made in Python.
     """
     if value is not None and (not math.isfinite(value) or value < low or (above and value == low)):
         raise InputError(f"{name} must be {'more than' if above else 'at least'} {low:g}, not {value:g}")

@@ -10,9 +10,8 @@ ProblemType = Literal[
 ]
 """Reasons for which a row cannot be generated.
 
-`BadRow`: invalid record. `BadRequest`: invalid line of an OpenAI batch. `BadPrompt`: invalid prompt. `BadSampling`:
-invalid settings of its own. `Refused`: refused by the engine. `TimedOut`: exceeded its time limit. `NotFinite`: the
-target model's activations overflow on it. `EngineDied`: engines died with it too often.
+`BadRow`: invalid record. `BadRequest`: invalid line of an OpenAI batch. `BadSampling`: invalid settings of its own.
+`Refused`: by the engine. `NotFinite`: the target model's activations overflow. `EngineDied`: engines died with it.
 """
 
 
@@ -24,8 +23,11 @@ class JobError(RuntimeError):
     """The job failed on the way: exit code 1. Committed results stay."""
 
 
-class JobStopped(RuntimeError):  # noqa: N818 - stopping a job is no error
-    """The job was told to stop: exit code 143, as for any process ended by SIGTERM. Committed results stay."""
+class JobStopped(KeyboardInterrupt):
+    """The job was told to stop: exit code 143, as for any process ended by SIGTERM. Committed results stay.
+
+    Ray's compiled code, where the main thread waits, lets only a KeyboardInterrupt through.
+    """
 
 
 class RowError(ValueError):
@@ -37,17 +39,12 @@ class RowError(ValueError):
 
     @property
     def problem(self) -> RowProblem:
-        """The row's entry in `errors/`."""
         return RowProblem(self.kind, str(self), attempts=self.attempts)
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A row's entry in `errors/`.
-
-    Args:
-        input: The row as in the file, where it is no record and has no columns to keep it.
-    """
+    """A row's entry in `errors/`; `input` is the row as in the file, where it is no record and so has no columns."""
 
     type: ProblemType
     message: str

@@ -16,13 +16,12 @@ class ResourcesConfig:
 
     Args:
         min_actors: Engines to start with.
-        max_actors: Most engines. By default, on a cluster, as many as there is work and room for; on one machine, one
-            for each GPU (or share of one), or `min_actors` where there is no GPU.
+        max_actors: Most engines. By default as many as a cluster has work and room for; on one machine, one for each
+            GPU (or share of one), or `min_actors` where there is no GPU.
         gpus_per_actor: GPUs of an engine, a fraction allowed. By default 1 where there are GPUs, or where nothing can
             run yet; otherwise 0. Set it for a cluster that has only CPUs now and is to get GPUs.
         cpus_per_actor: CPU cores of an engine, and so its threads. By default at most 1 beside a GPU; otherwise all
-            cores of a node but half a core, divided among the node's engines. Lowered a little where engines would
-            leave no core of a node to anything else.
+            cores of a node but half a core, divided among its engines. Lowered where a node would have none left.
     """
 
     min_actors: int = 1
@@ -71,8 +70,7 @@ class WritingConfig:
     Args:
         rows_per_file: Rows of an output file; also the unit of commits and retries.
         per_step_accepted: Write how many draft tokens each step of a row accepted.
-        compact_mb: At the end, merge files of results until each has this many megabytes; by default they stay as they
-            are.
+        compact_mb: At the end, merge files of results until each has this many megabytes; by default, never.
     """
 
     rows_per_file: int = 128
@@ -98,12 +96,10 @@ class ReadingConfig:
         subset: Subset of a Hugging Face dataset; by default the only one, or `default`.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
-        id_column: Column whose value names a row, each value once; by default `id`, where it does so, and otherwise a
-            row is named by its file and line.
+        id_column: Column of unique row names; by default `id`, where it has them, or else a row's file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
-        date: Time for chat templates that write the date or the time, as in 2026-03-31 or 2026-03-31T12:00; by default
-            the time at which the output was begun.
+        date: Date or time for chat templates, as in 2026-03-31 or 2026-03-31T12:00; by default that of the job's start.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         skip: Leave out this many rows at the beginning.
         limit: Take at most this many rows.

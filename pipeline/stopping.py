@@ -7,22 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from pipeline.errors import JobStopped
 
 _BY_SIGNAL = "by SIGTERM"
 _INSIST_SECONDS = 15.0
 
 
-class StopRequestedError(KeyboardInterrupt):
-    """Raised in the main thread to end the job.
-
-    It is a KeyboardInterrupt because Ray's compiled code, where the main thread waits, lets no other error through.
-    """
-
-
 class Stopping:
-    """Ends a `with` block in the main thread by `StopRequestedError`, on SIGTERM or `stop`."""
+    """Ends a `with` block in the main thread by `JobStopped`, on SIGTERM or `stop`."""
 
     def __init__(self) -> None:
         self._drain: Callable[[], None] | None = None
@@ -53,21 +48,13 @@ class Stopping:
             self.take_over()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the signal handler, and turn a requested interrupt, for which Ray raises a new error, back into a
-        request.
-
-        Raises:
-            StopRequestedError: The block was interrupted by a request to stop.
-        """
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             active, self._active = self._active, False
         if active:
             signal.signal(signal.SIGTERM, self._before)
-        if kind is KeyboardInterrupt and self._requested:
-            raise StopRequestedError(self._reason or _BY_SIGNAL)
+        if kind is KeyboardInterrupt and self._requested:  # Ray raises a new one for our error
+            raise JobStopped(self._reason or _BY_SIGNAL)
 
     def take_over(self) -> None:
         """Handle SIGTERM again: Ray installs its own handler when it starts."""
@@ -75,8 +62,7 @@ class Stopping:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def _insist(self) -> None:
-        """Signal until the block has ended: an error that is raised while an object is finalised is lost."""
-        while True:
+        while True:  # an error that is raised while an object is finalised is lost
             with self._lock:
                 if not self._active or self._main.ident is None:
                     return
@@ -87,7 +73,7 @@ class Stopping:
         drain, self._drain = self._drain, None
         if self._reason is not None or (drain is None and not self._draining):
             self._requested = True
-            raise StopRequestedError(self._reason or _BY_SIGNAL)
+            raise JobStopped(self._reason or _BY_SIGNAL)
         if drain is not None:
             self._draining = True
             threading.Thread(target=self._drain_and_stop, args=[drain], name="drain", daemon=True).start()

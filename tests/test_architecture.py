@@ -143,7 +143,6 @@ def test_what_checks_counts_or_writes_does_without_torch() -> None:
         "output.part_files",
         "progress.board",
         "serving.http.ingress",
-        "training.board",
     ]
     program = f"import sys, {', '.join(f'pipeline.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

@@ -31,8 +31,7 @@ from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from drafter.target.loading import load_base
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.cluster.ray_cluster import HELPER_CPUS, connect
 from pipeline.command_line import run_job
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate

@@ -14,10 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
@@ -28,14 +27,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
@@ -58,12 +52,7 @@ _UNUSED_LISTS = (
 
 @dataclass(frozen=True)
 class NodeType:
-    """A kind of nodes.
-
-    Args:
-        environment: Environment variables of the node's processes, besides the cluster's; not for nodes that an
-            autoscaler starts.
-    """
+    """A kind of nodes; an autoscaler starts `most` at most, without the `environment`."""
 
     cpus: int
     gpus: int = 0
@@ -77,8 +66,7 @@ class LocalCluster:
     Use it in a `with` statement; at its end all processes of the cluster are killed.
 
     Args:
-        growing: Kinds of nodes, by name, that an autoscaler starts and ends.
-        idle_seconds: Idle time after which the autoscaler ends a node.
+        growing: Kinds of nodes, by name, that an autoscaler starts, and ends after `idle_seconds` without work.
         head_environment: Environment variables of the head's processes, besides the cluster's.
     """
 
@@ -116,21 +104,18 @@ class LocalCluster:
             self._start_head()
             self._head = self._raylets()
             for node in self._nodes:
-                options = ("--address", f"{LOOPBACK}:{self._gcs}", *_resource_options(node))
-                self._start(*options, environment=node.environment)
+                self._start(node, "--address", f"{LOOPBACK}:{self._gcs}")
         except BaseException:
-            self._end()
+            end_cluster(self.name)
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        end_cluster(self.name)
 
     @property
     def name(self) -> str:
-        """Name for `end_cluster`, which works even if the process that started the cluster was killed."""
+        """Name for `end_cluster`, also in another process."""
         return self._folder.name
 
     def nodes(self) -> list[int]:
@@ -141,22 +126,21 @@ class LocalCluster:
         return [pid for pid in _processes(self.name) if _command(pid) == "raylet"]
 
     def _start_head(self) -> None:
-        head = NodeType(cpus=0)
         options = ["--head", "--port", self._gcs, "--dashboard-host", LOOPBACK, "--dashboard-port", self._dashboard]
         options += ["--ray-client-server-port", self._client, "--temp-dir", self._folder]
-        extra: dict[str, str] = {}
+        environment = dict(self._head_environment)
         if self._growing:
             config = self._folder / "autoscaler.json"
             config.write_text(json.dumps(self._autoscaler_config()))
             options += ["--autoscaling-config", config]
-            extra = {
+            environment |= {
                 "RAY_FAKE_CLUSTER": "1",
                 "RAY_enable_autoscaler_v2": "1",
                 "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
                 "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
                 "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             }
-        self._start(*options, *_resource_options(head), environment={**self._head_environment, **extra})
+        self._start(NodeType(cpus=0, environment=environment), *options)
 
     def _autoscaler_config(self) -> dict[str, Any]:
         types = {
@@ -189,15 +173,15 @@ class LocalCluster:
             **{name: [] for name in _UNUSED_LISTS},
         }
 
-    def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
+    def _start(self, node: NodeType, *options: Any) -> None:
         command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", LOOPBACK]
         command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
-        command += ["--dashboard-agent-listen-port", 0, *options]
+        command += ["--num-cpus", node.cpus, "--num-gpus", node.gpus, "--dashboard-agent-listen-port", 0, *options]
         log = self._folder / "start.log"
         with log.open("ab") as output:
             started = subprocess.run(
                 [str(part) for part in command],
-                env={**self.environment, _MARK: self.name, **(environment or {})},
+                env={**self.environment, _MARK: self.name, **node.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -206,16 +190,9 @@ class LocalCluster:
         if started.returncode:
             raise JobError(f"a node of the local cluster did not start: {log.read_text()[-2_000:]}")
 
-    def _end(self) -> None:
-        end_cluster(self.name)
-
 
 def end_cluster(name: str) -> None:
-    """Kill all processes of a local cluster and delete its folder.
-
-    Args:
-        name: `LocalCluster.name`. Other text, as from a damaged file, is ignored.
-    """
+    """Kill all processes of a local cluster and delete its folder. Text that is no cluster's name is ignored."""
     if not re.fullmatch(rf"{_PREFIX}\w+", name):
         return
     while left := list(_processes(name)):  # while some are killed, others may start new ones
@@ -233,10 +210,6 @@ def _processes(name: str) -> Iterator[int]:
         with suppress(OSError):  # it has just ended, or belongs to another user
             if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
-
-
-def _resource_options(node: NodeType) -> list[Any]:
-    return ["--num-cpus", node.cpus, "--num-gpus", node.gpus]
 
 
 def _command(pid: int) -> str:

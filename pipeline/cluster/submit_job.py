@@ -18,7 +18,7 @@ import yaml
 
 from drafter.errors import one_line
 from drafter.source_commit import ROOT, for_a_copy
-from pipeline.command_line import JobParser, at_least, make_parser, parse, program, say
+from pipeline.command_line import at_least, make_parser, parse, program, say
 from pipeline.errors import InputError, JobError
 
 _MISTAKE = 2
@@ -54,11 +54,7 @@ class SubmitConfig:
             raise InputError(f"name must be one word of letters, digits, dots and hyphens, not {self.name!r}")
 
     def environment(self) -> dict[str, Any]:
-        """Return the job's runtime environment.
-
-        Raises:
-            InputError: There is no such folder, or the file is no runtime environment.
-        """
+        """Return the job's runtime environment; `InputError` if a setting is no folder or no such file."""
         if not Path(self.working_dir).is_dir():
             raise InputError(f"working_dir {self.working_dir} is not a folder")
         more: Any = {}
@@ -86,7 +82,7 @@ Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too oft
   python -m jobs.submit --address http://head:8265 --submissions 20 -- python -m jobs.train --config train.yaml"""
 
 
-def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
+def parse_config(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
     """Parse a command line into the submission's settings and the command to run.
 
     Raises:
@@ -94,25 +90,22 @@ def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConf
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
-    config = parse(SubmitConfig, _parser(), given[:split])
+    parser = make_parser(SubmitConfig, "jobs.submit", "", _DESCRIPTION)
+    parser.usage = f"{program('jobs.submit')} [--config FILE] [settings] -- python -m jobs.JOB …"
+    config = parse(SubmitConfig, parser, given[:split])
     if not (command := given[split + 1 :]):
         raise InputError("no job: give its command after --, such as `-- python -m jobs.generate --input …`")
     return config, shlex.join(command)
 
 
-def _parser() -> JobParser:
-    parser = make_parser(SubmitConfig, "jobs.submit", "", _DESCRIPTION)
-    parser.usage = f"{program('jobs.submit')} [--config FILE] [settings] -- python -m jobs.JOB …"
-    return parser
-
-
-def submit(config: SubmitConfig, command: str) -> None:
+def submit(submission: tuple[SubmitConfig, str]) -> None:
     """Submit a command until it succeeds.
 
     Raises:
         InputError: The job cannot be sent, or its configuration or input cannot be used.
         JobError: No cluster answers, the job was stopped, or all submissions failed.
     """
+    config, command = submission
     environment = config.environment()
     client = _connect(config.address)
     from ray.job_submission import JobStatus
@@ -157,14 +150,14 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str
     """
     for failures in range(_PATIENCE):
         try:
-            number = None
+            chosen = None
             if name is not None:
                 earlier = _submissions(client, name)
                 for job in earlier.values():
                     if not job.status.is_terminal():
-                        return _same(job, command), False
-                number = max(earlier, default=0) + 1
-            chosen = None if number is None else f"{name}-{number}"
+                        _refuse_another(job, command)
+                        return str(job.submission_id), False
+                chosen = f"{name}-{max(earlier, default=0) + 1}"
             return str(client.submit_job(entrypoint=command, runtime_env=environment, submission_id=chosen)), True
         except InputError:
             raise
@@ -182,14 +175,12 @@ def _submissions(client: Any, name: str) -> dict[int, Any]:
     return {int(match[1]): job for match, job in found if match}
 
 
-def _same(job: Any, command: str) -> str:
-    """Return the id of a running job, or refuse if it runs another command."""
+def _refuse_another(job: Any, command: str) -> None:
     if job.entrypoint != command:
         raise InputError(
             f"{job.submission_id} is under way with another command: {job.entrypoint}; give another name, or end it: "
             f"`ray job stop {job.submission_id}`"
         )
-    return str(job.submission_id)
 
 
 async def _follow(client: Any, name: str) -> Any:

@@ -17,8 +17,7 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import RequestError, one_line
 from drafter.requests import Generation, Request, SamplingParams
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.engines.engine_actor import EngineProcess, engine_pool
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, fed

@@ -34,7 +34,7 @@ from pipeline.errors import JobError, ProblemType, RowError
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.learning.job_learner import find_learner
 from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
-from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, PartReport
+from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.watch import Pulse
 from pipeline.settings import LimitsConfig
@@ -66,7 +66,7 @@ class EngineProcess:
             return
         self.failure = self._load(spec)
         if self.failure is not None:
-            self._tell("failed", one_line(self.failure))
+            self._tell("failure", one_line(self.failure))
             return
         slots = spec.config.max_num_seqs
         self._row_seconds = limits.row_seconds
@@ -77,7 +77,7 @@ class EngineProcess:
     def _load(self, spec: EngineSpec) -> LoadError | None:
         """Load the models; return the error, or end the process if another engine could load them on its machine."""
         try:
-            self._lm = spec.load(partial(self._tell, "starting"))
+            self._lm = spec.load(partial(self._tell, "stage"))
         except Exception as error:
             traceback.print_exc()
             if isinstance(error, LoadError):
@@ -108,13 +108,13 @@ class EngineProcess:
         """Return the output columns of a finished request."""
         raise NotImplementedError
 
-    def _tell(self, method: str, *arguments: Any) -> None:
+    def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:
         """Report to the job."""
 
     def _end(self, why: Exception) -> None:
         said = f"{type(why).__name__}: {one_line(why)}"
         print(said, file=sys.stderr, flush=True)
-        self._tell("crashed", said)
+        self._tell("crash", said)
         _die()
 
 
@@ -193,27 +193,17 @@ class EngineActor(EngineProcess):
         generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
         rows = errors + len(outcomes)
         tokens, steps = (sum(row[name] for row in generated) for name in ("num_output_tokens", "num_decode_steps"))
-        self._tell("update", part, PartReport(rows, rows - len(generated), tokens, steps))
+        self._tell("part", PartReport(rows, rows - len(generated), tokens, steps), part)
 
     def _beat(self) -> None:
         self._metrics.publish()
-        state = self._lm.engine.state()
-        report = EngineReport(
-            seconds=time.monotonic() - self._begun,
-            device=self._device,
-            facts=self._facts,
-            slots=state.slots,
-            active=state.active,
-            waiting=state.waiting,
-            memory_tokens=state.memory_tokens,
-            memory_bytes=state.memory_bytes,
-            choices=state.choices,
-        )
-        self._tell("engine", self._name, report)
+        seconds = time.monotonic() - self._begun
+        report = EngineReport(seconds, self._device, self._facts, self._lm.engine.state())
+        self._tell("engine", report, self._name)
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        call = getattr(self._progress, method).remote(*arguments)
-        if method in ("failed", "crashed"):  # the process ends after it
+    def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:
+        call = self._progress.put.remote(kind, report, sender)
+        if kind in ("failure", "crash"):  # the process ends after it
             ray.wait([call], timeout=_LAST_WORD_SECONDS)
 
 

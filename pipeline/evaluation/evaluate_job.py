@@ -29,8 +29,7 @@ from drafter.evaluation.verifiers import (
 from drafter.methods.learning.payoff import Evaluation
 from drafter.requests import Request, SamplingParams
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import ActorResources, share_out
+from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import (
     classifier_fingerprints,

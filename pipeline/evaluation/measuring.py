@@ -20,7 +20,7 @@ from drafter.requests import Request
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import InputError, JobError
 from pipeline.report.scorers import Scorer, scores_of
 

@@ -18,8 +18,7 @@ from drafter.methods.draft_models.planning import (
     stack_table,
     write_stacks,
 )
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import head_fingerprints, model_name
 from pipeline.errors import InputError

@@ -15,11 +15,18 @@ import pyarrow.dataset
 import ray
 
 from drafter.errors import one_line
-from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, takes
-from pipeline.cluster.shares import HELPER_CPUS, ActorResources, share_out
+from pipeline.cluster.ray_cluster import (
+    HELPER_CPUS,
+    ActorResources,
+    beside_driver,
+    connect,
+    quiet_ray_data,
+    share_out,
+    takes,
+)
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
 from pipeline.engines.models import EngineSpec, fed, model_name
-from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
@@ -32,11 +39,10 @@ from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
 from pipeline.output.part_files import PartsDatasink, compact
 from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
-from pipeline.progress.board import PartReport, Progress, ProgressBoard, Tally
+from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import JobMetrics
-from pipeline.progress.status_file import StatusFile
-from pipeline.progress.watch import ProgressWatch, display
-from pipeline.stopping import Stopping, StopRequestedError
+from pipeline.progress.watch import ProgressWatch, StatusFile, display
+from pipeline.stopping import Stopping
 
 if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
     from pipeline.learning.config import Beginning
@@ -81,21 +87,18 @@ def generate(config: GenerateConfig) -> None:
     output = job.output
     stopping = Stopping()
     lease = Lease(output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
-    try:
-        if is_finished(job):
-            if lease.is_left or partials(output.root):  # of a driver that was killed at its very end
-                with lease:
-                    output.delete_temporary()
-            rows, errors = count_rows(output)
-            found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
-            print(f"nothing is left to do: {found}; they are in {config.output}", flush=True)
-            return
-        with stopping, lease, StatusFile(output.status_file) as status:
-            if take_output(config.output, output, job.meaning):
-                job.save_run("running")
-            last = _finish(job, stopping, status)
-    except StopRequestedError as stop:
-        raise JobStopped(str(stop)) from None
+    if is_finished(job):
+        if lease.is_left or partials(output.root):  # of a driver that was killed at its very end
+            with lease:
+                output.delete_temporary()
+        rows, errors = count_rows(output)
+        found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
+        print(f"nothing is left to do: {found}; they are in {config.output}", flush=True)
+        return
+    with stopping, lease, StatusFile(output.status_file) as status:
+        if take_output(config.output, output, job.meaning):
+            job.save_run("running")
+        last = _finish(job, stopping, status)
     said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
     print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds, said), flush=True)
 
@@ -188,7 +191,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
     ledger = _start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
-    board = _start_beside_driver(ProgressBoard)
+    board = _start_beside_driver(StatusBoard)
     viewers = [display(), status, JobMetrics(job.config.output)]
     learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look

@@ -11,7 +11,7 @@ import ray
 
 from drafter.errors import one_line
 from drafter.methods.learning.payoff import hopes
-from pipeline.cluster.shares import Cluster, Node
+from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.learning.config import LearnerSpec, LearningConfig
 from pipeline.learning.record import read_record

@@ -18,8 +18,7 @@ from drafter.evaluation.verifiers import VerifierFigures, utility_plot, utility_
 from drafter.methods.pad.method import BaseOfClassifier, save_classifier
 from drafter.methods.pad.training import Roc, roc, train_classifier
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import ActorResources, share_out
+from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import ScoredVerifiers, VerifierMeasurement, measured, measuring

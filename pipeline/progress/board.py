@@ -1,7 +1,4 @@
-"""Progress of a job. Engines report to the board, an actor; the driver fetches and adds up.
-
-A report replaces the earlier one of the same part or engine, so repeated work or reports never count twice.
-"""
+"""Progress of a job: its processes report to the board, an actor, and the driver fetches and adds up."""
 
 from __future__ import annotations
 
@@ -11,9 +8,16 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
-from typing import Generic, Literal, TypeVar
+from typing import Any, Literal
 
-from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length, merged_choices, per_second
+from drafter.statistics import (
+    BatchChoice,
+    DecodeCounts,
+    EngineState,
+    mean_acceptance_length,
+    merged_choices,
+    per_second,
+)
 
 BEAT_SECONDS = 2.0
 """Seconds between an engine's reports."""
@@ -33,25 +37,13 @@ class PartReport:
     tokens: int = 0
     steps: int = 0
 
-    def plus(self, other: PartReport) -> PartReport:
-        return PartReport(
-            self.rows + other.rows,
-            self.errors + other.errors,
-            self.tokens + other.tokens,
-            self.steps + other.steps,
-        )
-
-    def minus(self, other: PartReport) -> PartReport:
-        return self.plus(PartReport(-other.rows, -other.errors, -other.tokens, -other.steps))
+    def plus(self, other: PartReport, sign: int = 1) -> PartReport:
+        return PartReport(**{name: value + sign * getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """An engine's models and verifier. Saved in `run.json`, as all engines of a job have the same.
-
-    Args:
-        lossless: Whether the tokens are exactly those of plain decoding.
-    """
+    """An engine's models and verifier. Saved in `run.json`, as all engines of a job have the same."""
 
     base_fingerprint: str
     verifier: str
@@ -61,21 +53,12 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The state of an engine.
-
-    Args:
-        seconds: Seconds since its process began to load the models.
-    """
+    """An engine's state; `seconds` since its process began to load the models."""
 
     seconds: float
     device: str
     facts: EngineFacts
-    slots: int
-    active: int
-    waiting: int
-    memory_tokens: int = 0
-    memory_bytes: int = 0
-    choices: tuple[BatchChoice, ...] = ()
+    state: EngineState
 
 
 LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
@@ -89,8 +72,8 @@ class LearningReport:
         state: `measuring` while it pauses so that engines' speed without it can be measured; `ended` after an error or
             too many ends of its process.
         version: Number of the head's newest version; None before the first.
-        beta: β of the current weights on held-out rows; None before it was measured.
-        published_beta: β of the newest version on the same rows; None before it was measured.
+        beta: β of the current weights on held-out rows.
+        published_beta: β of the newest version on the same rows.
         seconds: Time worked.
         loss: Loss of the newest step, in nats; None before the first.
         taken_seconds: Time that learning has cost the job.
@@ -115,29 +98,6 @@ class LearningReport:
     saved_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Mail:
-    """Reports to the board since the driver last asked.
-
-    Args:
-        life: Name of the board's process. A new process knows none of the old one's reports.
-        engines: Reports by engine.
-        first: Time of the first engine report, in seconds since 1970; None before.
-        last: Time of the last part report, in seconds since 1970.
-        stage: Latest stage of a starting engine; None before its process runs.
-    """
-
-    life: str
-    number: int
-    parts: Mapping[str, PartReport]
-    engines: Mapping[str, EngineReport]
-    first: float | None = None
-    last: float | None = None
-    stage: str | None = None
-    failure: str | None = None
-    crash: str | None = None
-
-
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
 
 
@@ -149,7 +109,7 @@ class Progress:
         before: Rows that earlier submissions finished, errors included.
         rows: Rows that this submission has done, errors included.
         seconds: Time from the first engine's first report to the last row.
-        recent_row_rate: Rows per second over the last ten minutes, used for the ETA.
+        recent_row_rate: Rows per second over the last ten minutes.
         engine_seconds: Lifetimes of all engines, ended ones included.
         failure: Why an engine could not load its models, or why the job ended.
     """
@@ -189,20 +149,15 @@ class Progress:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows per second of this submission, errors included."""
         return per_second(self.rows, self.seconds)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per step over this submission's finished rows."""
         return mean_acceptance_length(DecodeCounts(num_output_tokens=self.tokens, num_decode_steps=self.steps))
 
     @property
     def eta_seconds(self) -> float | None:
-        """Estimated seconds left; None while there is no rate.
-
-        Earlier submissions' rows are done, but say nothing about this one's speed.
-        """
+        """Estimated seconds left; None while there is no rate."""
         if self.total is None:
             return None
         left = self.total - self.done
@@ -211,9 +166,49 @@ class Progress:
         return left / self.recent_row_rate if self.recent_row_rate > 0 else None
 
 
-def ending(error: BaseException | None) -> State:
-    """Return the end state of a `with` block that raised `error`."""
-    return "finished" if error is None else "failed" if isinstance(error, Exception) else "stopped"
+Kind = Literal["engine", "part", "stage", "failure", "crash", "line", "refusal"]
+
+
+@dataclass(frozen=True)
+class Mail:
+    """Reports to a board since the driver last asked, by kind and sender.
+
+    Args:
+        life: Name of the board's process. A new process knows none of the old one's reports.
+        number: Number of the newest report.
+        first: Time of each kind's first report, in seconds since 1970.
+        last: The same of its newest report.
+    """
+
+    life: str = ""
+    number: int = 0
+    reports: dict[tuple[Kind, str], Any] = field(default_factory=dict)
+    first: dict[Kind, float] = field(default_factory=dict)
+    last: dict[Kind, float] = field(default_factory=dict)
+
+
+class StatusBoard:
+    """Keeps reports for a job's driver until it has them. Run as a Ray actor, but independent of Ray."""
+
+    def __init__(self) -> None:
+        self._life, self._number = uuid.uuid4().hex, 0
+        self._reports: dict[tuple[Kind, str], tuple[int, Any]] = {}
+        self._first: dict[Kind, float] = {}
+        self._last: dict[Kind, float] = {}
+
+    def put(self, kind: Kind, report: Any, sender: str | None = None) -> None:
+        """Record a report. It replaces the sender's earlier one, so that repeated work never counts twice."""
+        self._number += 1
+        self._reports[kind, str(self._number) if sender is None else sender] = (self._number, report)
+        self._last[kind] = time.time()
+        self._first.setdefault(kind, self._last[kind])
+
+    def mail(self, life: str, number: int) -> Mail:
+        """Return the reports after `number`, or all if `number` is from another `life`."""
+        arrived = number if life == self._life else 0
+        self._reports = {key: one for key, one in self._reports.items() if one[0] > arrived}
+        reports = {key: report for key, (_, report) in self._reports.items()}
+        return Mail(self._life, self._number, reports, self._first, self._last)
 
 
 _SILENT_SECONDS = 20.0
@@ -221,6 +216,7 @@ _SILENT_SECONDS = 20.0
 _WINDOW_SECONDS = 600.0
 """Window of the row rate behind the ETA."""
 _SAMPLE_SECONDS = 1.0
+_SUMMED = ("slots", "active", "waiting", "memory_tokens", "memory_bytes")
 
 
 @dataclass
@@ -228,47 +224,47 @@ class Tally:
     """Adds up the board's reports. Reports lost with a board are never counted twice, only missed.
 
     Args:
+        before: Rows that earlier submissions finished, errors included.
         kept: Those of them in unfinished parts. Engines report them again with their parts.
+        mail: The newest mail.
     """
 
     total: int
     before: int
     errors_before: int
     kept: InitVar[Mapping[str, PartReport]] = field(default=MappingProxyType({}))
-    life: str = ""
-    number: int = 0
+    mail: Mail = field(default_factory=Mail)
     _parts: dict[str, PartReport] = field(default_factory=dict)
     _sum: PartReport = field(default_factory=PartReport)
     _engines: dict[str, tuple[float, EngineReport]] = field(default_factory=dict)
+    _texts: dict[Kind, str] = field(default_factory=dict)
     _first: float | None = None
     _last: float = 0.0
-    _stage: str | None = None
-    _failure: str | None = None
-    _crash: str | None = None
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __post_init__(self, kept: Mapping[str, PartReport]) -> None:
         self._parts.update(kept)  # and not to the sum: they took this submission no time
 
     def take(self, mail: Mail, now: float) -> None:
-        self.life, self.number = mail.life, mail.number
-        for name, report in mail.parts.items():
-            self._sum = self._sum.plus(report).minus(self._parts.get(name, PartReport()))
-            self._parts[name] = report
-        self._engines.update({name: (now, report) for name, report in mail.engines.items()})
+        self.mail = mail
+        for (kind, sender), report in mail.reports.items():
+            if kind == "part":
+                self._sum = self._sum.plus(report).plus(self._parts.get(sender, PartReport()), -1)
+                self._parts[sender] = report
+            elif kind == "engine":
+                self._engines[sender] = (now, report)
+            else:
+                self._texts[kind] = report
         if self._first is None:
-            self._first = mail.first
-        self._last = max(self._last, mail.last or 0.0)
-        self._stage = mail.stage or self._stage
-        self._failure = mail.failure or self._failure
-        self._crash = mail.crash or self._crash
+            self._first = mail.first.get("engine")
+        self._last = max(self._last, mail.last.get("part", 0.0))
 
     def progress(self, now: float) -> Progress:
         reports = [report for _, report in self._engines.values()]
-        alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
+        alive = [report.state for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
         return Progress(
             state="starting" if self._first is None else "generating",
-            stage=self._stage or "starting the engine's process",
+            stage=self._texts.get("stage", "starting the engine's process"),
             total=self.total,
             before=self.before,
             errors_before=self.errors_before,
@@ -276,17 +272,13 @@ class Tally:
             seconds=max(self._last - self._first, 0.0) if self._first is not None else 0.0,
             recent_row_rate=self._recent_row_rate(now),
             engines=len(alive),
-            slots=sum(report.slots for report in alive),
-            active=sum(report.active for report in alive),
-            waiting=sum(report.waiting for report in alive),
-            memory_tokens=sum(report.memory_tokens for report in alive),
-            memory_bytes=sum(report.memory_bytes for report in alive),
-            choices=merged_choices(report.choices for report in reports),
+            **{name: sum(getattr(state, name) for state in alive) for name in _SUMMED},
+            choices=merged_choices(report.state.choices for report in reports),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
             facts=reports[0].facts if reports else None,
-            failure=self._failure,
-            crash=self._crash,
+            failure=self._texts.get("failure"),
+            crash=self._texts.get("crash"),
         )
 
     def _recent_row_rate(self, now: float) -> float:
@@ -302,68 +294,3 @@ class Tally:
             self._samples.append((now, rows))
         # A part that is done again counts from its beginning, so the sum may fall.
         return per_second(max(rows - rows_then, 0), now - then)
-
-
-Report = TypeVar("Report")
-
-
-class _Box(Generic[Report]):
-    def __init__(self) -> None:
-        self._reports: dict[str, tuple[int, Report]] = {}
-
-    def put(self, sender: str, number: int, report: Report) -> None:
-        self._reports[sender] = (number, report)
-
-    def after(self, number: int) -> dict[str, Report]:
-        self._reports = {sender: one for sender, one in self._reports.items() if one[0] > number}
-        return {sender: report for sender, (_, report) in self._reports.items()}
-
-
-class ProgressBoard:
-    """Keeps engines' reports for the driver. Run as a Ray actor, but independent of Ray."""
-
-    def __init__(self) -> None:
-        self._life = uuid.uuid4().hex
-        self._number = 0
-        self._parts: _Box[PartReport] = _Box()
-        self._engines: _Box[EngineReport] = _Box()
-        self._first: float | None = None
-        self._last: float | None = None
-        self._stage: str | None = None
-        self._failure: str | None = None
-        self._crash: str | None = None
-
-    def starting(self, stage: str) -> None:
-        self._stage = stage
-
-    def failed(self, message: str) -> None:
-        self._failure = message
-
-    def crashed(self, message: str) -> None:
-        self._crash = message
-
-    def engine(self, name: str, report: EngineReport) -> None:
-        """Record an engine's state; the name is new for each process."""
-        self._number += 1
-        self._engines.put(name, self._number, report)
-        self._first = self._first or time.time()
-
-    def update(self, part: str, report: PartReport) -> None:
-        self._number += 1
-        self._parts.put(part, self._number, report)
-        self._last = time.time()
-
-    def mail(self, life: str, number: int) -> Mail:
-        """Return the reports after `number`, or all if `number` is from another `life`."""
-        arrived = number if life == self._life else 0
-        return Mail(
-            self._life,
-            self._number,
-            self._parts.after(arrived),
-            self._engines.after(arrived),
-            self._first,
-            self._last,
-            self._stage,
-            self._failure,
-            self._crash,
-        )

@@ -20,19 +20,27 @@ from pipeline.progress.board import Progress
 TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, the model and the drafter."""
 _COUNTERS = {
-    "steps": "Decode steps of the engine: forwards of the target model over all active sequences.",
-    "busy_seconds": "Seconds in which the engine had something to decode.",
-    "tokens": "New tokens.",
-    "row_steps": "Decode steps, counted once for each sequence that takes part.",
-    "draft_tokens": "Draft tokens verified.",
-    "accepted_tokens": "Draft tokens that became output.",
+    "steps": ("steps", "Decode steps of the engine: forwards of the target model over all active sequences."),
+    "busy_seconds": ("busy_seconds", "Seconds in which the engine had something to decode."),
+    "tokens": ("output_tokens", "New tokens."),
+    "row_steps": ("row_steps", "Decode steps, counted once for each sequence that takes part."),
+    "draft_tokens": ("draft_tokens", "Draft tokens verified."),
+    "accepted_tokens": ("accepted_tokens", "Draft tokens that became output."),
 }
+"""Field of `EngineState` and description by name."""
 _GAUGES = {
-    "slots": "Sequences that can be decoded together.",
-    "slots_active": "Sequences being decoded.",
-    "requests_waiting": "Requests that wait for a slot.",
-    "memory_tokens": "Tokens of texts that the drafter remembers.",
-    "memory_bytes": "Bytes that its memory of them takes.",
+    "slots": ("slots", "Sequences that can be decoded together."),
+    "slots_active": ("active", "Sequences being decoded."),
+    "requests_waiting": ("waiting", "Requests that wait for a slot."),
+    "memory_tokens": ("memory_tokens", "Tokens of texts that the drafter remembers."),
+    "memory_bytes": ("memory_bytes", "Bytes that its memory of them takes."),
+}
+_JOB_GAUGES = {
+    "rows": "Rows of the input.",
+    "rows_done": "Rows done by all submissions, errors included.",
+    "rows_failed": "Rows that could not be generated, in all submissions.",
+    "engines": "Engines at work.",
+    "eta_seconds": "Seconds until the job is done, at the rate of the last ten minutes.",
 }
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
@@ -43,9 +51,9 @@ class EngineMetrics:
 
     def __init__(self, state: Callable[[], EngineState], tags: Mapping[str, str]) -> None:
         self._state, self._tags = state, dict(tags)
-        self._counters = {name: Counter(f"drafter_{name}", what, TAGS) for name, what in _COUNTERS.items()}
+        self._counters = {name: Counter(f"drafter_{name}", what, TAGS) for name, (_, what) in _COUNTERS.items()}
         self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
-        self._gauges = {name: Gauge(f"drafter_{name}", what, TAGS) for name, what in _GAUGES.items()}
+        self._gauges = {name: Gauge(f"drafter_{name}", what, TAGS) for name, (_, what) in _GAUGES.items()}
         self._published: dict[str, float] = {}
         for counter in self._counters.values():
             begin(counter, self._tags)
@@ -56,26 +64,12 @@ class EngineMetrics:
         Call it every few seconds: gauges that are not set again disappear, as they should once an engine has ended.
         """
         state = self._state()
-        sums = {
-            "steps": state.steps,
-            "busy_seconds": state.busy_seconds,
-            "tokens": state.output_tokens,
-            "row_steps": state.row_steps,
-            "draft_tokens": state.draft_tokens,
-            "accepted_tokens": state.accepted_tokens,
-        }
-        for name, value in sums.items():
-            self._count(self._counters[name], name, value, self._tags)
+        for name, counter in self._counters.items():
+            self._count(counter, name, getattr(state, _COUNTERS[name][0]), self._tags)
         for stage, seconds in state.stage_seconds.items():
             self._count(self._stages, f"stage_{stage}", seconds, {**self._tags, "stage": stage})
-        for name, value in {
-            "slots": state.slots,
-            "slots_active": state.active,
-            "requests_waiting": state.waiting,
-            "memory_tokens": state.memory_tokens,
-            "memory_bytes": state.memory_bytes,
-        }.items():
-            self._gauges[name].set(value, self._tags)
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(state, _GAUGES[name][0]), self._tags)
 
     def _count(self, counter: Counter, name: str, value: float, tags: dict[str, str]) -> None:
         if (new := value - self._published.get(name, 0.0)) > 0:
@@ -117,16 +111,7 @@ class JobMetrics:
 
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}
-        self._gauges = {
-            name: Gauge(f"drafter_job_{name}", what, ("run",))
-            for name, what in {
-                "rows": "Rows of the input.",
-                "rows_done": "Rows done by all submissions, errors included.",
-                "rows_failed": "Rows that could not be generated, in all submissions.",
-                "engines": "Engines at work.",
-                "eta_seconds": "Seconds until the job is done, at the rate of the last ten minutes.",
-            }.items()
-        }
+        self._gauges = {name: Gauge(f"drafter_job_{name}", what, ("run",)) for name, what in _JOB_GAUGES.items()}
 
     def show(self, now: Progress) -> None:
         values = {

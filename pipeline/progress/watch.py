@@ -1,30 +1,46 @@
-"""Display of a job's progress: a bar on a terminal, occasional lines elsewhere."""
+"""Shows a job's progress while it runs: a bar on a terminal or lines elsewhere, and `status.json` in the output."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import TracebackType
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any, Protocol, TextIO
 
 import ray
+from pyarrow import fs
 from tqdm import tqdm
 
-from pipeline.progress.board import Mail, Progress, Tally, ending
+from drafter.errors import one_line
+from pipeline.cluster.ray_cluster import ActorResources
+from pipeline.command_line import say
+from pipeline.io.files import Location
+from pipeline.output.summary import speculation_record
+from pipeline.progress.board import Mail, Progress, State, Tally
 
 _FIRST_LINES_SECONDS = 5.0
 _LINES_SHARE = 0.02
 _LAST_LINES_SECONDS = 600.0
+_WRITE_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_MAIL_SECONDS = 10
+
+
+class Viewer(Protocol):
+    def show(self, now: Progress) -> None:
+        """Show the progress; called twice a second, and once at the end."""
 
 
 def display(stream: TextIO | None = None) -> Viewer:
-    """Return a bar or lines, as suits `stream` (stderr by default)."""
+    """Return a bar or lines, as suits `stream` (stderr by default). Some containers' terminals have size 0."""
     stream = stream or sys.stderr
-    return Bar(stream) if _has_room(stream) else Lines(stream)
+    has_room = stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
+    return Bar(stream) if has_room else Lines(stream)
 
 
 class Bar:
@@ -81,22 +97,127 @@ def rates(now: Progress) -> list[str]:
     return said
 
 
-def _has_room(stream: TextIO) -> bool:
-    """Return whether a bar can be drawn: not without a terminal, nor on one of size 0, as in some containers."""
-    return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
+def ending(error: BaseException | None) -> State:
+    """Return the end state of a `with` block that raised `error`."""
+    return "finished" if error is None else "failed" if isinstance(error, Exception) else "stopped"
+
+
+class StatusFile:
+    """Writes `status.json` throughout a `with` block, which is one submission.
+
+    The file is replaced atomically every few seconds and at the end; only a killed process leaves it at `generating`,
+    with an old `updated_at`. It keeps each submission's use of resources, from which `jobs.report` computes the cost.
+    """
+
+    def __init__(self, file: Location) -> None:
+        self._file = file
+        self._begun = _now()
+        self._earlier = submissions(file)
+        self._resources: ActorResources | None = None
+        self._now = Progress()
+        self._written = 0.0
+        self._warned = False
+
+    def __enter__(self) -> StatusFile:
+        self._write()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        failure = None if error is None else one_line(error)
+        self._now = replace(self._now, state=ending(error), failure=failure)
+        self._write()
+
+    def takes(self, resources: ActorResources) -> None:
+        self._resources = resources
+
+    def show(self, now: Progress) -> None:
+        """Write the progress, if it is due or the state is new."""
+        new = now.state != self._now.state
+        self._now = now
+        if new or time.monotonic() - self._written >= _WRITE_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        try:
+            self._file.write_text(json.dumps(self._content(), indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:  # the job goes on without its status
+            if not self._warned:
+                say(f"{self._file.path} cannot be written: {one_line(error)}")
+            self._warned = True
+
+    def _content(self) -> dict[str, Any]:
+        now = self._now
+        eta = now.eta_seconds
+        return {
+            "state": now.state,
+            "updated_at": _now(),
+            "rows_total": now.total,
+            "rows_done": now.done,
+            "errors": now.errors_before + now.errors,
+            "rows_per_second": round(now.rows_per_second, 3),
+            "tokens_per_second": round(now.tokens_per_second, 1),
+            "eta_seconds": None if eta is None else round(eta, 1),
+            "mean_acceptance_length": round(now.acceptance_length, 4) if now.steps else None,
+            "engines": now.engines,
+            "slots": now.slots,
+            "slots_active": now.active,
+            "requests_waiting": now.waiting,
+            "memory_tokens": now.memory_tokens,
+            "memory_bytes": now.memory_bytes,
+            "speculation": speculation_record(now.choices),
+            "failure": now.failure,
+            "last_crash": now.crash,
+            **({} if now.learning is None else {"learning": asdict(now.learning)}),
+            "submissions": [*self._earlier, self._submission()],
+        }
+
+    def _submission(self) -> dict[str, Any]:
+        now, resources = self._now, self._resources
+        return {
+            "begun_at": self._begun,
+            "rows": now.rows,
+            "errors": now.errors,
+            "tokens": now.tokens,
+            "seconds": round(now.seconds, 3),
+            "device": now.device,
+            "engine_seconds": round(now.engine_seconds, 3),
+            "gpu_seconds": round(now.engine_seconds * resources.gpus, 3) if resources else 0.0,
+            "cpu_seconds": round(now.engine_seconds * resources.cpus, 3) if resources else 0.0,
+        }
+
+
+def submissions(file: Location) -> list[dict[str, Any]]:
+    """Read the resource use of earlier submissions; none if there is no valid status file."""
+    if file.type != fs.FileType.File:
+        return []
+    try:
+        found = json.loads(file.read_text())["submissions"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Pulse:
-    """Calls a function every few seconds, in a daemon thread.
+    """Calls a function every few seconds in a daemon thread: from `start` on, or in a `with` block.
 
-    Args:
-        work: The function. An exception from it ends the thread, and Python prints it.
+    An exception from the function ends the thread, and Python prints it.
     """
 
     def __init__(self, seconds: float, work: Callable[[], None]) -> None:
         self._seconds, self._work = seconds, work
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def start(self) -> None:
         """Start the thread; the first call comes after `seconds`."""
@@ -114,13 +235,16 @@ class Pulse:
             self._work()
 
 
-_POLL_SECONDS = 0.5
-_MAIL_SECONDS = 10
+def fetch(board: Any, last: Mail) -> Mail:
+    """Return a `StatusBoard` actor's reports since `last`; none if its node died or the cluster is busy.
 
-
-class Viewer(Protocol):
-    def show(self, now: Progress) -> None:
-        """Show the progress; called twice a second, and once at the end."""
+    The job goes on in either case: the board comes back, and what has not arrived is sent again.
+    """
+    try:
+        mail: Mail = ray.get(board.mail.remote(last.life, last.number), timeout=_MAIL_SECONDS)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        return replace(last, reports={})
+    return mail
 
 
 class ProgressWatch:
@@ -148,9 +272,7 @@ class ProgressWatch:
         self._pulse.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._pulse.end()
         if error is None:  # all parts are in the output, whatever was reported
             self.last = replace(self.last, rows=self._tally.total - self._tally.before)
@@ -159,12 +281,7 @@ class ProgressWatch:
             viewer.show(self.last)
 
     def _look(self) -> None:
-        try:
-            mail: Mail = ray.get(self._board.mail.remote(self._tally.life, self._tally.number), timeout=_MAIL_SECONDS)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            pass  # the board died with its node, or the cluster is busy: the job goes on, and the board comes back
-        else:
-            self._tally.take(mail, time.time())
+        self._tally.take(fetch(self._board, self._tally.mail), time.time())
         now = self._tally.progress(time.time())
         before, self.last = self.last, now if self._complete is None else self._complete(now)
         if before.state == "starting" and self.last.state == "generating":

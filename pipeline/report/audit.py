@@ -21,8 +21,7 @@ from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import load_models, measured

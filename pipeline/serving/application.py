@@ -11,8 +11,7 @@ from ray import serve
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
-from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
+from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
 from pipeline.engines.models import EngineSpec, model_name
 from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, beginning

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from drafter.training.settings import TrainingSettings
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
@@ -20,11 +18,9 @@ class TextsConfig:
 
     Args:
         held_out: Output of another distillation to measure β on; by default some prompts of `data` are held out.
-        held_out_texts: Number of texts that β is measured on; by default 64, or an eighth of the texts where these are
-            fewer than 512.
+        held_out_texts: Texts that β is measured on; by default 64, or an eighth of fewer than 512 texts.
         max_length: Tokens of a text; longer texts are cut.
-        store_hidden: Compute the target model's hidden states once and store them, instead of computing them in each
-            step. The job shows their size first.
+        store_hidden: Compute the target model's hidden states once and store them, after their size has been shown.
     """
 
     held_out: str | None = None
@@ -42,9 +38,9 @@ class ShardingConfig:
     """Division of a training step.
 
     Args:
-        zero_stage: What is partitioned among the workers, as in DeepSpeed: 0 nothing, 1 the optimiser's state, 2 also
-            the gradients, 3 also the weights, the target model's included.
-        micro_batches: Number of parts of a step whose gradients are accumulated, which takes less memory.
+        zero_stage: Partitioned among the workers, as in DeepSpeed: 0 nothing, 1 the optimiser's state, 2 also the
+            gradients, 3 also the weights, the target model's included.
+        micro_batches: Parts of a step whose gradients are accumulated, which takes less memory.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -59,13 +55,11 @@ class WorkersConfig:
     """The job's share of the cluster, and the failures that it survives.
 
     Args:
-        number: Number of workers, or the fewest and the most. With a range there are as many as fit, and the number
-            changes as nodes come and go.
+        number: Workers, or the fewest and the most: as many as fit, while nodes come and go.
         gpus: GPUs of a worker; by default 1 where there are GPUs, otherwise 0.
         cpus: CPU cores of a worker, and so its threads; by default 1 beside a GPU, otherwise an even share of all but
             half a core.
-        max_failures: How often training resumes from the last checkpoint after workers died. Preempted nodes do not
-            count.
+        max_failures: How often training resumes after workers died. Preempted nodes do not count.
     """
 
     number: int | tuple[int, int] = 1
@@ -97,8 +91,7 @@ class TrainConfig:
     Args:
         data: Output of `jobs.distill`, or a list of such outputs.
         output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
-        model: The target model that generated the texts, as a hub id or folder; by default the embedded demonstration
-            model.
+        model: The target model that generated the texts, as a hub id or folder; by default the embedded one.
         trust_remote_code: Run modeling code that comes with the target model.
         algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3`, `specformer` or `exit`.
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
@@ -156,10 +149,6 @@ class TrainConfig:
         if not isinstance(self.workers.number, int):
             values["workers"]["number"] = list(self.workers.number)
         return values
-
-    def as_yaml(self) -> str:
-        """Return the configuration as YAML that `--config` takes."""
-        return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
 _COMMON = (

@@ -1,14 +1,26 @@
-"""The output folder of a training job."""
+"""The output folder of a training job: the best head, metrics, and checkpoints without pickles."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from matplotlib.figure import Figure
 from pyarrow import fs
+from ray.train import Checkpoint
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.summary import scalar
+from torch import Tensor
 
+from drafter.errors import one_line
 from drafter.heads.checkpoint import export_head, save_head
 from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE
 from drafter.heads.contract import DraftHead
@@ -19,54 +31,33 @@ from pipeline.output.folder import LEASE_FILE, RUN_FILE
 
 STAGED_TEXTS_LIST = "texts.json"
 """List of the staged texts. It is written last and completes the staging."""
+_FLUSH_SECONDS = 5.0
+_SMOOTHING = 0.9
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's moments of a parameter."""
+_TENSORS = "state.safetensors"
+_PROGRESS = "progress.json"
+_WEIGHTS = "weights"
+_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+Record = dict[str, Any]
+"""`step` and numbers by name. β is a dictionary: a number for each count of draft tokens."""
 
 
-@dataclass(frozen=True)
 class TrainingFolder:
     """Locations of a job's files under `root`, its output folder."""
 
-    root: Location
-
-    @property
-    def head(self) -> Location:
-        """The head with the highest β so far."""
-        return self.root / "head"
-
-    @property
-    def exported(self) -> Location:
-        """The same head in another project's layout, if asked for."""
-        return self.root / "export"
-
-    @property
-    def metrics(self) -> Location:
-        """JSON lines: one for each logged step and each evaluation."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def events(self) -> Location:
-        """The same records for TensorBoard."""
-        return self.root / "tensorboard"
-
-    @property
-    def plot(self) -> Location:
-        """Plot of loss and β over the steps."""
-        return self.root / "training.png"
-
-    @property
-    def staged(self) -> Location:
-        return self.root / "_staged"
-
-    @property
-    def checkpoints(self) -> Location:
-        return self.root / "_checkpoints"
-
-    @property
-    def lease(self) -> Location:
-        return self.root / LEASE_FILE
-
-    @property
-    def run_file(self) -> Location:
-        return self.root / RUN_FILE
+    def __init__(self, root: Location) -> None:
+        self.root = root
+        self.head = root / "head"  # the head with the highest β so far
+        self.exported = root / "export"  # the same in another project's layout
+        self.metrics = root / "metrics.jsonl"
+        self.events = root / "tensorboard"
+        self.plot = root / "training.png"
+        self.staged = root / "_staged"
+        self.checkpoints = root / "_checkpoints"
+        self.lease = root / LEASE_FILE
+        self.run_file = root / RUN_FILE
 
     def create(self) -> None:
         """Create the folders.
@@ -79,7 +70,7 @@ class TrainingFolder:
     def has_results(self) -> bool:
         """Return whether a head or a checkpoint has been saved."""
         saved = any(info.type == fs.FileType.Directory for info in self.checkpoints.children())
-        return saved or (self.head / WEIGHTS_FILE).type == fs.FileType.File
+        return saved or (self.head / WEIGHTS_FILE).exists
 
     def forget_job(self) -> None:
         """Delete the files of a job without results, except `run.json`."""
@@ -103,6 +94,13 @@ class TrainingFolder:
             return False
         return True
 
+    def save_head(self, head: DraftHead) -> None:
+        """Replace the best head so far by `head`."""
+        with tempfile.TemporaryDirectory() as name:
+            save_head(head, name)
+            for file in (WEIGHTS_FILE, CONFIG_FILE):
+                (self.head / file).copy_from(Path(name) / file)
+
     def export_head(self, base: TargetOfExport) -> None:
         """Write the best head to `exported`, in the layout that vLLM reads.
 
@@ -111,21 +109,218 @@ class TrainingFolder:
             LoadError: The layout does not have this kind of head.
         """
         make_folders(self.root, [self.exported], self.root)
-        with tempfile.TemporaryDirectory() as name:
-            source, target = Path(name) / "head", Path(name) / "export"
-            for folder in (source, target):
-                folder.mkdir()
+        with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
             for file in (WEIGHTS_FILE, CONFIG_FILE):
-                trained = self.head / file
-                with trained.filesystem.open_input_file(trained.path) as stream:
-                    (source / file).write_bytes(stream.read())
-            export_head(source, target, base)
+                (self.head / file).copy_to(Path(source) / file)
+            export_head(Path(source), Path(target), base)
             for file in (WEIGHTS_FILE, CONFIG_FILE):
-                (self.exported / file).copy_from(target / file)
+                (self.exported / file).copy_from(Path(target) / file)
 
-    def save_head(self, head: DraftHead) -> None:
-        """Replace the best head so far by `head`."""
-        with tempfile.TemporaryDirectory() as name:
-            save_head(head, name)
-            for file in (WEIGHTS_FILE, CONFIG_FILE):
-                (self.head / file).copy_from(Path(name) / file)
+    def records(self) -> list[Record]:
+        """Return the metrics that `MetricsLog` has written."""
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+    def draw(self) -> None:
+        """Plot the metrics."""
+        with self.plot.open_whole() as stream:
+            _figure(self.records()).savefig(stream, dpi=120, format="png")
+
+
+class MetricsLog:
+    """Writes the metrics of a run. The whole file is written every few seconds, so no line is truncated or doubled.
+
+    A resumed run begins with the `records` of its checkpoint.
+
+    Raises:
+        OSError: A file cannot be written, for instance because the disk is full. All methods raise it.
+    """
+
+    def __init__(self, folder: TrainingFolder, records: Sequence[Record]) -> None:
+        self._folder = folder
+        self.records: list[Record] = []
+        folder.events.filesystem.delete_dir_contents(folder.events.path, missing_dir_ok=True)
+        # TensorBoard follows a growing file. Where files cannot be appended to, a local file grows and is copied.
+        self._grows = isinstance(folder.events.filesystem, fs.LocalFileSystem)
+        self._scratch = Path(folder.events.path if self._grows else tempfile.mkdtemp())
+        # A full disk silently ends the thread of tensorboardX's SummaryWriter. This writer has no thread.
+        self._events = EventsWriter(str(self._scratch / "events"))
+        for record in records:
+            self._put(record)
+        self.flush()
+
+    def add(self, record: Record) -> None:
+        self._put(record)
+        if time.monotonic() - self._written >= _FLUSH_SECONDS:
+            self.flush()
+
+    def _put(self, record: Record) -> None:
+        self.records.append(record)
+        for name, value in _scalars(record):
+            self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=scalar(name, value)))
+
+    def flush(self) -> None:
+        self._folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        self._events.flush()
+        if not self._grows:
+            for file in self._scratch.iterdir():
+                (self._folder.events / file.name).copy_from(file)
+        self._written = time.monotonic()
+
+
+def _scalars(record: Record) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key}", one) for key, one in value.items())
+        elif name not in ("step", "time"):
+            yield name, value
+
+
+def _figure(records: Sequence[Record]) -> Figure:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss_axes, beta_axes = figure.subplots(1, 2)
+    steps = [record["step"] for record in records if "loss" in record]
+    losses = [record["loss"] for record in records if "loss" in record]
+    loss_axes.plot(steps, losses, linewidth=0.5, alpha=0.4)
+    loss_axes.plot(steps, list(_smoothed(losses)), color="C0")
+    loss_axes.set(xlabel="step", ylabel="loss (nats)", title="loss of a step, and its running mean")
+    evaluated = [record for record in records if "beta" in record]
+    for nodes in evaluated[0]["beta"] if evaluated else ():
+        values = [record["beta"][nodes] for record in evaluated]
+        beta_axes.plot([record["step"] for record in evaluated], values, marker="o", label=f"{nodes} nodes")
+    if evaluated:
+        beta_axes.legend()
+    beta_axes.set(xlabel="step", ylabel="β", title="held-out β, simulated")
+    return figure
+
+
+def _smoothed(values: Sequence[float]) -> Iterator[float]:
+    """Yield the exponential moving average, without bias at the start."""
+    total = weight = 0.0
+    for value in values:
+        total = _SMOOTHING * total + value
+        weight = _SMOOTHING * weight + 1
+        yield total / weight
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run after `steps` steps, gathered from all workers.
+
+    Args:
+        weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
+        moments: AdamW's moments by name of the moment and name of the parameter.
+        records: The metrics so far.
+    """
+
+    steps: int
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+    records: list[Record] = field(default_factory=list)
+
+
+def write_checkpoint(saved: SavedRun, folder: Path) -> None:
+    groups = {_WEIGHTS: saved.weights, **saved.moments}
+    tensors = {f"{group}/{name}": value for group, some in groups.items() for name, value in some.items()}
+    save_file(tensors, folder / _TENSORS)
+    (folder / _PROGRESS).write_text(json.dumps({"steps": saved.steps, "records": saved.records}))
+
+
+def read_checkpoint(folder: Path) -> SavedRun:
+    """Read a checkpoint from a local folder.
+
+    Raises:
+        SafetensorError, ValueError, KeyError: A file is damaged.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in load_file(folder / _TENSORS).items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = value
+    progress = json.loads((folder / _PROGRESS).read_text())
+    moments = {moment: groups[moment] for moment in MOMENTS}
+    return SavedRun(progress["steps"], groups[_WEIGHTS], moments, progress["records"])
+
+
+def upload(local: Path, target: Location) -> Checkpoint:
+    """Copy a checkpoint to `target`. The small progress file comes last and makes it complete."""
+    target.make_folder()
+    for name in (_TENSORS, _PROGRESS):
+        (target / name).copy_from(local / name)
+    return Checkpoint(target.path, target.filesystem)
+
+
+def restore(
+    folder: Location, is_first: bool, agree: Callable[[str | None], str | None], show: Callable[[str], object]
+) -> SavedRun | None:
+    """Return the run of the newest readable checkpoint, the same on all workers; None for a new run.
+
+    Args:
+        is_first: Whether this is the first worker, which chooses.
+        agree: Broadcasts the first worker's argument to all workers.
+    """
+    saved, chosen = None, None
+    for name in reversed(complete_checkpoints(folder)) if is_first else ():
+        try:
+            saved, chosen = _load(folder / name), name
+        except (FileNotFoundError, SafetensorError, ValueError, KeyError) as error:
+            show(f"checkpoint {name} is damaged and left out: {one_line(error, 200)}")
+        else:
+            break
+    chosen = agree(chosen)
+    if saved is None and chosen is not None:
+        saved = _load(folder / chosen)
+    return saved
+
+
+def _load(folder: Location) -> SavedRun:
+    with Checkpoint(folder.path, folder.filesystem).as_directory() as local:
+        return read_checkpoint(Path(local))
+
+
+def complete_checkpoints(folder: Location) -> list[str]:
+    """Return the names of the complete checkpoints in a folder, oldest first."""
+    names = [info.path.rpartition("/")[2] for info in folder.children()]
+    return sorted(name for name in names if (folder / name / _PROGRESS).exists)
+
+
+def tidy(folder: Location, kept: int) -> None:
+    """Delete all but the `kept` newest checkpoints, and Ray Train's list of them, before another submission.
+
+    Ray refuses to start with a list that is truncated, that another release of Ray wrote, or that names a missing
+    checkpoint. It deletes only what is on its list, so older checkpoints are deleted here.
+    """
+    (folder / _SNAPSHOT).delete()
+    for name in complete_checkpoints(folder)[:-kept]:
+        _delete(folder / name)
+
+
+def go_back(folder: Location, chosen_by: str) -> int | None:
+    """Delete the checkpoints from the best head's step on, so that training makes a damaged best head again.
+
+    Return that step; None if no checkpoint has an evaluation. The best head has the highest β at `chosen_by` draft
+    tokens.
+    """
+    for name in reversed(complete_checkpoints(folder)):
+        try:
+            records = json.loads((folder / name / _PROGRESS).read_text())["records"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        betas = [(record["beta"][chosen_by], record["step"]) for record in records if "beta" in record]
+        if not betas:
+            return None
+        _, best = max(betas)
+        for one in complete_checkpoints(folder):
+            if one >= checkpoint_name(best):
+                _delete(folder / one)
+        return int(best)
+    return None
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a step's checkpoint; names sort as the steps do."""
+    return f"step-{step:08d}"
+
+
+def _delete(checkpoint: Location) -> None:
+    # The completing file goes first, so that an interrupted deletion leaves no seemingly complete checkpoint.
+    checkpoint.filesystem.delete_file((checkpoint / _PROGRESS).path)
+    checkpoint.filesystem.delete_dir(checkpoint.path)

@@ -1,71 +1,82 @@
-"""Entry of the training job, with all checks that need no cluster."""
+"""The training job: checks, stages the texts, trains on the cluster, plots the metrics, prints a summary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pyarrow import fs
+import ray
+import torch
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchConfig, TorchTrainer
+from transformers import AutoConfig
 
-from drafter.errors import one_line
+from drafter.errors import LoadError, one_line
+from drafter.heads.checkpoint import HEADS, exportable
+from drafter.heads.config import head_config
+from drafter.heads.published import TargetOfExport, base_embeddings
+from drafter.hub import local_only
+from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
-from pipeline.output.folder import check_output, mend_run
+from pipeline.output.folder import check_output, mend_run, read_run, save_run, take_output, versions
+from pipeline.output.lease import Lease
+from pipeline.progress.board import Mail, StatusBoard
+from pipeline.progress.watch import Pulse, fetch
+from pipeline.settings import ResourcesConfig
+from pipeline.stopping import Stopping
 from pipeline.training.config import TrainConfig
-from pipeline.training.folder import TrainingFolder
-from pipeline.training.texts import DistilledTexts, open_texts, same_base
+from pipeline.training.folder import Record, TrainingFolder, go_back, tidy
+from pipeline.training.texts import StagedTexts, Texts, open_texts, stage_texts
+from pipeline.training.worker import WorkerTask, train_worker
+
+_CHECKPOINTS_KEPT = 2
+_POLL_SECONDS = 0.5
 
 
 def train(config: TrainConfig) -> None:
     """Run a job to its end.
 
     Raises:
-        InputError: The configuration or the texts cannot be used.
+        InputError: The configuration, the texts, the target model, the head or the cluster cannot be used.
         JobError: The job failed on the way.
         JobStopped: The job was told to stop.
     """
     say(f"looking at the texts of {', '.join(config.folders)} and the model {config.model or 'embedded'}")
-    data = [open_texts(uri) for uri in config.folders]
-    held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
-    base = same_base([*data, *([held_out] if held_out else [])])
+    texts = open_texts(config.folders, config.texts.held_out)
     model = model_name(config.model)
-    meant = meaning(config, data, held_out, model_fingerprint(model))
-    base_config = check_head(config, model)
-    text = base_config.get_text_config(decoder=True)
+    meant = meaning(config, texts, model_fingerprint(model))
+    base = check_head(config, model)
+    text = base.get_text_config(decoder=True)
     folder = TrainingFolder(locate(config.output))
     check_output(config.output, folder, meant)
     folder.create()
-    if folder.run_file.type == fs.FileType.File:
+    if folder.run_file.exists:
         mend_run(folder.run_file)
-    from drafter.errors import LoadError
-    from drafter.heads.published import TargetOfExport, base_embeddings
-    from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
-
     try:
-        run(config, model, Texts(data, held_out, base, text.vocab_size), folder, meant)
+        if not finished(folder):
+            run(config, model, texts, text.vocab_size, folder, meant)
+        print(summarise(folder, config), flush=True)
         if config.export is not None:
-            embeddings = base_embeddings(model, base_config, trust_remote_code=config.trust_remote_code)
+            embeddings = base_embeddings(model, base, trust_remote_code=config.trust_remote_code)
             longest = getattr(text, "max_position_embeddings", None)
-            folder.export_head(TargetOfExport(model, base_config.architectures or [], longest, embeddings))
+            folder.export_head(TargetOfExport(model, base.architectures or [], longest, embeddings))
     except LoadError as error:
         raise InputError(f"the head cannot be exported: {error}") from error
     except OSError as error:
         raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
 
 
-def meaning(
-    config: TrainConfig, data: Sequence[DistilledTexts], held_out: DistilledTexts | None, model: str
-) -> dict[str, Any]:
+def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
     """Return everything that decides which head comes out; workers, ZeRO stages and checkpoints do not.
 
     `model` is the target model's fingerprint.
     """
     return {
-        "data": [one.meaning for one in data],
-        "held_out": held_out.meaning if held_out else None,
+        "data": [one.meaning for one in texts.data],
+        "held_out": texts.held_out.meaning if texts.held_out else None,
         "model": model,
         "algorithm": config.algorithm,
         "head": config.head,
@@ -81,13 +92,6 @@ def check_head(config: TrainConfig, model: str) -> Any:
     Raises:
         InputError: There is no such model, algorithm or setting, or a value is not allowed.
     """
-    from transformers import AutoConfig
-
-    from drafter.errors import LoadError
-    from drafter.heads.checkpoint import HEADS, exportable
-    from drafter.heads.config import head_config
-    from drafter.hub import local_only
-
     if config.algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
     try:
@@ -107,3 +111,169 @@ def check_head(config: TrainConfig, model: str) -> Any:
     except LoadError as error:
         raise InputError(f"head: {error}") from error
     return base
+
+
+def finished(folder: TrainingFolder) -> bool:
+    """Return whether an earlier submission finished the job and its files are whole."""
+    if not folder.run_file.exists:
+        return False
+    run = read_run(folder.run_file)
+    if run["state"] != "finished":
+        return False
+    found = folder.products()
+    torn = [name for name, size in run["products"].items() if found.get(name) != size]
+    if torn:
+        say(f"what is not whole is made again: {', '.join(torn)}")
+    return not torn
+
+
+def run(
+    config: TrainConfig, model: str, texts: Texts, vocab_size: int, folder: TrainingFolder, meant: dict[str, Any]
+) -> None:
+    """Do what earlier submissions left undone, and repair what is damaged."""
+    stopping = Stopping()
+    lease = Lease(folder.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
+    facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
+    with stopping, lease:
+        take_output(config.output, folder, meant)
+        save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
+        workers = config.workers
+        wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
+        lower = "workers.{} or workers.number"
+        resources = share_out(wanted, connect(), what="workers", settings=lower)
+        stopping.take_over()
+        quiet_ray_data()
+        staged = StagedTexts.load(folder.staged)
+        if staged is None:
+            say("staging the texts")
+            staged = stage_texts(texts, folder.staged, config, vocab_size)
+        say("starting the workers, which load the model")
+        tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
+        chosen_by = str(config.training.chosen_by)
+        if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
+            say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
+        execute(config, model, texts.base_fingerprints, folder, staged, resources)
+        folder.draw()
+        facts |= {"texts": asdict(staged.counts), "products": folder.products()}
+        save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
+
+
+class _Listener:
+    """Prints the workers' lines, and keeps their refusals."""
+
+    def __init__(self, board: Any) -> None:
+        self._board, self._mail = board, Mail()
+        self._refusals: list[tuple[bool, str]] = []
+
+    def look(self) -> None:
+        self._take(fetch(self._board, self._mail))
+
+    def refusal(self) -> tuple[bool, str] | None:
+        """Return the first refusal, as `worker.refusals` reports it; None if there is none."""
+        self._take(ray.get(self._board.mail.remote(self._mail.life, self._mail.number)))
+        return self._refusals[0] if self._refusals else None
+
+    def _take(self, mail: Mail) -> None:
+        self._mail = mail
+        for (kind, _), report in mail.reports.items():
+            if kind == "line":
+                say(report)
+            else:
+                self._refusals.append(report)
+
+
+def execute(
+    config: TrainConfig,
+    model: str,
+    base_fingerprints: tuple[str, ...],
+    folder: TrainingFolder,
+    staged: StagedTexts,
+    resources: ActorResources,
+) -> None:
+    """Train, and show the progress.
+
+    Raises:
+        InputError: The target model or the head cannot be used.
+        JobError: Training failed, or cannot go on.
+    """
+    board = ray.remote(num_cpus=0)(StatusBoard).remote()
+    listener = _Listener(board)
+    provenance: dict[str, Any] = {
+        "recipe": "jobs.train",
+        "data": asdict(staged.counts),
+        "settings": asdict(config.training),
+        "versions": versions("deepspeed"),
+    }
+    if size := config.draft_vocab_size:
+        share = round(staged.coverage(size), 4)
+        provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
+        say(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
+    task = WorkerTask(config, model, base_fingerprints, folder, staged, provenance, board, resources.threads)
+    failure: Exception | None = None
+    with Pulse(_POLL_SECONDS, listener.look):
+        try:
+            _trainer(task, resources).fit()
+        except TrainingFailedError as error:
+            failure = error
+        except SystemExit as error:  # Ray Train turns an interrupt into this.
+            raise KeyboardInterrupt from error
+    if refusal := listener.refusal():
+        of_input, message = refusal
+        raise (InputError if of_input else JobError)(message) from failure
+    if failure is not None:
+        raise JobError(_reason(failure)) from failure
+
+
+def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:
+    config, folder = task.config, task.folder
+    return TorchTrainer(
+        train_worker,
+        train_loop_config={"task": task},
+        torch_config=TorchConfig(backend="nccl" if have_cuda(resources) else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=config.workers.number,
+            use_gpu=resources.gpus > 0,
+            resources_per_worker={"CPU": resources.cpus, "GPU": resources.gpus},
+        ),
+        run_config=RunConfig(
+            name=folder.checkpoints.name,
+            storage_path=folder.root.path,
+            storage_filesystem=folder.root.filesystem,
+            failure_config=FailureConfig(max_failures=config.workers.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=_CHECKPOINTS_KEPT),
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+
+
+def have_cuda(resources: ActorResources) -> bool:
+    """Return whether the workers' GPUs exist. Clusters for tests only count them."""
+    if not resources.gpus:
+        return False
+    return bool(ray.get(ray.remote(num_cpus=0, num_gpus=resources.gpus)(torch.cuda.is_available).remote()))
+
+
+def _reason(failure: Exception) -> str:
+    causes = getattr(failure, "worker_failures", None) or {0: getattr(failure, "controller_failure", failure)}
+    rank, cause = next(iter(causes.items()))
+    cause = getattr(cause, "_base_exc", cause)
+    return f"worker {rank} ended again and again: {type(cause).__name__}: {one_line(cause)}"
+
+
+def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
+    """Return the job's summary for the user, from the written metrics."""
+    records = folder.records()
+    chosen_by = str(config.training.chosen_by)
+    evaluated = [record for record in records if "beta" in record]
+    best = max(evaluated, key=lambda record: (record["beta"][chosen_by], record["step"]))
+    last: Record = next(record for record in reversed(records) if "loss" in record)
+    return "\n".join(
+        [
+            f"steps       {last['step']:,}, last loss {last['loss']:.3f}",
+            f"β           {', '.join(f'{beta:.2f} at {nodes}' for nodes, beta in best['beta'].items())} draft nodes, "
+            f"simulated on held-out texts at step {best['step']:,}, the best of {len(evaluated)} by {chosen_by} nodes",
+            f"head        {folder.head.path}",
+            f"metrics     {folder.metrics.path}, {folder.plot.path}, {folder.events.path}",
+            f"run         {folder.run_file.path}",
+        ]
+    )

@@ -1,7 +1,7 @@
-"""The optimiser step under DeepSpeed: the ZeRO stage says how target model and head are partitioned among workers.
+"""The optimiser step under DeepSpeed, whose ZeRO stage partitions target model and head among workers.
 
-Weights stay in fp32 and are the master weights; bf16 comes from autocast. So a checkpoint is the head's whole weights
-and AdamW's two moments, the same for every ZeRO stage and every number of workers.
+Weights stay in fp32; bf16 comes from autocast. So a checkpoint is the head's whole weights and AdamW's two moments, the
+same for every ZeRO stage and every number of workers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
 from drafter.training.loop import TrainingStep, Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
-from pipeline.training.checkpoints import MOMENTS, TrainingState
 from pipeline.training.config import ShardingConfig
+from pipeline.training.folder import MOMENTS, SavedRun
 
 T = TypeVar("T")
 
@@ -43,9 +43,9 @@ class _Root(nn.Module):
 
 
 class ShardedOptimiser:
-    """`Optimiser` for all workers of a process group together. Each worker calls every method.
+    """`Optimiser` for all workers of a process group, each of which calls every method.
 
-    To resume, give a `state`, whose weights the head already has.
+    It resumes from `state`, whose weights the head already has.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ShardedOptimiser:
         step_of: TrainingStep,
         settings: TrainingSettings,
         sharding: ShardingConfig,
-        state: TrainingState | None = None,
+        state: SavedRun | None = None,
     ) -> None:
         self.steps = state.steps if state else 0
         self._pending = state
@@ -74,7 +74,7 @@ class ShardedOptimiser:
         )[0]
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function that reads weights. All workers must call it alike."""
+        """Run a function that reads weights."""
         (result,) = self._engine(lambda: (work(),))
         return result  # type: ignore[no-any-return]
 
@@ -115,13 +115,13 @@ class ShardedOptimiser:
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         return float(norm) if norm is not None else 0.0
 
-    def state(self) -> TrainingState:
-        """Gather the whole state. All workers must call it."""
+    def state(self) -> SavedRun:
+        """Gather the whole state."""
         buffers = self._step_of.head.state_dict().keys() - self._parameters.keys()
         weights = {name: self._whole(parameter) for name, parameter in self._parameters.items()}
         weights |= {name: self._step_of.head.get_buffer(name).to("cpu", copy=True) for name in sorted(buffers)}
         moments = {key: {name: self._whole(p, key) for name, p in self._parameters.items()} for key in MOMENTS}
-        return TrainingState(self.steps, weights, moments)
+        return SavedRun(self.steps, weights, moments)
 
     def _whole(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         if self._stage == 0:
@@ -130,9 +130,9 @@ class ShardedOptimiser:
             found = safe_get_full_fp32_param(parameter)
         else:
             found = safe_get_full_optimizer_state(parameter, moment)
-        return found.detach().to("cpu", copy=True).view(_shape(parameter))
+        return found.detach().to("cpu", copy=True).view(getattr(parameter, "ds_shape", parameter.shape))
 
-    def _restore(self, state: TrainingState, batch: DraftBatch) -> None:
+    def _restore(self, state: SavedRun, batch: DraftBatch) -> None:
         """Set AdamW's moments. They exist only after a step, so a step that changes nothing is taken first."""
         for _ in range(self._engine.gradient_accumulation_steps()):
             total, _ = self._engine(self._step_of, batch)
@@ -154,10 +154,6 @@ class ShardedOptimiser:
             size = parameter.partition_numel()  # type: ignore[attr-defined]
             mine = value.flatten()[size * distributed.get_rank() :][:size]
             safe_set_local_optimizer_state(parameter, nn.functional.pad(mine, (0, size - len(mine))), moment)
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def head_of(head: DraftHead, weights: dict[str, Tensor]) -> DraftHead:

@@ -1,26 +1,37 @@
-"""Assigns texts to training steps, as a pure function of the seed.
+"""Feeds training steps: assigns texts to steps and workers, and stores hidden states that are cheaper to read.
 
-Each epoch visits the parts in a new order. Within a part, it groups texts of similar length into steps, which saves
-padding, and shuffles these steps. A resumed run begins with the part of its next step.
+Each epoch visits the parts in a new order. Within a part, texts of similar length make a step, which saves padding, and
+the steps are shuffled. All follows from the seed, so a resumed run begins with the part of its next step.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 import pyarrow as pa
+import pyarrow.parquet
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from drafter.heads.losses import DraftBatch
+from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import RegeneratedText
-from pipeline.training.hidden_store import as_states, read_hidden
+from drafter.training.targets import RegeneratedText, anchor_draws, base_hidden_states, draft_batch
+from pipeline.io.files import Location, parquet_rows
+from pipeline.io.parts import Part
+from pipeline.training.config import TrainConfig
 from pipeline.training.texts import StagedTexts, read_part
 
 _LENGTH_NOISE = 0.1
 """Relative noise on lengths, so that each epoch groups the texts differently."""
+_TEXTS_AT_ONCE = 8
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,68 +87,128 @@ def share(places: int, micro_batches: int, rank: int, workers: int) -> list[list
     return [list(range(low + rank, high, workers)) for low, high in pairwise(bounds)]
 
 
-# Reading the texts.
+class BatchFeed:
+    """Makes a worker's batches from its texts; `tokens` counts those of all workers so far.
+
+    Args:
+        depth: The head's depth.
+    """
+
+    def __init__(
+        self, staged: StagedTexts, config: TrainConfig, depth: int, device: torch.device, rank: int, workers: int
+    ) -> None:
+        self._staged, self._config, self._settings = staged, config, config.training
+        self._depth, self._device, self._rank, self._workers = depth, device, rank, workers
+        self.tokens = 0
+
+    def batches(self, done: int) -> Iterator[list[DraftBatch]]:
+        """Yield the micro-batches of each step, from step `done` (from 0) to the run's last."""
+        rows, settings = [part.rows for part in self._staged.parts], self._settings
+        plan = list(visits(rows, settings.texts_per_step, settings.seed, done, settings.steps))
+        if not plan:
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="texts") as reader:
+            ahead = reader.submit(self._read, plan[0])
+            for visit, following in zip_longest(plan, plan[1:]):
+                table = ahead.result()
+                if following is not None:
+                    ahead = reader.submit(self._read, following)
+                yield from self._steps(visit, table)
+
+    def _read(self, visit: Visit) -> pa.Table:
+        part = self._staged.parts[visit.part]
+        table = read_part(self._staged.folder, part.name)
+        if not self._config.texts.store_hidden:
+            return table
+        file = _hidden_file(self._staged, part)
+        stored = pa.parquet.read_table(file.path, filesystem=file.filesystem)
+        return table.append_column("hidden", stored["hidden"])
+
+    def _steps(self, visit: Visit, table: pa.Table) -> Iterator[list[DraftBatch]]:
+        settings, micro_batches = self._settings, self._config.sharding.micro_batches
+        lengths = table["tokens"].combine_chunks().value_lengths().to_pylist()
+        steps = steps_of(lengths, settings.texts_per_step, settings.seed, visit.epoch, visit.part)
+        for number, step in enumerate(steps[visit.skip : visit.skip + visit.steps], start=visit.first_step):
+            self.tokens += sum(lengths[text] for text in step)
+            shares = share(len(step), micro_batches, self._rank, self._workers)
+            yield [self._batch([self._text(table, step[place]) for place in mine], number, mine) for mine in shares]
+
+    def _batch(self, texts: list[RegeneratedText], step: int, places: list[int]) -> DraftBatch:
+        draws = anchor_draws(self._settings.seed, step, places)
+        return draft_batch(texts, self._depth, self._settings.anchors_per_text, draws).to(self._device)
+
+    def _text(self, table: pa.Table, row: int) -> RegeneratedText:
+        tokens, hidden = table["tokens"][row].as_py(), None
+        if "hidden" in table.column_names:
+            stored = bytearray(table["hidden"][row].as_py())
+            hidden = torch.frombuffer(stored, dtype=_dtype(self._settings)).view(len(tokens), -1)
+        return RegeneratedText(tokens, table["prompt_length"][row].as_py(), hidden)
 
 
-@dataclass(frozen=True)
-class Share:
-    """A worker's share of each step; `hidden` if the texts come with their stored hidden states."""
-
-    rank: int
-    workers: int
-    micro_batches: int
-    hidden: bool = False
+# Stored hidden states. They are many times larger than the texts, so they are stored only on request.
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """A worker's texts of one micro-batch, at least one, and their places in the whole step."""
+def store_hidden(
+    base: BaseModel,
+    staged: StagedTexts,
+    settings: TrainingSettings,
+    layers: tuple[int, ...],
+    rank: int,
+    workers: int,
+    show: Callable[[str], object],
+) -> None:
+    """Compute this worker's share of the missing or damaged parts, and wait until all parts are there.
 
-    texts: list[RegeneratedText]
-    places: list[int]
-
-
-@dataclass(frozen=True)
-class StepTexts:
-    """A worker's texts of one step (from 0); `tokens` counts those of all workers' texts."""
-
-    step: int
-    tokens: int
-    micro_batches: list[MicroBatch]
-
-
-def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, done: int) -> Iterator[StepTexts]:
-    """Yield a worker's texts of each step, from step `done` (from 0) to the run's last."""
-    plan = list(
-        visits([part.rows for part in staged.parts], settings.texts_per_step, settings.seed, done, settings.steps)
-    )
-    if not plan:
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="texts") as reader:
-        ahead = reader.submit(_read, staged, plan[0], mine)
-        for visit, following in zip_longest(plan, plan[1:]):
-            table = ahead.result()
-            if following is not None:
-                ahead = reader.submit(_read, staged, following, mine)
-            yield from _steps(visit, table, settings, mine)
-
-
-def _read(staged: StagedTexts, visit: Visit, mine: Share) -> pa.Table:
-    part = staged.parts[visit.part]
-    table = read_part(staged.folder, part.name)
-    return table.append_column("hidden", read_hidden(staged, part)) if mine.hidden else table
+    Args:
+        base: The target model, not partitioned.
+        layers: Layers of the hidden states; see `training_layers`.
+        show: Called with the size of all states, before the first is computed.
+    """
+    missing = [part for part in staged.parts if not _is_stored(staged, part)]
+    if rank == 0 and missing:
+        tokens, width, itemsize = staged.counts.tokens, base.hidden_size * len(layers), _dtype(settings).itemsize
+        size = f"{tokens:,} × {width:,} × {itemsize} bytes = {tokens * width * itemsize / 2**30:,.2f} GiB"
+        show(f"hidden states of {tokens:,} tokens: {size}")
+    for part in staged.parts[rank::workers]:
+        if part not in missing:
+            continue
+        texts = read_part(staged.folder, part.name)["tokens"].to_pylist()
+        rows = [_bytes(states) for states in _states(base, texts, settings, layers)]
+        table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
+        with _hidden_file(staged, part).open_whole() as stream:
+            pa.parquet.write_table(table, stream, compression="none")
+    # A barrier of the process group would time out long before a large store is complete.
+    while missing := [part for part in missing if not _is_stored(staged, part)]:
+        time.sleep(_POLL_SECONDS)
 
 
-def _steps(visit: Visit, table: pa.Table, settings: TrainingSettings, mine: Share) -> Iterator[StepTexts]:
-    lengths = table["tokens"].combine_chunks().value_lengths().to_pylist()
-    steps = steps_of(lengths, settings.texts_per_step, settings.seed, visit.epoch, visit.part)
-    for number, step in enumerate(steps[visit.skip : visit.skip + visit.steps], start=visit.first_step):
-        shares = share(len(step), mine.micro_batches, mine.rank, mine.workers)
-        batches = [MicroBatch([_text(table, step[place], settings) for place in places], places) for places in shares]
-        yield StepTexts(number, sum(lengths[text] for text in step), batches)
+def _states(
+    base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings, layers: tuple[int, ...]
+) -> list[Tensor]:
+    """Return hidden states `[len(text), K · d]` of each text, as the training step would compute them."""
+    found: dict[int, Tensor] = {}
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    for first in range(0, len(order), _TEXTS_AT_ONCE):
+        group = order[first : first + _TEXTS_AT_ONCE]
+        tokens = pad_sequence([torch.tensor(texts[index]) for index in group], batch_first=True).to(base.device)
+        with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            hidden = base_hidden_states(base, tokens, layers)
+        for index, states in zip(group, hidden, strict=True):
+            found[index] = states[: len(texts[index])].to("cpu", _dtype(settings))
+    return [found[index] for index in range(len(texts))]
 
 
-def _text(table: pa.Table, row: int, settings: TrainingSettings) -> RegeneratedText:
-    tokens = table["tokens"][row].as_py()
-    hidden = as_states(table["hidden"][row].as_py(), len(tokens), settings) if "hidden" in table.column_names else None
-    return RegeneratedText(tokens, table["prompt_length"][row].as_py(), hidden)
+def _bytes(states: Tensor) -> bytes:
+    return states.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _dtype(settings: TrainingSettings) -> torch.dtype:
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+
+
+def _is_stored(staged: StagedTexts, part: Part) -> bool:
+    return parquet_rows(_hidden_file(staged, part)) == part.rows
+
+
+def _hidden_file(staged: StagedTexts, part: Part) -> Location:
+    return staged.folder / f"{part.name}.hidden.parquet"

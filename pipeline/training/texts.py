@@ -1,10 +1,10 @@
-"""Distilled texts: the output of `jobs.distill`, checked and staged before training."""
+"""Distilled texts, the output of `jobs.distill`: checks and staging before training."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,15 +21,31 @@ from torch import Tensor
 
 from drafter.errors import one_line
 from drafter.training.targets import RegeneratedText
-from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.cluster.ray_cluster import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate, parquet_rows
 from pipeline.io.parts import Part
 from pipeline.output.folder import OutputFolder, read_run
-from pipeline.training.config import TextsConfig
+from pipeline.training.config import TrainConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
+STEPS_PER_PART = 64
+"""Least number of steps of a part. Texts of different parts never come together in a step."""
+_HELD_OUT, _COUNTS = "held-out", "token-counts"
+_USUAL_HELD_OUT = 64
+_LARGEST_SHARE = 8
+"""By default at most one in so many texts is held out."""
+_TEXT = ["tokens", "prompt_length"]
+_SCHEMA = pa.schema(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("prompt_length", pa.int32()),
+        ("key", pa.int64()),
+        ("prompt_key", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +64,40 @@ class DistilledTexts:
         return {"base": self.base_fingerprint, "files": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}
 
 
-def open_texts(uri: str) -> DistilledTexts:
-    """Open the output of a distillation.
+@dataclass(frozen=True)
+class Texts:
+    """The distilled texts of a job.
+
+    Args:
+        held_out: Texts for β; None if they are some of `data`.
+        base_fingerprints: Fingerprints of the target model that generated them. Those of earlier releases are of an
+            earlier scheme; mixed with newer texts there are two, and only the loaded model can tell whether both are
+            its own.
+    """
+
+    data: list[DistilledTexts]
+    held_out: DistilledTexts | None
+    base_fingerprints: tuple[str, ...]
+
+
+def open_texts(uris: Sequence[str], held_out: str | None) -> Texts:
+    """Open the outputs of distillations.
 
     Raises:
-        InputError: It is not the output of a distillation, is not finished, is not lossless, or has no rows.
+        InputError: One is not the output of a distillation, is not finished, is not lossless, or has no rows; or
+            different models generated them.
     """
+    data = [_open(uri) for uri in uris]
+    test = None if held_out is None else _open(held_out)
+    by_base = {one.base_fingerprint: one.uri for one in (*data, *([test] if test else []))}
+    schemes = [base.rpartition("-")[0] for base in by_base]
+    if len(set(schemes)) < len(schemes):
+        named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
+        raise InputError(f"data of different target models cannot be used together: {named}")
+    return Texts(data, test, tuple(by_base))
+
+
+def _open(uri: str) -> DistilledTexts:
     output = OutputFolder(locate(uri))
     try:
         run = _read_run(uri, output)
@@ -70,7 +114,7 @@ def open_texts(uri: str) -> DistilledTexts:
 
 
 def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
-    if output.run_file.type != fs.FileType.File:
+    if not output.run_file.exists:
         raise InputError(f"data {uri} is not the output of jobs.distill: it has no run.json")
     try:
         run = read_run(output.run_file)
@@ -107,31 +151,7 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
         return int(file.metadata.num_rows)
 
 
-def same_base(texts: Iterable[DistilledTexts]) -> tuple[str, ...]:
-    """Return the fingerprint of the target model that generated all `texts`.
-
-    Texts of earlier releases have fingerprints of an earlier scheme. Mixed with newer texts they give two fingerprints,
-    and only the loaded model can tell whether both are its own.
-
-    Raises:
-        InputError: Different models generated them.
-    """
-    by_base = {one.base_fingerprint: one.uri for one in texts}
-    schemes = [base.rpartition("-")[0] for base in by_base]
-    if len(set(schemes)) < len(schemes):
-        named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
-        raise InputError(f"data of different target models cannot be used together: {named}")
-    return tuple(by_base)
-
-
 # Staging: Parquet parts in a shuffled but deterministic order.
-
-STEPS_PER_PART = 64
-"""Least number of steps of a part. Texts of different parts never come together in a step."""
-_HELD_OUT, _COUNTS = "held-out", "token-counts"
-_USUAL_HELD_OUT = 64
-_LARGEST_SHARE = 8
-"""By default at most one in so many texts is held out."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +159,7 @@ class TextCounts:
     """Counts of the staged texts.
 
     Args:
-        texts: Texts to train on.
-        targets: Their tokens that the target model generated.
-        held_out: Texts for β.
+        targets: Tokens to train on that the target model generated.
         unusable: Rows without a prompt or without an answer.
     """
 
@@ -156,8 +174,8 @@ class TextCounts:
 class StagedTexts:
     """The staged texts of a job.
 
-    `folder` holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a file
-    of token counts in the answers to train on.
+    `folder` holds files of each part and of held-out texts, with columns `tokens` and `prompt_length`, and one of token
+    counts in the answers to train on.
     """
 
     folder: Location
@@ -206,33 +224,27 @@ def read_part(folder: Location, name: str) -> pa.Table:
     return pa.parquet.read_table((folder / f"{name}.parquet").path, filesystem=folder.filesystem)
 
 
-def stage_texts(
-    data: Sequence[DistilledTexts],
-    held_out: DistilledTexts | None,
-    folder: Location,
-    config: TextsConfig,
-    vocab_size: int,
-    texts_per_step: int,
-    seed: int,
-) -> StagedTexts:
-    """Stage texts on the cluster's workers. Without `held_out` texts for β, some prompts of `data` are held out.
+def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size: int) -> StagedTexts:
+    """Stage texts on the cluster's workers. Without held-out texts for β, some prompts are held out.
 
     Raises:
         InputError: There are token ids beyond the vocabulary, or too few texts.
     """
-    rows = _read(data, config.max_length, vocab_size, seed)
+    texts_per_step = config.training.texts_per_step
+    keying = {"max_length": config.texts.max_length, "vocab_size": vocab_size, "seed": config.training.seed}
+    rows = _read(texts.data, keying)
     prompts = np.sort(_table(rows.select_columns(["prompt_key"]))["prompt_key"].to_numpy())
     unusable = int(np.count_nonzero(prompts < 0))
     prompts = prompts[unusable:]
-    if held_out is None:
+    if texts.held_out is None:
         # Whole prompts are held out: the last one comes with all of its answers.
-        wanted = config.held_out_texts or usual_held_out(len(prompts))
+        wanted = config.texts.held_out_texts or usual_held_out(len(prompts))
         bound = int(prompts[:wanted].max(initial=-1))
         chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
     else:
-        wanted = config.held_out_texts or _USUAL_HELD_OUT
+        wanted = config.texts.held_out_texts or _USUAL_HELD_OUT
         bound = -1
-        chosen = _read([held_out], config.max_length, vocab_size, seed).filter(expr=col("prompt_key") >= 0)
+        chosen = _read([texts.held_out], keying).filter(expr=col("prompt_key") >= 0)
     test = _table(chosen).sort_by("key").slice(0, wanted)
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
@@ -274,7 +286,8 @@ def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
     return np.bincount(pa.compute.list_flatten(table["tokens"]).to_numpy()[answered], minlength=vocab_size)
 
 
-def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
+def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
+    """Return the rows with the columns of `key_texts`, whose settings are `keying`."""
     whole = None
     for one in data:
         paths = [path for path, _ in one.files]
@@ -284,7 +297,7 @@ def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed
             batch_size=None,
             batch_format="pyarrow",
             num_cpus=HELPER_CPUS,
-            fn_kwargs={"max_length": max_length, "vocab_size": vocab_size, "seed": seed},
+            fn_kwargs=keying,
         )
         whole = rows if whole is None else whole.union(rows)
     assert whole is not None
@@ -306,32 +319,12 @@ def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> p
     for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):
         prompt, answer = prompt or [], answer or []
         tokens = [*prompt, *answer][:max_length]
-        usable = 0 < len(prompt) < len(tokens)
-        beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        rows.append(
-            {
-                "tokens": tokens,
-                "prompt_length": len(prompt),
-                "key": _hash(seed, name, tokens),
-                "prompt_key": _hash(seed, "", prompt) if usable else -1,
-                "problem": None
-                if beyond is None
-                else f"row {name} has token {beyond}, and the vocabulary ends at {vocab_size - 1}",
-            }
-        )
+        key, usable = _hash(seed, name, tokens), 0 < len(prompt) < len(tokens)
+        prompt_key = _hash(seed, "", prompt) if usable else -1
+        beyond = [token for token in tokens if not 0 <= token < vocab_size][:1]
+        problem = f"row {name} has token {beyond[0]}, and the vocabulary ends at {vocab_size - 1}" if beyond else None
+        rows.append(dict(zip(_SCHEMA.names, (tokens, len(prompt), key, prompt_key, problem), strict=True)))
     return pa.Table.from_pylist(rows, _SCHEMA)
-
-
-_TEXT = ["tokens", "prompt_length"]
-_SCHEMA = pa.schema(
-    [
-        ("tokens", pa.list_(pa.int32())),
-        ("prompt_length", pa.int32()),
-        ("key", pa.int64()),
-        ("prompt_key", pa.int64()),
-        ("problem", pa.string()),
-    ]
-)
 
 
 def _hash(seed: int, name: str, tokens: Sequence[int]) -> int:

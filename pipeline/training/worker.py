@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray.train import Checkpoint, CheckpointUploadMode
 from ray.train.collective import broadcast_from_rank_zero
+from safetensors import SafetensorError
 
+from drafter.errors import LoadError, TrainingError, one_line
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.losses import DraftBatch
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.training.loop import StepDone, TrainingStep, train, training_layers
-from drafter.training.targets import anchor_draws, draft_batch, simulated_beta
+from drafter.training.targets import simulated_beta
 from pipeline.errors import InputError
-from pipeline.training.board import progress_line
-from pipeline.training.checkpoints import SavedRun, TrainingState, report, restore
 from pipeline.training.config import TrainConfig
-from pipeline.training.folder import TrainingFolder
-from pipeline.training.hidden_store import store_hidden
-from pipeline.training.metrics import MetricsLog, Record
+from pipeline.training.folder import (
+    MetricsLog,
+    Record,
+    SavedRun,
+    TrainingFolder,
+    checkpoint_name,
+    restore,
+    upload,
+    write_checkpoint,
+)
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
-from pipeline.training.steps import Share, StepTexts, stream_steps
+from pipeline.training.steps import BatchFeed, store_hidden
 from pipeline.training.texts import StagedTexts
 
 
@@ -36,9 +49,9 @@ class WorkerTask:
     """The driver's task for each worker of a job.
 
     Args:
-        base_fingerprints: Fingerprints of the target model that generated the texts; see `same_base`.
+        base_fingerprints: Fingerprints of the target model that generated the texts; see `Texts`.
         provenance: Training record that is stored with the head.
-        board: A `TrainingBoard` actor.
+        board: A `StatusBoard` actor.
     """
 
     config: TrainConfig
@@ -51,7 +64,41 @@ class WorkerTask:
     threads: int
 
 
-# Output of the first worker.
+def train_worker(loop_config: dict[str, Any]) -> None:
+    """Train as `loop_config["task"]`, a `WorkerTask`, says."""
+    task: WorkerTask = loop_config["task"]
+    if _is_refused(task.board):
+        return  # Ray Train has restarted the worker after an error that would come again.
+    try:
+        with refusals(task.board):
+            run(task)
+    except Exception:
+        # After an error Ray Train would start the worker again, which takes long, for the same refusal. Where there are
+        # several, the error is needed, because the others wait for this one.
+        if ray.train.get_context().get_world_size() > 1 or not _is_refused(task.board):
+            raise
+
+
+@contextmanager
+def refusals(board: Any) -> Iterator[None]:
+    """Report errors that a retry would repeat. Ray Train takes them for crashes and restarts the worker.
+
+    A refusal is a message, and whether the configuration or the data is at fault.
+    """
+    try:
+        yield
+    except (InputError, LoadError, TrainingError) as error:
+        ray.get(board.put.remote("refusal", (True, one_line(error))))
+        raise
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            message = f"the disk is full ({one_line(error, 200)}): make room"
+            ray.get(board.put.remote("refusal", (False, message)))
+        raise
+
+
+def _is_refused(board: Any) -> bool:
+    return "refusal" in ray.get(board.mail.remote("", 0)).first
 
 
 class RunRecorder:
@@ -86,7 +133,7 @@ class RunRecorder:
             }
         )
 
-    def evaluated(self, step: int, beta: Mapping[int, float], state: TrainingState) -> None:
+    def evaluated(self, step: int, beta: Mapping[int, float], state: SavedRun) -> None:
         """Record an evaluation, β by number of draft tokens, and save the head if its β is the highest so far."""
         self._record({"step": step, "beta": {str(nodes): one for nodes, one in beta.items()}, "time": time.time()})
         evaluations = [
@@ -104,7 +151,14 @@ class RunRecorder:
 
     def _record(self, record: Record) -> None:
         self.metrics.add(record)
-        self._task.board.show.remote(progress_line(record, self._task.config.training.steps))
+        steps = self._task.config.training.steps
+        place = f"step {record['step']:>{len(str(steps))}}/{steps}"
+        if "beta" in record:
+            betas = ", ".join(f"{beta:.3f} at {nodes}" for nodes, beta in record["beta"].items())
+            line = f"{place}  held-out β {betas} draft nodes"
+        else:
+            line = f"{place}  loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s"
+        self._task.board.put.remote("line", line)
 
 
 def run(task: WorkerTask) -> None:
@@ -123,7 +177,7 @@ def run(task: WorkerTask) -> None:
     device = ray.train.torch.get_device() if torch.cuda.is_available() else torch.device("cpu")
     base = load_task_base(task, device)
     rank, workers = context.get_world_rank(), context.get_world_size()
-    show = task.board.show.remote
+    show = partial(task.board.put.remote, "line")
     saved = restore(task.folder.checkpoints, rank == 0, broadcast_from_rank_zero, show)
     torch.manual_seed(settings.seed)
     counts = task.staged.token_counts() if config.draft_vocab_size else None
@@ -131,9 +185,9 @@ def run(task: WorkerTask) -> None:
     if config.texts.store_hidden:
         store_hidden(base, task.staged, settings, training_layers(head, settings), rank, workers, show)
     if saved is not None:
-        head.load_state_dict(saved.state.weights)
+        head.load_state_dict(saved.weights)
     step_of = TrainingStep(base, head, settings)
-    optimiser = ShardedOptimiser(step_of, settings, config.sharding, saved.state if saved else None)
+    optimiser = ShardedOptimiser(step_of, settings, config.sharding, saved)
     held_out = task.staged.held_out()
 
     def evaluate() -> dict[int, float]:
@@ -141,10 +195,9 @@ def run(task: WorkerTask) -> None:
         with torch.autocast(device.type, base.dtype, enabled=base.dtype != torch.float32):
             return optimiser.run(lambda: simulated_beta(head, base, held_out))
 
-    share = Share(rank, workers, config.sharding.micro_batches, config.texts.store_hidden)
-    feed = BatchFeed(task, head.config.depth, device, stream_steps(task.staged, settings, share, optimiser.steps))
+    feed = BatchFeed(task.staged, config, head.config.depth, device, rank, workers)
     recorder = RunRecorder(task, head, base, saved.records if saved else []) if rank == 0 else None
-    for done in train(optimiser, feed.batches(), settings, evaluate, optimiser.steps):
+    for done in train(optimiser, feed.batches(optimiser.steps), settings, evaluate, optimiser.steps):
         checkpoint = done.step == settings.steps or done.step % config.checkpoint_every == 0
         # All workers take part in gathering the state.
         state = optimiser.state() if checkpoint or done.beta is not None else None
@@ -157,8 +210,33 @@ def run(task: WorkerTask) -> None:
             to_save = None
             if recorder is not None:
                 recorder.metrics.flush()
-                to_save = SavedRun(state, recorder.metrics.records)
-            report(to_save, done.step, task.folder.checkpoints, task.board)
+                to_save = replace(state, records=recorder.metrics.records)
+            report(to_save, done.step, task)
+
+
+def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
+    """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
+
+    Args:
+        saved: The run on the first worker; None on the others.
+    """
+
+    def keep(made: Checkpoint, name: str) -> Checkpoint:
+        with refusals(task.board):
+            return upload(Path(made.path), task.folder.checkpoints / name)
+
+    checkpoint = None
+    if saved is not None:
+        local = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+        write_checkpoint(saved, local)
+        checkpoint = Checkpoint.from_directory(local)
+    ray.train.report(
+        {"step": step},
+        checkpoint,
+        checkpoint_dir_name=checkpoint_name(step),
+        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=keep,
+    )
 
 
 def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
@@ -183,29 +261,3 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
                 "a head learns from its own target model's answers; distil with this target model"
             )
     return base
-
-
-@dataclass
-class BatchFeed:
-    """Makes a worker's batches from its texts as they arrive; `tokens` counts those of all workers so far."""
-
-    task: WorkerTask
-    depth: int
-    device: torch.device
-    steps: Iterator[StepTexts]
-    tokens: int = field(default=0, init=False)
-
-    def batches(self) -> Iterator[list[DraftBatch]]:
-        """Yield the micro-batches of each step."""
-        settings = self.task.config.training
-        for one in self.steps:
-            self.tokens += one.tokens
-            yield [
-                draft_batch(
-                    micro.texts,
-                    self.depth,
-                    settings.anchors_per_text,
-                    anchor_draws(settings.seed, one.step, micro.places),
-                ).to(self.device)
-                for micro in one.micro_batches
-            ]

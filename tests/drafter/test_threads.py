@@ -27,7 +27,7 @@ def test_errors_come_back() -> None:
     ("module", "given", "policy"),
     [
         ("drafter.engine.engine", {}, "PASSIVE"),
-        pytest.param("pipeline.training.cluster_training", {}, "PASSIVE", marks=pytest.mark.slow),
+        pytest.param("pipeline.training.job", {}, "PASSIVE", marks=pytest.mark.slow),
         pytest.param("drafter.engine.engine", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,8 @@ import time
 import pytest
 import ray
 
-from pipeline.stopping import Stopping, StopRequestedError
+from pipeline.errors import JobStopped
+from pipeline.stopping import Stopping
 
 
 def test_a_request_ends_the_block() -> None:
@@ -21,7 +22,7 @@ def test_a_request_ends_the_block() -> None:
         time.sleep(60)
 
     stopping = Stopping()
-    with pytest.raises(StopRequestedError, match="another works on it"), stopping:
+    with pytest.raises(JobStopped, match="another works on it"), stopping:
         wait()
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -33,7 +34,7 @@ def test_a_request_is_heard_while_ray_waits(local_ray: None) -> None:
         ray.get(ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote())
 
     stopping = Stopping()
-    with pytest.raises(StopRequestedError, match="by SIGTERM"), stopping:
+    with pytest.raises(JobStopped, match="by SIGTERM"), stopping:
         wait()
 
 

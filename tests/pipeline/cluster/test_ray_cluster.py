@@ -1,4 +1,4 @@
-"""Which cluster a job joins."""
+"""The cluster that a job joins, and how it is divided among actors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import socket
 
 import pytest
 
-from pipeline.cluster.ray_cluster import cluster_here
+from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, share_out
+from pipeline.errors import InputError
+from pipeline.settings import ResourcesConfig
+
+HEAD = Node(0, 0)
 
 
 def test_an_address_where_nobody_answers_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +22,62 @@ def test_an_address_where_nobody_answers_is_no_cluster(monkeypatch: pytest.Monke
     assert not cluster_here()
     monkeypatch.setattr("pipeline.cluster.ray_cluster.find_bootstrap_address", lambda folder: None)
     assert not cluster_here()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "may_grow", "wanted", "expected"),
+    [
+        # One machine: all GPUs, or all cores but what reading and writing need.
+        ([Node(8, 2)], False, ResourcesConfig(), ActorResources(1.0, 1.0, 1, 2)),
+        ([Node(8, 2)], False, ResourcesConfig(gpus_per_actor=0.5), ActorResources(1.0, 0.5, 1, 4)),
+        ([Node(8, 2)], False, ResourcesConfig(gpus_per_actor=0), ActorResources(7.5, 0.0, 1, 1)),
+        ([Node(2, 0)], False, ResourcesConfig(), ActorResources(1.5, 0.0, 1, 1)),
+        ([Node(8, 0)], False, ResourcesConfig(max_actors=3), ActorResources(2.5, 0.0, 1, 3)),
+        # A cluster: as many as fit, each within a node.
+        ([HEAD, Node(4, 1), Node(4, 1)], True, ResourcesConfig(), ActorResources(1.0, 1.0, 1, None)),
+        ([HEAD, Node(4, 0), Node(2, 0)], True, ResourcesConfig(), ActorResources(1.5, 0.0, 1, None)),
+        ([HEAD, Node(4, 0), Node(4, 0)], True, ResourcesConfig(min_actors=4), ActorResources(1.75, 0.0, 4, None)),
+        # Few cores beside a GPU: what reads and writes must find some, too.
+        ([HEAD, Node(1, 1)], True, ResourcesConfig(), ActorResources(0.5, 1.0, 1, None)),
+        ([HEAD, Node(4, 4)], True, ResourcesConfig(), ActorResources(0.875, 1.0, 1, None)),
+        # However many are asked for: no node is so full of engines that nothing else can run.
+        ([Node(2, 0)], False, ResourcesConfig(cpus_per_actor=2), ActorResources(1.75, 0.0, 1, 1)),
+        ([HEAD, Node(2, 0), Node(4, 0)], True, ResourcesConfig(cpus_per_actor=1), ActorResources(0.875, 0.0, 1, None)),
+        ([HEAD, Node(8, 8)], True, ResourcesConfig(cpus_per_actor=1), ActorResources(0.96875, 1.0, 1, None)),
+        # Nothing can run yet: nodes with GPUs are to come.
+        ([HEAD], True, ResourcesConfig(), ActorResources(1.0, 1.0, 1, None)),
+        ([HEAD], True, ResourcesConfig(gpus_per_actor=2, max_actors=8), ActorResources(1.0, 2.0, 1, 8)),
+        ([HEAD], True, ResourcesConfig(gpus_per_actor=0), ActorResources(1.0, 0.0, 1, None)),
+        ([Node(8, 0)], True, ResourcesConfig(gpus_per_actor=1), ActorResources(1.0, 1.0, 1, None)),
+    ],
+)
+def test_shares(nodes: list[Node], may_grow: bool, wanted: ResourcesConfig, expected: ActorResources) -> None:
+    assert share_out(wanted, Cluster(tuple(nodes), may_grow)) == expected
+
+
+@pytest.mark.parametrize(
+    ("node", "wanted", "message"),
+    [
+        (
+            Node(2, 0),
+            ResourcesConfig(gpus_per_actor=1),
+            "1 × 1 GPUs for the engines are more than the 0 of",
+        ),
+        (Node(8, 1), ResourcesConfig(gpus_per_actor=0.5, min_actors=3), "3 × 0.5 GPUs"),
+        (Node(2, 0), ResourcesConfig(cpus_per_actor=3), "lower resources.cpus_per_actor or resources.min_actors"),
+    ],
+)
+def test_one_machine_has_what_it_has(node: Node, wanted: ResourcesConfig, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        share_out(wanted, Cluster((node,), may_grow=False))
+
+
+def test_who_waits_for_a_node_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    share_out(ResourcesConfig(gpus_per_actor=2), Cluster((HEAD, Node(8, 1), Node(8, 1)), may_grow=True))
+    assert "no node has 1 CPU cores and 2 GPUs for one of the engines yet" in capsys.readouterr().err
+    share_out(ResourcesConfig(gpus_per_actor=2), Cluster((HEAD, Node(8, 2)), may_grow=True))
+    assert not capsys.readouterr().err
+
+
+def test_threads_are_whole() -> None:
+    assert [ActorResources(cpus, 1.0, 1, 1).threads for cpus in (0.0, 0.5, 1.0, 7.5)] == [1, 1, 1, 8]

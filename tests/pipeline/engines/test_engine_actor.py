@@ -22,7 +22,7 @@ from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
 from pipeline.io.parts import unpack
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
-from pipeline.progress.board import ProgressBoard
+from pipeline.progress.board import StatusBoard
 from pipeline.settings import LimitsConfig, WritingConfig
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
@@ -58,7 +58,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
         others: OtherTexts = _NO_OTHERS,
     ) -> EngineActor:
         spec = loads(str(model), drafter, {}, EngineConfig(max_num_seqs=2, num_draft_tokens=3), threads=1)
-        board = ray.remote(num_cpus=0)(ProgressBoard).remote()
+        board = ray.remote(num_cpus=0)(StatusBoard).remote()
         ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
         actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", others)
         made.append(actor)

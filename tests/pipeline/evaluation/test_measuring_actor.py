@@ -6,7 +6,7 @@ import time
 import pytest
 
 from drafter.errors import LoadError
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import InputError, JobError
 from pipeline.evaluation.measuring import measuring
 

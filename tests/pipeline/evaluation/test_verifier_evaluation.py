@@ -15,7 +15,7 @@ from drafter.evaluation.verifiers import VerifierFigures
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
 from jobs.evaluate import main
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import InputError
 from pipeline.evaluation import evaluate_job
 from pipeline.evaluation.config import EvaluateConfig, named_verifier, parse_config

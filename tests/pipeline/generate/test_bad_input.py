@@ -20,7 +20,7 @@ from drafter.ctc.head import CTCHead
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from jobs.generate import main
-from pipeline.cluster.shares import Cluster, Node
+from pipeline.cluster.ray_cluster import Cluster, Node
 from tests.pipeline.conftest import Run, write_jsonl
 
 GOOD = [{"prompt": "how many", "id": 1}, {"prompt": "apples", "id": 2}]

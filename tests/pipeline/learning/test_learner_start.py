@@ -10,7 +10,7 @@ import pytest
 
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.methods.learning.learner import HeadVersion
-from pipeline.cluster.shares import Cluster, Node
+from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, parse_config
 from pipeline.io.files import locate

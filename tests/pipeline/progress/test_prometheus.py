@@ -23,7 +23,7 @@ from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.parts import unpack
 from pipeline.learning.learner_actor import LearnerMetrics
 from pipeline.output.columns import RunTraits
-from pipeline.progress.board import LearningReport, Progress, ProgressBoard
+from pipeline.progress.board import LearningReport, Progress, StatusBoard
 from pipeline.progress.prometheus import JobMetrics
 from pipeline.settings import LimitsConfig, WritingConfig
 from tests.support.parts import request_part
@@ -80,7 +80,7 @@ def exported(local_ray: None) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(max_num_seqs=4, num_draft_tokens=8), threads=1)
     traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
-    board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
+    board, ledger = ray.remote(num_cpus=0)(StatusBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
     actor = ray.remote(num_cpus=1)(EngineActor).remote(
         spec, LimitsConfig(), traits, ledger, board, RUN, OtherTexts(None, shared=False)
     )

@@ -10,11 +10,11 @@ import pytest
 from pyarrow import fs
 
 from drafter.statistics import BatchChoice, MemberView, StepSums, Verdict
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.errors import JobError
 from pipeline.io.files import Location
 from pipeline.progress.board import Progress
-from pipeline.progress.status_file import StatusFile
+from pipeline.progress.watch import StatusFile
 from tests.pipeline.conftest import FinishedJob
 
 

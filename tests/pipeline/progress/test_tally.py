@@ -6,30 +6,27 @@ import time
 
 import pytest
 
-from pipeline.progress.board import EngineFacts, EngineReport, PartReport, Progress, ProgressBoard, Tally
+from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.watch import line
+from tests.pipeline.progress.conftest import engine
 
 
-def engine(seconds: float = 1.0, active: int = 3) -> EngineReport:
-    return EngineReport(seconds, "a GPU", EngineFacts("f00", "exact", True), slots=4, active=active, waiting=2)
-
-
-def fetch(board: ProgressBoard, tally: Tally, now: float) -> Progress:
-    tally.take(board.mail(tally.life, tally.number), now)
+def fetch(board: StatusBoard, tally: Tally, now: float) -> Progress:
+    tally.take(board.mail(tally.mail.life, tally.mail.number), now)
     return tally.progress(now)
 
 
 def test_repeated_work_is_not_counted_twice() -> None:
-    board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
+    board, tally = StatusBoard(), Tally(total=9, before=0, errors_before=0)
     now = fetch(board, tally, time.time())
     assert (now.state, now.stage) == ("starting", "starting the engine's process")
-    board.starting("loading the model")
+    board.put("stage", "loading the model")
     assert fetch(board, tally, time.time()).stage == "loading the model"
-    board.engine("e1", engine())
-    board.update("p1", PartReport(rows=3, errors=1, tokens=30, steps=10))
-    board.update("p2", PartReport(rows=2, errors=0, tokens=20, steps=10))
+    board.put("engine", engine(), "e1")
+    board.put("part", PartReport(rows=3, errors=1, tokens=30, steps=10), "p1")
+    board.put("part", PartReport(rows=2, errors=0, tokens=20, steps=10), "p2")
     assert fetch(board, tally, time.time()).rows == 5
-    board.update("p1", PartReport(rows=1, errors=1))  # its engine died, another began anew
+    board.put("part", PartReport(rows=1, errors=1), "p1")  # its engine died, another began anew
     now = fetch(board, tally, time.time())
     assert (now.state, now.engines, now.rows, now.errors, now.tokens) == ("generating", 1, 3, 1, 20)
     assert now.acceptance_length == 2.0
@@ -37,61 +34,60 @@ def test_repeated_work_is_not_counted_twice() -> None:
 
 def test_a_board_that_died_takes_nothing_along() -> None:
     tally = Tally(total=100, before=0, errors_before=0)
-    board = ProgressBoard()
-    board.engine("e1", engine())
+    board = StatusBoard()
+    board.put("engine", engine(), "e1")
     for part in range(5):
-        board.update(f"p{part}", PartReport(rows=10, tokens=100))
-    board.crashed("device lost")
+        board.put("part", PartReport(rows=10, tokens=100), f"p{part}")
+    board.put("crash", "device lost")
     assert fetch(board, tally, time.time()).rows == 50
 
-    board = ProgressBoard()  # as Ray starts it again: it knows nothing
+    board = StatusBoard()  # as Ray starts it again: it knows nothing
     assert fetch(board, tally, time.time()).rows == 50
-    board.update("p4", PartReport(rows=12, tokens=120))  # it was on its way
-    board.update("p5", PartReport(rows=1, tokens=7))
+    board.put("part", PartReport(rows=12, tokens=120), "p4")  # it was on its way
+    board.put("part", PartReport(rows=1, tokens=7), "p5")
     now = fetch(board, tally, time.time())
     assert (now.rows, now.tokens, now.crash) == (53, 527, "device lost")
 
 
 def test_mail_that_got_lost_is_sent_again() -> None:
-    board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
-    board.update("p1", PartReport(rows=3))
-    board.mail(tally.life, tally.number)  # never arrives
-    board.update("p2", PartReport(rows=2))
+    board, tally = StatusBoard(), Tally(total=9, before=0, errors_before=0)
+    board.put("part", PartReport(rows=3), "p1")
+    board.mail(tally.mail.life, tally.mail.number)  # never arrives
+    board.put("part", PartReport(rows=2), "p2")
     assert fetch(board, tally, 0.0).rows == 5
-    assert board.mail(tally.life, tally.number).parts == {}  # what has arrived is kept no longer
+    assert board.mail(tally.mail.life, tally.mail.number).reports == {}  # what has arrived is kept no longer
 
 
 def test_rows_that_were_kept_of_unfinished_parts_took_no_time() -> None:
     kept = {"p1": PartReport(rows=3, errors=1, tokens=20, steps=10)}
-    board, tally = ProgressBoard(), Tally(total=9, before=5, errors_before=1, kept=kept)
-    board.engine("e1", engine())
-    board.update("p1", PartReport(rows=3, errors=1, tokens=20, steps=10))
+    board, tally = StatusBoard(), Tally(total=9, before=5, errors_before=1, kept=kept)
+    board.put("engine", engine(), "e1")
+    board.put("part", PartReport(rows=3, errors=1, tokens=20, steps=10), "p1")
     assert fetch(board, tally, time.time()).done == 5
-    board.update("p1", PartReport(rows=4, errors=1, tokens=27, steps=12))
+    board.put("part", PartReport(rows=4, errors=1, tokens=27, steps=12), "p1")
     now = fetch(board, tally, time.time())
     assert (now.done, now.rows, now.errors, now.tokens) == (6, 1, 0, 7)
 
 
 def test_engines_that_fell_silent_do_not_count_but_their_time_does() -> None:
-    board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
+    board, tally = StatusBoard(), Tally(total=9, before=0, errors_before=0)
     begun = time.time()
-    board.engine("e1", engine(seconds=40.0))
+    board.put("engine", engine(seconds=40.0), "e1")
     fetch(board, tally, begun)
-    board.engine("e2", engine(seconds=5.0, active=1))
+    board.put("engine", engine(seconds=5.0, active=1), "e2")
     now = fetch(board, tally, begun + 60)
     assert (now.engines, now.slots, now.active, now.engine_seconds) == (1, 4, 1, 45.0)
 
 
 def rate_after(rows: dict[float, int], now: float, total: int = 1000, before: int = 0) -> Progress:
     """Progress at `now` seconds after the first engine, where `rows` says how many were done at which second."""
-    board, tally = ProgressBoard(), Tally(total, before, errors_before=0)
-    board.engine("e1", engine())
-    mail = board.mail("", 0)
-    assert mail.first is not None
+    board, tally = StatusBoard(), Tally(total, before, errors_before=0)
+    board.put("engine", engine(), "e1")
+    begun = board.mail("", 0).first["engine"]
     for second, done in rows.items():
-        board.update("p", PartReport(rows=done, tokens=10 * done))
-        fetch(board, tally, mail.first + second)
-    return tally.progress(mail.first + now)
+        board.put("part", PartReport(rows=done, tokens=10 * done), "p")
+        fetch(board, tally, begun + second)
+    return tally.progress(begun + now)
 
 
 def test_eta_of_a_resumed_job_counts_only_rows_that_took_time() -> None:

@@ -8,13 +8,10 @@ import signal
 import pytest
 import ray
 
-from pipeline.progress.board import EngineFacts, EngineReport, PartReport, Progress, ProgressBoard, Tally
+from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.watch import ProgressWatch
+from tests.pipeline.progress.conftest import engine
 from tests.support.waiting import wait_until
-
-
-def engine(seconds: float = 1.0, active: int = 3) -> EngineReport:
-    return EngineReport(seconds, "a GPU", EngineFacts("f00", "exact", True), slots=4, active=active, waiting=2)
 
 
 class Seen:
@@ -30,7 +27,7 @@ class Seen:
         wait_until(lambda: self.shown and self.shown[-1].rows == rows, f"{rows} rows")
 
 
-class MortalBoard(ProgressBoard):
+class MortalBoard(StatusBoard):
     """A board that tells whom to kill."""
 
     def pid(self) -> int:
@@ -43,11 +40,11 @@ def test_progress_survives_the_death_of_its_actor(local_ray: None) -> None:
     seen = Seen()
     started: list[Progress] = []
     with ProgressWatch(board, Tally(20, 5, 0), started.append, [seen]) as watch:
-        board.engine.remote("e1", engine())
-        board.update.remote("p1", PartReport(rows=4, tokens=40))
+        board.put.remote("engine", engine(), "e1")
+        board.put.remote("part", PartReport(rows=4, tokens=40), "p1")
         seen.wait_for(rows=4)
         os.kill(ray.get(board.pid.remote()), signal.SIGKILL)
-        board.update.remote("p2", PartReport(rows=3, tokens=30))
+        board.put.remote("part", PartReport(rows=3, tokens=30), "p2")
         seen.wait_for(rows=7)
     assert len(started) == 1
     # The end needs no reports: all parts are in the output.

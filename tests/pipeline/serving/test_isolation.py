@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from drafter import EngineConfig, SpeculativeLM
 from drafter.engine.config import EngineSettings
-from pipeline.cluster.shares import ActorResources
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.models import EngineSpec
 from pipeline.serving.answers import Answers
 from pipeline.serving.application import _engines

@@ -9,7 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineSettings
 from jobs.serve import main
-from pipeline.cluster.shares import Cluster, Node
+from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
 from pipeline.serving.config import ApplicationConfig, ServeConfig, parse_application, parse_config

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from drafter.engine.config import EngineSettings
-from pipeline.cluster.shares import Cluster, Node
+from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.engines.models import EngineSpec
 from pipeline.errors import InputError
 from pipeline.learning.config import LearnerSpec

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from pipeline.io.files import Location, locate
-from pipeline.training.checkpoints import (
+from pipeline.training.folder import (
     MOMENTS,
     SavedRun,
-    TrainingState,
     checkpoint_name,
-    complete,
+    complete_checkpoints,
     go_back,
     restore,
     tidy,
     upload,
-    write,
+    write_checkpoint,
 )
 from tests.support.damage import Damage, cut, empty
 
@@ -31,7 +30,7 @@ def saved(steps: int) -> SavedRun:
     weights = {"w": torch.full((300,), float(steps))}
     records: list[dict[str, Any]] = [{"step": step, "loss": 1.0 / step, "time": 0.0} for step in range(1, steps + 1)]
     records += [{"step": step, "beta": {"16": 2.0 - abs(step - 8)}, "time": 0.0} for step in range(4, steps + 1, 4)]
-    return SavedRun(TrainingState(steps, weights, {moment: {"w": weights["w"] + 1} for moment in MOMENTS}), records)
+    return SavedRun(steps, weights, {moment: {"w": weights["w"] + 1} for moment in MOMENTS}, records)
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def folder(tmp_path: Path) -> Location:
     for step in (4, 8, 12, 16):
         local = tmp_path / "local"
         local.mkdir()
-        write(saved(step), local)
+        write_checkpoint(saved(step), local)
         upload(local, locate(str(kept)) / checkpoint_name(step))
         shutil.rmtree(local)
     return locate(str(kept))
@@ -61,10 +60,10 @@ def restored(folder: Location) -> tuple[int | None, list[str]]:
     assert (first is None) == (second is None)
     if first is None or second is None:
         return None, told
-    assert first.state.steps == second.state.steps
-    assert torch.equal(first.state.weights["w"], second.state.weights["w"])
-    assert first.records == second.records == saved(first.state.steps).records
-    return first.state.steps, told
+    assert first.steps == second.steps
+    assert torch.equal(first.weights["w"], second.weights["w"])
+    assert first.records == second.records == saved(first.steps).records
+    return first.steps, told
 
 
 @pytest.mark.parametrize("damage", [empty, cut])
@@ -75,7 +74,7 @@ def test_the_newest_that_can_be_read(folder: Location, file: str, damage: Damage
     steps, told = restored(folder)
     assert steps == 12
     assert [line.split(" is damaged")[0] for line in told] == ["checkpoint step-00000016"]
-    for name in complete(folder):
+    for name in complete_checkpoints(folder):
         damage(Path(folder.path) / name / file)
     steps, told = restored(folder)
     assert steps is None
@@ -97,7 +96,7 @@ def test_only_the_newest_are_kept_and_rays_own_list_is_not(folder: Location) -> 
     begun = Path(folder.path) / checkpoint_name(20)
     begun.mkdir()
     tidy(folder, 2)
-    assert complete(folder) == [checkpoint_name(12), checkpoint_name(16)]
+    assert complete_checkpoints(folder) == [checkpoint_name(12), checkpoint_name(16)]
     assert not torn.exists()
     assert begun.exists()
     tidy(folder, 2)
@@ -109,7 +108,7 @@ def test_the_step_of_the_best_head_is_taken_again(folder: Location, damaged: int
     if damaged:
         (Path(folder.path) / checkpoint_name(damaged) / "progress.json").write_text(json.dumps({"steps": 16}))
     assert go_back(folder, "16") == 8
-    assert complete(folder) == [checkpoint_name(4)]
+    assert complete_checkpoints(folder) == [checkpoint_name(4)]
     assert go_back(folder, "16") == 4
-    assert complete(folder) == []
+    assert complete_checkpoints(folder) == []
     assert go_back(folder, "16") is None

@@ -19,8 +19,8 @@ from drafter.target.model import BaseModel
 from drafter.training.loop import Optimiser, TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch, simulated_beta
-from pipeline.training.checkpoints import SavedRun, read, write
 from pipeline.training.config import ShardingConfig
+from pipeline.training.folder import read_checkpoint, write_checkpoint
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
 from pipeline.training.steps import share
 from tests.support.models import random_model
@@ -67,11 +67,11 @@ def _worker(rank: int, port: int, folder: str) -> None:
         unbroken = curve(optimiser, 0, STOP, micro, rank, 2)
         saved = Path(folder) / f"{sharding.zero_stage}-{micro}-{rank}"
         saved.mkdir()
-        write(SavedRun(optimiser.state(), []), saved)
+        write_checkpoint(optimiser.state(), saved)
         unbroken += curve(optimiser, STOP, STEPS, micro, rank, 2)
 
         # Goes on in another stage than it was saved in.
-        state = read(saved).state
+        state = read_checkpoint(saved)
         base = BaseModel(random_model("llama"))
         step_of = new_step(base)
         step_of.head.load_state_dict(state.weights)

@@ -110,7 +110,7 @@ def test_a_torn_checkpoint_is_told_and_the_one_before_is_used(
 
 def test_one_submission_trains_at_a_time(train: Train, unfinished: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     beat = 1.0
-    monkeypatch.setattr("pipeline.training.cluster_training.Lease", lambda file, lost: Lease(file, lost, beat))
+    monkeypatch.setattr("pipeline.training.job.Lease", lambda file, lost: Lease(file, lost, beat))
     with Lease(locate(str(unfinished.folder / "_lease.json")), lambda by: None, beat):
         refused = train(output=unfinished.folder)
     assert refused.code == 2
@@ -122,7 +122,7 @@ def test_a_submission_that_has_lost_its_lease_stops(
     train: Train, unbroken: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = 0.5
-    monkeypatch.setattr("pipeline.training.cluster_training.Lease", lambda file, lost: Lease(file, lost, beat))
+    monkeypatch.setattr("pipeline.training.job.Lease", lambda file, lost: Lease(file, lost, beat))
     folder = tmp_path / "trained"
     other = {"name": "y", "host": "another", "pid": 1, "beat": 1}
 

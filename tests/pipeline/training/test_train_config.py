@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import yaml
 
 from pipeline.errors import InputError
 from pipeline.training.config import parse_config
@@ -47,7 +48,7 @@ def test_a_printed_configuration_can_be_given_back(tmp_path: Path) -> None:
     settings = [*GOOD.split(), "--workers.number", "[1, 3]", "--head", '{"depth": 4}', "--training.precision", "bf16"]
     config = parse_config(settings)
     file = tmp_path / "job.yaml"
-    file.write_text(config.as_yaml())
+    file.write_text(yaml.safe_dump(config.as_dict()))
     assert parse_config(["--config", str(file)]) == config
     assert (config.workers.number, config.head) == ((1, 3), {"depth": 4})
 
@@ -163,7 +164,7 @@ def test_a_job_that_failed_on_its_settings_is_mended_in_place(train: Train, monk
     def began(*_: Any) -> None:
         raise InputError("this one began to train")
 
-    monkeypatch.setattr("pipeline.training.cluster_training.execute", began)
+    monkeypatch.setattr("pipeline.training.job.execute", began)
     mended = train(texts__held_out_texts="null")
     assert mended.error == "error: this one began to train"
     # By default an eighth of few texts is held out.

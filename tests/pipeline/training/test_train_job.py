@@ -192,7 +192,7 @@ def test_a_full_disk_stops_and_the_job_goes_on_when_there_is_room(
     unbroken: Training, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.training.cluster_training.connect", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("pipeline.training.job.connect", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         interrupted = train()
     assert interrupted.code == 130
     # Writing the checkpoint of step 8 ends as on a full disk.
