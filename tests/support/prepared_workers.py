@@ -249,6 +249,7 @@ def _serve(listening: socket.socket) -> None:
             continue
         key = tuple(sorted(worker.settings.items()))
         if key not in of_settings:
+            _end_those_without_a_node(of_settings)
             of_settings[key], there = socket.socketpair()
             if os.fork() == 0:
                 for one in (listening, *of_settings.values()):
@@ -258,6 +259,14 @@ def _serve(listening: socket.socket) -> None:
             there.close()
         worker.send(of_settings[key])
         worker.close()
+
+
+def _end_those_without_a_node(of_settings: dict[tuple[tuple[str, str], ...], socket.socket]) -> None:
+    """End processes that fork workers for nodes that have ended: each has tens of megabytes of its own."""
+    for key in list(of_settings):
+        node = dict(key).get("RAY_RAYLET_PID")
+        if node is not None and not psutil.pid_exists(int(node)):
+            of_settings.pop(key).close()
 
 
 def _serve_with_ray(there: socket.socket, settings: dict[str, str]) -> None:
