@@ -28,8 +28,9 @@ serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.
 cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
 	$(BIN)/python -m examples.cluster_demo
 
-# Two processes. Those tests that share a Ray cluster are one group, which runs in one of them (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadgroup
+# Two processes. Those tests that share a Ray cluster are one group, which runs in one of them. tests/conftest.py says
+# what belongs together and what comes first.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED) ## Run the tests of every behaviour's main path: a few minutes.
 	$(PYTEST) -m "not slow"

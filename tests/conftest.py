@@ -25,17 +25,21 @@ torch.set_num_threads(1)
 
 SHARED_FIXTURES = ("local_ray", "endpoint", "cluster", "deployed", "bucket", "local")
 """Fixtures that start processes: all tests that use one run in the same pytest process, so that it is made once."""
+BEGIN_FIRST = (*SHARED_FIXTURES, "long")
+"""Groups in the order in which they begin. All other tests follow: at the end no process waits long for the other."""
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by the expensive fixture they share, for `--dist loadgroup`."""
+    """Group tests by the expensive fixture they share, for `--dist loadgroup`, and have what takes long begin first."""
+    places = {}
     for item in items:
-        names = getattr(item, "fixturenames", ())
-        for fixture in SHARED_FIXTURES:
-            if fixture in names:
-                item.add_marker(pytest.mark.xdist_group(fixture))
-                break
+        names = [*getattr(item, "fixturenames", ()), *(mark.name for mark in item.iter_markers())]
+        group = next((name for name in BEGIN_FIRST if name in names), None)
+        places[item] = BEGIN_FIRST.index(group) if group else len(BEGIN_FIRST)
+        if group in SHARED_FIXTURES:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=places.__getitem__)
 
 
 def pytest_collection_finish() -> None:

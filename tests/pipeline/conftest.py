@@ -36,6 +36,10 @@ def local_ray() -> Iterator[None]:
     """The one Ray cluster of a pytest process: all jobs that tests run in this process use it."""
     os.environ["RAY_ADDRESS"] = "local"  # never somebody else's cluster
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - tests wait for their workers
+    # Ray looks for new files of its logs ten times a second, of which there are hundreds in the end, and at all its
+    # processes' memory every five seconds. Nobody reads either here.
+    os.environ |= {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0", "LOG_NAME_UPDATE_INTERVAL_S": "10"}
+    os.environ["REPORTER_UPDATE_INTERVAL_MS"] = "60000"
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # how often Ray Train looks for workers that have ended
     # A task's process stays for the next test: Ray would end all but two of them after a second, and each has spent
     # seconds on its imports.

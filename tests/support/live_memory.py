@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from tests.support.waits import tensors_of
 
 
 class LiveMemory(TorchDispatchMode):
@@ -25,12 +25,11 @@ class LiveMemory(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in tree_leaves((args, kwargs)):
-            if isinstance(one, torch.Tensor):
-                self._known.add(one.untyped_storage())  # it was there before
+        for one in tensors_of((args, kwargs)):
+            self._known.add(one.untyped_storage())  # it was there before
         result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()) not in self._known:
+        for one in tensors_of(result):
+            if (storage := one.untyped_storage()) not in self._known:
                 self._known.add(storage)
                 size = storage.nbytes()
                 self.now += size

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 _WAITING = {
     "_local_scalar_dense",
@@ -31,6 +30,17 @@ _WAITING = {
 """Operations whose result has a size, or is a number, that only the device knows. `lift_fresh` is what `torch.tensor`
 does: the host makes numbers, and waits until a device has taken them."""
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return all tensors in an operation's arguments or results, much faster than PyTorch's function for any tree."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for one in value for tensor in tensors_of(one)]
 
 
 def why_it_waits(func: Any, args: Any, kwargs: Any) -> str | None:
@@ -60,7 +70,7 @@ def why_it_copies(func: Any, args: Any, kwargs: Any, result: Any) -> str | None:
 
     A number of the host, too, is read when a graph is recorded, and never again.
     """
-    kinds = {one.device.type for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)}
+    kinds = {one.device.type for one in tensors_of((args, kwargs, result))}
     return f"{func} goes from one kind of device to another: {', '.join(sorted(kinds))}" if len(kinds) > 1 else None
 
 

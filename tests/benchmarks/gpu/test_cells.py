@@ -216,6 +216,7 @@ def test_a_stage_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_stages_in_one_command(tmp_path: Path) -> None:
     main(["--output", str(tmp_path), "--tiny"])
     page = (tmp_path / PAGE_FILE).read_text(encoding="utf-8")

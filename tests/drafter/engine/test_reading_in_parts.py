@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
@@ -41,6 +40,7 @@ from tests.support.models import (
     run_engine,
 )
 from tests.support.tapes import TapeRecorder
+from tests.support.waits import tensors_of
 
 PLACES = ("drafter.target.model", "drafter.heads.attention")
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
@@ -139,9 +139,9 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.names.append(func.overloadpacket.__name__)
-        given = {one.untyped_storage() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.untyped_storage() not in given:
+        given = {one.untyped_storage() for one in tensors_of((args, kwargs))}
+        for one in tensors_of(result):
+            if one.untyped_storage() not in given:
                 self.results.append((tuple(one.shape), one.dtype))
         return result
 

@@ -22,6 +22,7 @@ from tests.support.models import SpellingTokenizer, random_model, random_prompts
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler")
 def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() -> None:
     """Greedy and sampled, one row and several, plain steps and trees of every size."""
@@ -46,6 +47,7 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [False, True])
 def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
     """Also where committed positions are read apart, as on a GPU, and where a cache in blocks keeps them from it."""

@@ -22,7 +22,8 @@ from tests.pipeline.conftest import read_rows, write_jsonl
 from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
-ROWS = 64
+ROWS = 192
+"""So many that the first node is not done with them before the second one is there."""
 MOST_NODES = 2
 
 

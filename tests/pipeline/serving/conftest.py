@@ -24,7 +24,7 @@ from pipeline.serving.answers import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT
-from tests.support.prepared_workers import prepared_workers
+from tests.support.prepared_workers import PreparedWorkers, prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
 NAME = "tiny"
@@ -56,22 +56,21 @@ class Endpoint:
 
     Args:
         process: It.
-        forking: Process that forks its workers.
+        workers: How its workers are forked.
         address: Where it listens.
         log: What it has printed.
         session: Folder of Ray's logs.
     """
 
     process: subprocess.Popen[bytes]
-    forking: int
+    workers: PreparedWorkers
     address: str
     log: Path
     session: Path
 
     def started(self) -> list[psutil.Process]:
         """All processes that it has started."""
-        parents = (self.process.pid, self.forking)
-        return [child for parent in parents for child in psutil.Process(parent).children(recursive=True)]
+        return [*psutil.Process(self.process.pid).children(recursive=True), *self.workers.processes()]
 
     def figures(self) -> dict[str, float]:
         """Sums of its metrics over replicas."""
@@ -148,7 +147,7 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
 
         try:
             wait_until(serving, "the endpoint")
-            yield Endpoint(process, workers.pid, f"http://127.0.0.1:{port}", log, ray_folder)
+            yield Endpoint(process, workers, f"http://127.0.0.1:{port}", log, ray_folder)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -85,6 +85,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
     model: Path, plain: SpeculativeLM, tmp_path: Path, settings: dict[str, Any]
 ) -> None:

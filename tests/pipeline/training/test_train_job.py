@@ -24,6 +24,7 @@ from pipeline.io.files import locate
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.faults import FullFiles
+from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import wait_until
 
 
@@ -124,12 +125,6 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
     assert "heads of algorithm 'ctc' have no layout that others read; eagle3, medusa have" in refused.error
 
 
-def workers_of(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes that train."""
-    children = psutil.Process(job.pid).children(recursive=True)
-    return [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
-
-
 def wait_for_step(job: subprocess.Popen[bytes], output: Path, step: int) -> None:
     """Wait until there is a checkpoint of `step` or later."""
 
@@ -147,20 +142,22 @@ def test_killed_workers_and_drivers_do_not_show_in_the_losses(
     broken = tmp_path / "broken"
     command = [sys.executable, "-m", "jobs.train", *arguments_of(distilled, broken, model, workers__number=2)]
     # A cluster of its own, which dies with it.
-    environment = {**os.environ, "RAY_ADDRESS": "local"}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    job = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-    try:
-        wait_for_step(job, broken, 4)
-        workers_of(job)[-1].send_signal(signal.SIGKILL)
-        wait_for_step(job, broken, 12)
-    finally:
-        started = psutil.Process(job.pid).children(recursive=True)
-        os.killpg(job.pid, signal.SIGKILL)
-        for process in started:
-            if process.is_running():
-                process.kill()
-        job.wait()
+    with prepared_workers() as workers:
+        environment = {**os.environ, **workers.environment, "RAY_ADDRESS": "local"}
+        job = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
+        try:
+            wait_for_step(job, broken, 4)
+            trains = [one for one in workers.processes() if "RayTrainWorker" in " ".join(one.cmdline())]
+            trains[-1].send_signal(signal.SIGKILL)
+            wait_for_step(job, broken, 12)
+        finally:
+            started = [*psutil.Process(job.pid).children(recursive=True), *workers.processes()]
+            os.killpg(job.pid, signal.SIGKILL)
+            for process in started:
+                if process.is_running():
+                    process.kill()
+            job.wait()
     assert not (broken / "training.png").exists()
 
     # The same command on another cluster, with another number of workers.

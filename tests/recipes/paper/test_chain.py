@@ -267,6 +267,7 @@ def _steps(saved: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2 * _JOBS * PATIENCE)
 def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path: Path) -> None:
     """A real cluster with a logical GPU, from random weights to the table; killed inside a training, then run again."""
