@@ -220,7 +220,7 @@ class FrameLattice:
         known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
         # A row's paths share its frames: `own` selects the logits of each path's frame.
         own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
-        logits = (known.flatten(0, 1) @ factor).unflatten(0, (len(self._states), -1))
+        logits: Tensor = (known.flatten(0, 1) @ factor).unflatten(0, (len(self._states), -1))
         logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first : first + frames])
         return logits.view(paths, frames, -1)
 

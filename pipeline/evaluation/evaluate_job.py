@@ -13,6 +13,7 @@ from typing import Any
 
 from drafter.acceptance.settings import VerifierSettings, make_verifier
 from drafter.errors import LoadError, RequestError, one_line
+from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import Question, QuestionError, encode, read_questions
 from drafter.evaluation.results import RESULTS_FILE, Cell, Nodes, Results, Setting, comparable, write_json
 from drafter.evaluation.tables import speed_tables, write_report
@@ -26,7 +27,6 @@ from drafter.evaluation.verifiers import (
     utility_table,
     verifier_grid,
 )
-from drafter.methods.learning.payoff import Evaluation
 from drafter.requests import Request, SamplingParams
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
@@ -49,7 +49,6 @@ from pipeline.evaluation.measuring import (
     measured,
     measuring,
 )
-from pipeline.progress.board import Progress
 from pipeline.report.scorers import Scorer, make_scorer, scorer_file
 from pipeline.settings import ResourcesConfig
 

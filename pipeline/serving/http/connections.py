@@ -285,7 +285,7 @@ class _Connection(HttpToolsProtocol):
             piece, self._unparsed = self._unparsed[:size], self._unparsed[size:]
             self._beside_body += len(piece)  # `on_body` takes off what is body
             self._paid -= len(piece) if self._pays else 0
-            super().data_received(piece)
+            super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
             if self._beside_body > _BESIDE_BODY:
                 self.send_400_response("The request is too large beside its body.")
 

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from drafter.errors import LoadError
-from drafter.evaluation.measurement import differing_tokens, warm_up_request
+from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens, warm_up_request
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import PLAIN, STAGES, TRANSFORMERS, Arm, Plan, Results
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.methods.learning.payoff import Evaluation
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
-from pipeline.progress.board import Progress
 from tests.support.heads import make_head
 from tests.support.models import EOS, VOCABULARY, SpellingTokenizer
 

@@ -34,7 +34,7 @@ def environment(name: str) -> Path:
     done = python.parent / "installed"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
-        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", *PACKAGES[name]]
+        command = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", *PACKAGES[name]]
         installed = subprocess.run(command, capture_output=True, text=True)
         if installed.returncode:
             pytest.skip(f"{name} cannot be installed here: {installed.stderr.strip().splitlines()[-1]}")
@@ -46,7 +46,7 @@ def environment(name: str) -> Path:
 def run(local: str, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """What a client's script has printed."""
     name = request.param
-    command = [environment(name), HERE / f"with_{name}.py", local, NAME, PROMPT]
+    command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT]
     settings = QUIET | {"HOME": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
