@@ -12,8 +12,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from drafter.acceptance.contract import Verifier
-from drafter.acceptance.settings import VerifierSettings, make_verifier
+from drafter.acceptance.contract import Verifier, make_verifier
+from drafter.acceptance.settings import VerifierSettings
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, useful_nodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.acceptance.choices import NodeChoices, RowSampling
+from drafter.acceptance.settings import VerifierSettings
+from drafter.errors import LoadError
+from drafter.plugins import resolved
 from drafter.requests import SamplingParams, TokenLogprob
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
@@ -86,6 +91,26 @@ class ExactVerifier(Verifier):
         if sampling.mode.likeliest:
             return walk(tree, likeliest(verified.logits), ancestors, verified.depth)
         return descend(tree, NodeChoices(verified.logits, tree, ancestors, sampling).at, verified.depth)
+
+
+def make_verifier(settings: VerifierSettings) -> Verifier:
+    """Return the verifier that settings ask for; raise `LoadError` for one that cannot be used."""
+    verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}
+    if settings.name not in verifiers:
+        raise LoadError(f"no verifier {settings.name!r}: there are {', '.join(verifiers)}")
+    made, given = verifiers[settings.name], settings.given
+    own = list(inspect.signature(made).parameters)
+    if foreign := sorted(set(given) - set(own)):
+        has = f"it has {', '.join(own)}" if own else "it has no settings"
+        raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
+    if infinite := [name for name, value in given.items() if isinstance(value, float) and not math.isfinite(value)]:
+        raise LoadError(f"verifier {settings.name}: {infinite[0]} must be a finite number")
+    try:
+        return made(**given)
+    except LoadError:
+        raise
+    except ValueError as error:
+        raise LoadError(f"verifier {settings.name}: {error}") from error
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -1,17 +1,9 @@
-"""Settings of verifiers, and verifiers by name. Imports no torch, which takes seconds, before one is made."""
+"""Settings of verifiers. Nothing here imports torch, not even for type checkers: the command line runs such imports."""
 
 from __future__ import annotations
 
-import inspect
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-from drafter.errors import LoadError
-from drafter.plugins import resolved
-
-if TYPE_CHECKING:
-    from drafter.acceptance.contract import Verifier
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -42,25 +34,3 @@ class VerifierSettings:
     def given(self) -> dict[str, Any]:
         """The settings that are not None, by name, without `name`."""
         return {name: value for name, value in vars(self).items() if name != "name" and value is not None}
-
-
-def make_verifier(settings: VerifierSettings) -> Verifier:
-    """Return the verifier that settings ask for; raise `LoadError` for one that cannot be used."""
-    from drafter.acceptance.contract import ExactVerifier
-
-    verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}
-    if settings.name not in verifiers:
-        raise LoadError(f"no verifier {settings.name!r}: there are {', '.join(verifiers)}")
-    made, given = verifiers[settings.name], settings.given
-    own = list(inspect.signature(made).parameters)
-    if foreign := sorted(set(given) - set(own)):
-        has = f"it has {', '.join(own)}" if own else "it has no settings"
-        raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
-    if infinite := [name for name, value in given.items() if isinstance(value, float) and not math.isfinite(value)]:
-        raise LoadError(f"verifier {settings.name}: {infinite[0]} must be a finite number")
-    try:
-        return made(**given)
-    except LoadError:
-        raise
-    except ValueError as error:
-        raise LoadError(f"verifier {settings.name}: {error}") from error

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from typing import Any
 
-from drafter.acceptance.settings import VerifierSettings, make_verifier
+from drafter.acceptance.contract import make_verifier
+from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes

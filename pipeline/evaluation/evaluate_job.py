@@ -11,7 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from drafter.acceptance.settings import VerifierSettings, make_verifier
+from drafter.acceptance.contract import make_verifier
+from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import Question, QuestionError, encode, read_questions

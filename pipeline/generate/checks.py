@@ -159,7 +159,7 @@ def output_date(config: GenerateConfig) -> str:
 
 def check_verifier(config: GenerateConfig) -> None:
     """Raise `InputError` unless the verifier exists and supports the sampling settings."""
-    from drafter.acceptance.settings import make_verifier
+    from drafter.acceptance.contract import make_verifier
 
     try:
         make_verifier(config.verifier).refuse(config.sampling)

@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 
-from drafter.acceptance.settings import make_verifier
+from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.local_cluster import free_ports

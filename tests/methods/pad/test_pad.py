@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
-from drafter.acceptance.contract import Verified
-from drafter.acceptance.settings import VerifierSettings, make_verifier
+from drafter.acceptance.contract import Verified, make_verifier
+from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.methods.pad.method import (
