@@ -201,29 +201,32 @@ class Request:
     """One prompt to continue.
 
     Raises:
-        RequestError: `timeout` is not a finite number above 0.
+        RequestError: `timeout` is not a finite number above 0, or `prompt_logprobs` is not a number of alternatives.
     """
 
     prompt_ids: Sequence[int]  # at least one
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""  # the caller's name for it; comes back in `Generation`
     timeout: float | None = None  # seconds from submission until it ends with `RequestTimeoutError`
+    prompt_logprobs: int | None = None  # as `SamplingParams.logprobs`, of each token of the prompt
     may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
             _number("timeout", self.timeout, 0.0, math.inf, low_open=True)
+        if self.prompt_logprobs is not None:
+            _check_integer("prompt_logprobs", self.prompt_logprobs, 0, _MOST_LOGPROBS)
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log-probability of a generated token under the target model, before penalties, bias and temperature.
+    """Natural log-probability of a token under the target model, before penalties, bias and temperature.
 
     `top` are (token, log-probability) of the most probable tokens at its position, in falling order.
     """
 
     token_id: int
-    logprob: float
+    logprob: float | None  # None for the first token of a prompt, which follows nothing
     top: tuple[tuple[int, float], ...]
 
 
@@ -257,6 +260,7 @@ class Generation:
     lenient: list[int] = field(default_factory=list)  # indices of tokens that the target model would not have chosen
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
     error: str | None = None  # reason for a missing text
+    prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
 
     @property
     def mean_acceptance_length(self) -> float:

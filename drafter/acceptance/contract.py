@@ -208,11 +208,16 @@ class PathLogprobs:
         ]
 
 
-def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
-    """Return the log-softmax in fp32 of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
-    row = devices.send(torch.tensor(rows), logits.device)
-    on_path = logits[row[:, None], accepted.path[row]].float()
-    normaliser = on_path.logsumexp(-1, keepdim=True)
-    top, top_tokens = on_path.topk(min(count, on_path.shape[-1]))
-    chosen = on_path.gather(2, accepted.tokens[row][..., None]) - normaliser
+def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> PathLogprobs:
+    """Return the log-softmax in fp32 of `logits` `[R, N, V]` at `tokens` `[R, N]`, with the `count` best."""
+    logits = logits.float()
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    top, top_tokens = logits.topk(min(count, logits.shape[-1]))
+    chosen = logits.gather(2, tokens[..., None]) - normaliser
     return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)
+
+
+def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
+    """Return the log-probabilities of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
+    row = devices.send(torch.tensor(rows), logits.device)
+    return token_logprobs(logits[row[:, None], accepted.path[row]], accepted.tokens[row], count)

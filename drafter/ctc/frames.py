@@ -222,7 +222,7 @@ class FrameLattice:
         own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
         logits: Tensor = (known.flatten(0, 1) @ factor).unflatten(0, (len(self._states), -1))
         logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first : first + frames])
-        return logits.view(paths, frames, -1)  # type: ignore[no-any-return]
+        return logits.view(paths, frames, -1)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
-from drafter.acceptance.contract import Accepted, Verified
+from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, token_logprobs
 from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.engine.memory import slot_length
@@ -196,6 +196,14 @@ class BatchState:
         hidden = self.base.prefill(self.cache, first, prompts, starts, self.drafter.spec.hidden_layers)
         for row, part in enumerate(hidden.split([len(prompt) for prompt in prompts])):
             self._store_hidden(first + row, spans[row], part)
+
+    def read_scored(self, slot: int, span: slice, count: int) -> PathLogprobs:
+        """Prefill a piece of a prompt; return the log-probability of the token after each, with the `count` best."""
+        prompt, following = self.tokens[slot, span], self.tokens[slot, span.start + 1 : span.stop + 1]
+        layers = self.drafter.spec.hidden_layers
+        logits, hidden = self.base.prefill_last(self.cache, slot, prompt, span.start, layers, len(prompt))
+        self._store_hidden(slot, span, hidden)
+        return token_logprobs(logits[None], following[None], count)
 
     def read_end(self, slot: int, span: slice) -> Verified:
         """Prefill the last piece of a prompt and its pending token; return the latter as a tree of one node."""

@@ -346,8 +346,14 @@ class Engine:
         pieces = scheduler.next_pieces()
         self._count(shared_tokens=scheduler.copy_shared(pieces))
         slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], pieces[0].span, None
-        first_comes_with_it = sequence.handle.streams and sequence.first_token is None
-        if first_comes_with_it and span.start < span.stop == sequence.length:
+        scored = sequence.handle.request.prompt_logprobs
+        first_comes_with_it = scored is None and sequence.handle.streams and sequence.first_token is None
+        if scored is not None and span.start < span.stop:
+            found = state.read_scored(slot, span, scored).to_host()
+            devices.synchronise(self.base.device)
+            following = sequence.prefilled[span.start + 1 : span.stop + 1].tolist()
+            sequence.note_prompt(span.start, found.read([following], [scored])[0])
+        elif first_comes_with_it and span.start < span.stop == sequence.length:
             verified = state.read_end(slot, span)
         else:
             state.read(slot, [piece.span for piece in pieces])

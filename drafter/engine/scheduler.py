@@ -21,6 +21,8 @@ from drafter.errors import EngineError, QueueFullError
 
 CHUNK = 512
 """Prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU."""
+_SCORED_CHUNK = 256
+"""The same where the logits of all tokens are kept."""
 _PAUSE, _LONGEST_PAUSE = 256, 1 << 16
 """Steps without trouble until one more sequence is let in."""
 
@@ -241,10 +243,11 @@ class Scheduler:
         """Return the chunks of the first entering sequences for the next forward, of at most `chunk` tokens.
 
         A prefix shared with an active sequence is copied from there, and a prompt waits for one that has more than
-        half of it. A streamed sequence has a forward of its own, as its first token comes with it.
+        half of it. Some have forwards of their own; see `Sequence.apart`.
         """
         pieces: list[Piece] = []
-        room = self.chunk
+        scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
+        room = _SCORED_CHUNK if scored else self.chunk
         decoded, before = _Beginnings(), _Beginnings()
         for sequence in self.active:
             decoded.add(sequence)
@@ -254,8 +257,8 @@ class Scheduler:
             rest = sequence.length - start
             if place:
                 coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
-                watched = sequence.handle.streams or self.entering[0].handle.streams
-                if watched or not room or not rest or coming - start > rest / 2:
+                apart = sequence.apart or self.entering[0].apart
+                if apart or not room or not rest or coming - start > rest / 2:
                     break
             pieces.append(Piece(start, start + min(room, rest), donor, shared))
             before.add(sequence)

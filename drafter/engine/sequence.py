@@ -155,7 +155,7 @@ class Sequence:
         read: Number of these that are prefilled by now.
         proven: A step has shown, since it last entered a slot, that its state there is finite.
         borrowed: Its prefix was copied from another sequence's slot.
-        alone: Copy nothing for it: what it borrowed before may not have been finite.
+        alone: Copy nothing for it: its prompt is scored, or what it borrowed before may not have been finite.
         plain: Draft nothing for it: the numbers of some draft token were not finite.
     """
 
@@ -168,6 +168,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     lenient: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -196,6 +197,11 @@ class Sequence:
     @property
     def sampling(self) -> SamplingParams:
         return self.handle.request.sampling
+
+    @property
+    def apart(self) -> bool:
+        """True if its prompt has forwards of its own: its first token, or log-probabilities, come with them."""
+        return self.handle.streams or self.handle.request.prompt_logprobs is not None
 
     @property
     def text(self) -> Ids:
@@ -265,6 +271,12 @@ class Sequence:
             self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
         return emitted
 
+    def note_prompt(self, start: int, found: list[TokenLogprob]) -> None:
+        """Keep the log-probabilities of the tokens after `start`, as far as they are the prompt's."""
+        for place, one in enumerate(found, start + 1):
+            if place < len(self.prompt_logprobs):
+                self.prompt_logprobs[place] = one
+
     def note_version(self, version: int) -> None:
         if version not in self.versions[-1:]:
             self.versions.append(version)
@@ -304,6 +316,7 @@ class Sequence:
             num_prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs if request.prompt_logprobs is not None else None,
             timing=Timing(
                 queued=None if self.entered is None else self.entered - since,
                 first_token=None if self.first_token is None else self.first_token - since,
@@ -350,6 +363,7 @@ def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Veri
     """Return the sequence of a request that has passed `refuse_unusable`."""
     prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling.over()
     ends = frozenset() if sampling.ignore_eos else base.eos_token_ids
+    scored = handle.request.prompt_logprobs is not None
     return Sequence(
         handle,
         limit=min(sampling.max_new_tokens, max_length - prompt),
@@ -357,6 +371,8 @@ def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Veri
         eos=ends | set(sampling.stop_token_ids),
         tokenizer=tokenizer,
         verifier=verifier,
+        prompt_logprobs=[TokenLogprob(token, None, ()) for token in handle.request.prompt_ids[: prompt * scored]],
+        alone=scored,
     )
 
 

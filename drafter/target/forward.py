@@ -55,6 +55,7 @@ class TreeNodes:
         follows: Nodes left out of the packing have been run before, and others see them.
         slot: Slot of the first row; the others follow it.
         logits: Return logits.
+        keep: Of a prompt, return the logits of so many tokens at its end.
         layers: Run only so many layers and the final norm.
         first: Nodes before it have been run.
     """
@@ -70,6 +71,7 @@ class TreeNodes:
     follows: bool = False
     slot: int = 0
     logits: bool = True
+    keep: int = 1
     layers: int | None = None
     first: int = 0
 
@@ -81,6 +83,7 @@ def prompt_nodes(
     hidden_layers: tuple[int, ...],
     *,
     logits: bool = False,
+    keep: int = 1,
 ) -> TreeNodes:
     """Return the nodes of prompts, or of chunks that begin at `starts`, for slots `slot` and following."""
     counts, device = [len(prompt) for prompt in prompts], prompts[0].device
@@ -94,6 +97,7 @@ def prompt_nodes(
         hidden_layers,
         slot=slot,
         logits=logits,
+        keep=keep,
     )
 
 
@@ -105,7 +109,8 @@ class Executor(Protocol):
 
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N - first, K · d]`, undefined but finite in padding. Of prompts
-            the logits `[1, V]` after the only one and hidden states `[ΣP, K · d]`. None where no logits are asked for.
+            the logits `[keep, V]` at the end of the only one and hidden states `[ΣP, K · d]`. None where no logits are
+            asked for.
         """
 
 
@@ -194,7 +199,7 @@ class ModelCode:
         self._max_positions = max_positions(config)
         self._kinds = attention_kinds(config)
         takes = inspect.signature(model.forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._keeps_logits = "logits_to_keep" in takes
         self.query_groups = 1
         self.prefix_attention: PrefixAttention | None = None
         self.whole = whole_layers(config)
@@ -245,11 +250,12 @@ class ModelCode:
         # The model hands out what its LM head makes of these, and may do something to the logits after that.
         hook = self._decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
         try:
-            logits = self._model(**inputs, **self._last_logits).logits
+            kept = {"logits_to_keep": nodes.keep} if self._keeps_logits else {}
+            logits = self._model(**inputs, **kept).logits[0, -nodes.keep :].to(self._device)
         finally:
             hook.remove()
             self._head_input = None
-        return logits[0, -1:].to(self._device), self._layers.take(nodes.hidden_layers, found[0], self._device)[0]
+        return logits, self._layers.take(nodes.hidden_layers, found[0], self._device)[0]
 
     def _exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
         packing = nodes.packing if self.packs else None

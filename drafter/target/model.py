@@ -315,9 +315,10 @@ class BaseModel:
         prompt: Tensor,
         start: int = 0,
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
+        keep: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Run the last chunk of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
-        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, logits=True)
+        """Run a chunk of a prompt; return logits `[keep, V]` after its last tokens, and hidden states `[P, K · d]`."""
+        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, logits=True, keep=keep)
         logits, hidden = self.forward(cache, nodes)
         assert logits is not None
         return logits, hidden

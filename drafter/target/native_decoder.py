@@ -113,7 +113,7 @@ class NativeDecoder:
         if not is_prompt:
             return logits, hidden[:, nodes.first :]
         return (
-            None if logits is None else logits[0, -1:],
+            None if logits is None else logits[0, -nodes.keep :],
             hidden[0] if nodes.packing is None else hidden.flatten(0, 1)[which],
         )
 
@@ -154,7 +154,7 @@ class NativeDecoder:
             tap_count=len(taps),
             hidden=hidden.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
-            logits_from=size - 1 if ancestors is None else 0,
+            logits_from=size - nodes.keep if ancestors is None else 0,
             layers=len(self._layers) if nodes.layers is None else nodes.layers,
             threads=torch.get_num_threads(),
         )

@@ -11,6 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from drafter.requests import Generation, TokenDelta, TokenLogprob
@@ -141,6 +142,14 @@ def completion_response(
     return _response("text_completion", request, choices, generations, name, created)
 
 
+def echoed(generation: Generation, prompt: str) -> Generation:
+    """Return a generation whose text, and log-probabilities, begin with those of its prompt."""
+    logprobs = generation.logprobs
+    if generation.prompt_logprobs is not None:
+        logprobs = [*generation.prompt_logprobs, *(logprobs or [])]
+    return replace(generation, text=prompt + generation.text, logprobs=logprobs)
+
+
 def _response(
     kind: str,
     request: ParsedRequest,
@@ -192,7 +201,7 @@ def chat_logprobs(
     if logprobs is None:
         return None
 
-    def described(token: int, logprob: float) -> dict[str, Any]:
+    def described(token: int, logprob: float | None) -> dict[str, Any]:
         text = token_text(token)
         known = None if "\ufffd" in text else list(text.encode(errors="surrogateescape"))
         return {"token": _shown(text), "logprob": _number(logprob), "bytes": known}
@@ -225,18 +234,21 @@ def completion_logprobs(
         "tokens": texts,
         "token_logprobs": [_number(one.logprob) for one in logprobs],
         "top_logprobs": [
-            {_shown(token_text(token)): _number(logprob) for token, logprob in one.top} for one in logprobs
+            None if one.logprob is None else {_shown(token_text(token)): _number(logprob) for token, logprob in one.top}
+            for one in logprobs
         ],
         "text_offset": offsets,
     }
 
 
-def _number(logprob: float) -> float:
-    """Return a log-probability as JSON can have it.
+def _number(logprob: float | None) -> float | None:
+    """Return a log-probability as JSON can have it; null for the first token of a prompt.
 
     Raises:
         OpenAIError: It is not a number, because the target model's forward has overflowed.
     """
+    if logprob is None:
+        return None
     if logprob == -math.inf:
         return _IMPOSSIBLE
     if not math.isfinite(logprob):

@@ -38,9 +38,9 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
         raise missing("body")
     body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
-    if request.stream:
-        message = "Unsupported value: 'stream' can only be false in a batch."
-        raise bad_request(message, "stream", "unsupported_value")
+    for name, wanted in (("stream", request.stream), ("echo", request.echo)):
+        if wanted:
+            raise bad_request(f"Unsupported value: '{name}' can only be false in a batch.", name, "unsupported_value")
     return request
 
 

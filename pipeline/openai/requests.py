@@ -134,6 +134,7 @@ class ParsedRequest:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    echo: bool = False
 
     @property
     def choices(self) -> int:
@@ -261,7 +262,6 @@ _COMPLETION_TOKENS = 16
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
@@ -311,7 +311,10 @@ def parse_completion(body: dict[str, Any]) -> ParsedRequest:
     settings = {"max_new_tokens": _COMPLETION_TOKENS, **parsed.settings()}
     if parsed.logprobs is not None:
         settings["logprobs"] = parsed.logprobs
-    return parsed.request(completion_prompts(parsed.prompt), settings)
+    if parsed.echo and parsed.stream:
+        raise _contradiction("'echo' needs 'stream' to be false.", "echo")
+    request = parsed.request(completion_prompts(parsed.prompt), settings)
+    return dataclasses.replace(request, echo=parsed.echo)
 
 
 class StreamOptions(BaseModel):
@@ -406,6 +409,7 @@ class CompletionBody(Body):
 
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -25,7 +25,6 @@ from pipeline.io.files import (
     read_either,
     write_twice,
 )
-from pipeline.io.parts import STAGED_LIST
 
 RUN_FILE = "run.json"
 """Configuration, versions and state, in every job's output."""
@@ -102,6 +101,8 @@ class OutputFolder:
 
     def forget_job(self) -> None:
         """Delete the remains of a job without results, except `run.json`. The caller must hold the lease."""
+        from pipeline.io.parts import STAGED_LIST  # which imports Ray
+
         self.staged.empty(first=STAGED_LIST)
         self.errors.filesystem.delete_dir_contents(self.errors.path, missing_dir_ok=True)
         self.head.empty(first=HEAD_CONFIG)

@@ -37,6 +37,7 @@ from pipeline.openai.answers import (
     chat_response,
     completion_logprobs,
     completion_response,
+    echoed,
     generation_statistics,
     long_answer,
     lossless_mark,
@@ -227,6 +228,9 @@ class Answers:
                         sent = True
             else:
                 generations = [self._finished(await handle.outcome()) for handle in handles]
+                if request.echo:
+                    prompts = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
+                    generations = [echoed(one, prompt) for one, prompt in zip(generations, prompts, strict=True)]
                 short = [replace(generation, logprobs=None) for generation in generations]
                 body = respond(request, short, name, created, self._token_text) | lossless_mark(*generations)
                 if call.speculation:
@@ -310,8 +314,12 @@ class Answers:
             refuse_long(len(ids), self._lm.max_length)
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
-                requests.append(Request(ids, own, timeout=self._seconds, may_teach=call.may_teach))
+                scored = own.logprobs if request.echo else None
+                requests.append(Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach))
         return requests
+
+    def _text(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else str(self._lm.tokenizer.decode(prompt))
 
     def _encode(self, prompt: Any) -> list[int]:
         return self._lm.encode(prompt, special_tokens=self._special_tokens)

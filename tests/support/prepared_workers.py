@@ -226,7 +226,8 @@ def _receive(there: socket.socket) -> _Worker | None:
     while left and (more := there.recv(left)):
         text, left = text + more, left - len(more)
     if text and not left:
-        return _Worker(*json.loads(text), list(files))
+        arguments, environment, folder = json.loads(text)
+        return _Worker(arguments, environment, folder, list(files))
     for file in files:
         os.close(file)
     return None

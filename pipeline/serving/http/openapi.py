@@ -112,7 +112,10 @@ def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
 
 def completions(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
     """Return the description of `/v1/completions`."""
-    return _generation(Completion, _body(CompletionBody, models, limits, prompt=_PROMPT))
+    body = _body(CompletionBody, models, limits, prompt=_PROMPT)
+    both = ("echo", "stream")
+    body["not"] = {"required": list(both), "properties": {name: {"const": True} for name in both}}
+    return _generation(Completion, body)
 
 
 def models() -> dict[str, Any]:
