@@ -225,6 +225,13 @@ def completion_logprobs(
     """
     if logprobs is None:
         return None
+
+    def by_text(top: Sequence[tuple[int, float]]) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for token, logprob in top:  # the most probable first: of tokens with one text it counts
+            found.setdefault(_shown(token_text(token)), _number(logprob))
+        return found
+
     texts = [_shown(token_text(one.token_id)) for one in logprobs]
     offsets = []
     for text in texts:
@@ -233,10 +240,7 @@ def completion_logprobs(
     return {
         "tokens": texts,
         "token_logprobs": [_number(one.logprob) for one in logprobs],
-        "top_logprobs": [
-            None if one.logprob is None else {_shown(token_text(token)): _number(logprob) for token, logprob in one.top}
-            for one in logprobs
-        ],
+        "top_logprobs": [None if one.logprob is None else by_text(one.top) for one in logprobs],
         "text_offset": offsets,
     }
 

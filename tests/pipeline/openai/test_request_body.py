@@ -217,7 +217,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         (chat(temperature=10**400), "temperature", "invalid_type", "number"),
         (completion(prompt=[1, 2**31]), "prompt", "invalid_type", "2147483648"),
         (chat(stream_options={"include_usage": True}), "stream_options", "invalid_parameter_combination", "stream"),
-        (completion(echo=True), "echo", "unsupported_value", "echo"),
+        (completion(echo=True, stream=True), "echo", "invalid_parameter_combination", "stream"),
         (completion(best_of=3), "best_of", "unsupported_value", "3"),
         (completion(suffix="end"), "suffix", "unsupported_value", "end"),
         (completion(prompt=[]), "prompt", "invalid_type", "[]"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import torch
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -225,6 +226,36 @@ def test_several_choices(client: OpenAI, plain: SpeculativeLM) -> None:
 def test_without_a_seed_each_answer_is_another(client: OpenAI) -> None:
     settings: dict[str, Any] = {"model": NAME, "messages": chat(QUESTIONS[1]), "max_tokens": 40}
     assert len({client.chat.completions.create(**settings).choices[0].message.content for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_prompt_is_echoed(client: OpenAI, plain: SpeculativeLM, logprobs: int | None) -> None:
+    """As evaluation harnesses score texts: what the model says of each token of a prompt, and one more token."""
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "echo": True, "n": 2, "logprobs": logprobs}
+    ids = plain.encode(QUESTIONS[0])
+    answer = client.completions.create(model=NAME, prompt=[QUESTIONS[0], QUESTIONS[1]], **asked)
+    alone = plain.generate([QUESTIONS[0]], max_new_tokens=3, logprobs=0)[0]
+    assert answer.choices[0].text == answer.choices[1].text == QUESTIONS[0] + alone.text
+    assert answer.choices[2].text.startswith(QUESTIONS[1])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    if logprobs is None:
+        assert answer.choices[0].logprobs is None
+        return
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs is not None
+    assert found.top_logprobs is not None
+    with torch.no_grad():
+        wanted = plain.base.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    of_prompt = [float(row[token]) for row, token in zip(wanted, ids[1:], strict=False)]
+    assert alone.logprobs is not None
+    assert found.token_logprobs[1:] == pytest.approx([*of_prompt, *(one.logprob for one in alone.logprobs)], abs=1e-4)
+    best = [float(row.max()) for row in wanted[:-1]]
+    assert [max(top.values()) for top in found.top_logprobs[1 : len(ids)]] == pytest.approx(best, abs=1e-4)
+    by_ids = client.completions.create(model=NAME, prompt=ids, **asked)
+    assert by_ids.choices[0].logprobs == found
 
 
 def test_log_probabilities(client: OpenAI, plain: SpeculativeLM) -> None:

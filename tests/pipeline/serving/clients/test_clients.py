@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drafter import SpeculativeLM
 from drafter.native.build import cache_folder
@@ -22,6 +24,7 @@ PACKAGES = {
     "langchain": ["langchain-openai==1.7.4"],
     "instructor": ["instructor==1.17.0"],
     "distilabel": ["distilabel[openai]==1.5.3", "requests"],
+    "lmeval": ["lm-eval[api]==0.4.13", "transformers"],
 }
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
 
@@ -43,10 +46,10 @@ def environment(name: str) -> Path:
 
 
 @pytest.fixture
-def run(local: str, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+def run(local: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """What a client's script has printed."""
     name = request.param
-    command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT]
+    command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT, str(model)]
     settings = QUIET | {"HOME": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
@@ -88,3 +91,17 @@ def test_instructor(run: dict[str, Any], chat: str) -> None:
 @pytest.mark.parametrize("run", ["distilabel"], indirect=True)
 def test_distilabel(run: dict[str, Any], chat: str) -> None:
     assert run["chat"] == [chat, chat]
+
+
+@pytest.mark.parametrize("run", ["lmeval"], indirect=True)
+def test_lm_eval(run: dict[str, Any], chat: str, plain: SpeculativeLM) -> None:
+    assert run["chat"] == [chat]
+    encode = partial(plain.tokenizer.encode, add_special_tokens=False)  # as lm-eval does
+    context = encode(PROMPT)
+    for answer, (found, is_greedy) in zip([" red and blue", " nothing at all"], run["loglikelihoods"], strict=True):
+        ids = encode(PROMPT + answer)
+        with torch.no_grad():
+            rows = plain.base.model(torch.tensor([ids])).logits[0].log_softmax(-1)[len(context) - 1 : -1]
+        wanted = [float(row[token]) for row, token in zip(rows, ids[len(context) :], strict=True)]
+        assert found == pytest.approx(sum(wanted), abs=1e-4)
+        assert is_greedy == str(rows.argmax(-1).tolist() == ids[len(context) :])

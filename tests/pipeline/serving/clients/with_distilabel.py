@@ -5,7 +5,7 @@ import sys
 
 from distilabel.models import OpenAILLM
 
-address, model, prompt = sys.argv[1:]
+address, model, prompt = sys.argv[1:4]
 llm = OpenAILLM(model=model, base_url=f"{address}/v1", api_key="any")
 llm.load()
 answers = llm.generate(

@@ -7,7 +7,7 @@ import instructor
 import openai
 from pydantic import BaseModel
 
-address, model, prompt = sys.argv[1:]
+address, model, prompt = sys.argv[1:4]
 messages = [{"role": "user", "content": prompt}]
 client = openai.OpenAI(base_url=f"{address}/v1", api_key="any")
 

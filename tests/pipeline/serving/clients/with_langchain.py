@@ -7,7 +7,7 @@ import openai
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
-address, model, prompt = sys.argv[1:]
+address, model, prompt = sys.argv[1:4]
 where = {"base_url": f"{address}/v1", "api_key": "any", "model": model, "temperature": 0, "max_tokens": 20}
 
 

@@ -5,7 +5,7 @@ import sys
 
 import litellm
 
-address, model, prompt = sys.argv[1:]
+address, model, prompt = sys.argv[1:4]
 where = {"api_base": f"{address}/v1", "api_key": "any", "temperature": 0, "max_tokens": 20}
 messages = [{"role": "user", "content": prompt}]
 
