@@ -26,8 +26,6 @@ from pipeline.settings import Format
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file to read."""
-
     path: str
     name: str
     size: int
@@ -239,9 +237,9 @@ def _largest_value(values: pa.Array) -> int:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """Decode dictionaries and run ends, which differ between files, and views, which Arrow cannot filter.
+    """Decode dictionaries and run ends, which differ between files, and views, which Arrow cannot filter, at any depth.
 
-    Nested ones are decoded too. Seconds become milliseconds, as in Parquet, or text where these overflow.
+    Seconds become milliseconds, as in Parquet, or text where these overflow.
     """
     kind = column.type
     if pa.types.is_dictionary(kind):
@@ -303,8 +301,7 @@ _CHUNK_BYTES = 32 << 20
 """A chunk this large takes no further line."""
 _LONGEST_LINE = 256 << 20
 """Most bytes of a line. Arrow's text columns end at 2 GiB, and a row is held in memory several times."""
-_KEPT_OF_LINE = 1 << 20
-"""Bytes kept of a line that is too long."""
+_KEPT_OF_LINE = 1 << 20  # if it is too long
 _DEEPEST = 200
 """Deepest nesting of objects and lists. Python's JSON reader and writer fail at about 1000."""
 
@@ -437,9 +434,8 @@ def read_file(
             "csv": _read_csv,
             "arrow": _read_arrow,
         }
-        chunks = readers[file.format](filesystem, file, rows)
         size = 0
-        for chunk in chunks:
+        for chunk in readers[file.format](filesystem, file, rows):
             size += chunk.columns.nbytes
             if size > max(_ALWAYS_READ, _MOST_EXPANDED * file.size):
                 raise InputError(
