@@ -100,14 +100,12 @@ def _without_nulls(value: Any) -> Any:
 
 _CSV_BLOCK_BYTES = 32 << 20
 """Block size of the CSV parser, and so the longest row."""
-_BATCH_BYTES = 64 << 20
-"""Approximate size of a batch of a table; a single row may be larger."""
+_BATCH_BYTES = 64 << 20  # approximately; a single row may be larger
 _LARGEST_DICTIONARY = 256 << 20
 _SMALL_COLUMN = 512 << 10
 """A column chunk this small needs no second look, which costs another request in an object store."""
 _PAGE_HEADER_BYTES = 32
-_NEXT_INT32 = b"\x15"
-"""In Thrift's compact protocol: the next field, an int32."""
+_NEXT_INT32 = b"\x15"  # in Thrift's compact protocol: the next field, an int32
 _VIEW_BYTES = 16
 _ARROW_FILE = b"ARROW1"
 """First bytes of Arrow's file format; its stream format has none."""
