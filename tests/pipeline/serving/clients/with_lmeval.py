@@ -8,7 +8,7 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 address, model, prompt, tokenizer = sys.argv[1:]
-ANSWERS = [" red and blue", " nothing at all"]
+ANSWERS = ["red and blue", "nothing at all"]
 TASK = """
 task: {name}
 dataset_path: json
