@@ -1,7 +1,8 @@
 """Chooses among several drafters, and how much the chosen one drafts.
 
 Each member has an adaptive budget, which estimates its tokens per second. The best one drafts. The others are tried in
-turns, with longer pauses the more a trial is expected to lose, so that trials cost a few percent at most.
+turns: first when the time so far makes what a trial may lose a small share of it, and again after pauses that are
+longer the more a trial is expected to lose.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _HOPELESS_TREES = 16
 """Trees after which a trial ends if its member is hopeless beside the leader."""
 _LOSS = 0.01
 """Share of the time that may be lost in trials, all members together."""
+_FIRST_LOSS = 0.04
+"""Share of the time so far that first trials may have lost: short runs are not spent on finding out."""
 _LONGEST_PAUSE = 8192
 """Most steps until a member is tried again."""
 _BETTER = 1.02
@@ -41,6 +44,7 @@ class _Choice:
     trial: int | None = None  # the member on trial
     steps: int = 0  # drafted steps of this trial
     seconds: float = 0.0  # their time
+    lost: float = 0.0  # seconds that ended trials took beyond the leader's for as many tokens
     trials: int = 0  # trials that have ended
     entered: bool = False
     # By member that was not chosen: the name of what was, and the member's relative speed at that time. Later estimates
@@ -85,7 +89,7 @@ class ChoosingBudget:
         else:
             self._go_on_with_trial(choice, choice.trial, step)
         if choice.trial is None:
-            self._begin_trial(choice)
+            self._begin_trial(choice, step.load)
 
     def renewed(self, member: int) -> None:
         self._budgets[member].renewed(0)
@@ -129,20 +133,29 @@ class ChoosingBudget:
             if member != choice.leader:
                 self._compare(choice, member, load)
             self._pause(choice, member, load, enough * choice.members[member].expected_loss(load, best))
-        self._begin_trial(choice)
+        self._begin_trial(choice, load)
 
-    def _begin_trial(self, choice: _Choice) -> None:
+    def _begin_trial(self, choice: _Choice, load: StepLoad) -> None:
         """Begin the next trial, if one is due: the leader's comes first, where it has had none."""
         if choice.leader in choice.untried:
             choice.trial = choice.leader
         elif choice.untried:
-            choice.trial = min(choice.untried)
+            member = min(choice.untried)
+            lost = choice.lost + self._loss_at_worst(choice, member, load)
+            choice.trial = member if lost < _FIRST_LOSS * choice.sums.seconds else None
         else:
             others = (one for one in range(len(self._names)) if one != choice.leader and one not in self._withheld)
             choice.trial = next((member for member in others if not choice.pauses[member].left), None)
         if choice.trial is not None:
             choice.steps, choice.seconds = 0, 0.0
             choice.members[choice.trial].look_again()
+
+    def _loss_at_worst(self, choice: _Choice, member: int, load: StepLoad) -> float:
+        """Return the seconds that a trial of a member loses which is never right."""
+        tried = choice.members[member]
+        step_seconds = tried.step_seconds(load, tried.plan(load).nodes)
+        useful = 1 / choice.members[choice.leader].best(load)[0]
+        return steps_to_see(_HOPELESS_TREES, load.rows) * max(step_seconds - useful, 0.0)
 
     def _go_on_with_trial(self, choice: _Choice, member: int, step: StepObservation) -> None:
         tried = choice.members[member]
@@ -176,7 +189,9 @@ class ChoosingBudget:
             self._tell(choice, load.rows)
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
         share = 1 - choice.members[member].drafted_rate(load) / rates[choice.leader] if loser == member else 0.0
-        self._pause(choice, loser, load, max(share, 0.0) * choice.seconds)
+        lost = max(share, 0.0) * choice.seconds
+        choice.lost += lost if member != choice.leader else 0.0
+        self._pause(choice, loser, load, lost)
         choice.trial = None
 
     def _pause(self, choice: _Choice, member: int, load: StepLoad, lost: float) -> None:
