@@ -92,10 +92,10 @@ def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[
         )
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 20), (8, 5)])
-def test_a_trial_of_a_member_that_is_clearly_slower_is_short(rows: int, most: int) -> None:
+@pytest.mark.parametrize(("rows", "steps", "most"), [(1, 600, 20), (8, 150, 5)])
+def test_a_trial_of_a_member_that_is_clearly_slower_is_short(rows: int, steps: int, most: int) -> None:
     world = Members([0.9, 0.1], [0.01, 0.5])
-    world.run(world.budget(), rows, 300)
+    world.run(world.budget(), rows, steps)
     assert 0 < sum(ask.member == 1 for ask in world.asked) <= most
 
 
@@ -107,7 +107,7 @@ def test_a_short_run_is_not_spent_on_finding_out(rows: int, steps: int) -> None:
         useless = Members([0.02] * 4, [0.1, 0.05, 0.05, 0.05], seed)
         assert useless.run(useless.budget(), rows, steps) > 0.94 * plain
         good = Members([0.6, 0.3, 0.2, 0.25], [0.1, 0.05, 0.05, 0.05], seed)
-        assert good.run(good.budget(), rows, steps) > 0.85 * good.alone(rows, 0)
+        assert good.run(good.budget(), rows, steps) > 0.8 * good.alone(rows, 0)
 
 
 def test_it_finds_another_when_the_text_changes() -> None:
