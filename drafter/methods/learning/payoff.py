@@ -17,6 +17,7 @@ from drafter.statistics import BatchChoice, per_second
 _PACE = 0.2  # EMA weight of the newest interval
 _UNKNOWN_DRAG = 0.3
 """Share of the engines' speed that a learner is assumed to cost until measured."""
+_SAME_TIME = 1e-6  # log seconds: points closer than this tell no slope
 _CLOSE = 4
 """Intervals after the learner starts or stops that are compared with those just before."""
 _DRAG_PACE = 0.1  # EMA weight of the newest comparison
@@ -210,7 +211,7 @@ def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
         return None
     some, last = curve[-_POINTS:], curve[-1]
     places = [math.log1p(point.seconds) for point in some]
-    if len(set(places)) == 1:
+    if max(places) - min(places) < _SAME_TIME:
         return 1.0
     slope = linear_regression(places, [point.beta for point in some]).slope
     grown = max(slope, 0.0) * (math.log1p(last.seconds + seconds) - math.log1p(last.seconds))
