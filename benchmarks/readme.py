@@ -50,7 +50,7 @@ def filled(text: str) -> str:
     screen = (DEMO / _FILES[0]).read_text(encoding="utf-8").strip("\n")
     record = json.loads((PEERS / "peers.json").read_text(encoding="utf-8"))
     first, *_, last = screen.split("\n\n> ")
-    shown = f"{first}\n\n> {last}"  # one answer of several: README is short
+    shown = f"{first}\n\n> {last}".partition("\n\nrows ")[0]  # one answer of several, and no paths: README is short
     blocks = {"demo": f"````\n{shown}\n````", "speed": speed_table(record)}
     for name, block in blocks.items():
         mark = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
