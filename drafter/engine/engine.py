@@ -346,13 +346,10 @@ class Engine:
         pieces = scheduler.next_pieces()
         self._count(shared_tokens=scheduler.copy_shared(pieces))
         slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], pieces[0].span, None
-        scored = sequence.handle.request.prompt_logprobs
-        first_comes_with_it = scored is None and sequence.handle.streams and sequence.first_token is None
-        if scored is not None and span.start < span.stop:
-            found = state.read_scored(slot, span, scored).to_host()
-            devices.synchronise(self.base.device)
-            following = sequence.prefilled[span.start + 1 : span.stop + 1].tolist()
-            sequence.note_prompt(span.start, found.read([following], [scored])[0])
+        scored = sequence.handle.request.prompt_logprobs is not None
+        first_comes_with_it = not scored and sequence.handle.streams and sequence.first_token is None
+        if scored and span.start < span.stop:
+            self._score(sequence, slot, span)
         elif first_comes_with_it and span.start < span.stop == sequence.length:
             verified = state.read_end(slot, span)
         else:
@@ -370,6 +367,15 @@ class Engine:
         self.flights.add(step)
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
+
+    def _score(self, sequence: Sequence, slot: int, span: slice) -> None:
+        """Read a piece of a prompt, and note the log-probabilities of the tokens that follow there."""
+        count = sequence.handle.request.prompt_logprobs
+        assert count is not None
+        found = self.batch.read_scored(slot, span, count).to_host()
+        devices.synchronise(self.base.device)
+        following = sequence.prefilled[span.start + 1 : span.stop + 1].tolist()
+        sequence.note_prompt(span.start, found.read([following], [count])[0])
 
     def _make_room(self) -> None:
         """Reserve memory for the next step; if there is too little, the youngest sequences give theirs up."""
