@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.evaluation.tables import COLOURS, markdown_table, new_figure
 from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, speedup
+
+if TYPE_CHECKING:  # a GPU's bare machine measures without it
+    from matplotlib.figure import Figure
 
 EXACT = VerifierSettings()
 _GRIDS: dict[str, tuple[str, tuple[float, ...]]] = {
