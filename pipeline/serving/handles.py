@@ -1,4 +1,4 @@
-"""Handles by which the ingress calls the learner and the replicas."""
+"""Between the ingress and the replicas: messages, errors, and the handles that send them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,15 +17,77 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pipeline.cluster.local_cluster import LOOPBACK
-from pipeline.openai.requests import OpenAIError
-from pipeline.openai.stream_events import error_event
+from pipeline.openai.answers import error_event
+from pipeline.openai.requests import NOT_FINITE, OpenAIError, ParsedRequest
 from pipeline.progress.board import LearningReport
-from pipeline.serving.http.connections import Connections
-from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
 
-_REPORT_SECONDS = 5.0
+_RETRY_SECONDS = 1
+"""`Retry-After` if there is no room, or a replica is being replaced."""
+_TRIES = 3
+"""Replicas tried before a request fails. One that dies before its first reply loses nothing: another gives the same."""
+_ASK_SECONDS = 5.0
+"""Longest wait for a learner's report or replicas' metrics."""
 
 logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request on its way to a replica; `may_teach` if its client agreed that a head learns from it."""
+
+    request: ParsedRequest
+    speculation: bool
+    may_teach: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """HTTP error response, with a body in OpenAI's format. Nothing has been sent before it."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, error: OpenAIError) -> Failure:
+        """Return an error's response, with the headers of its status."""
+        headers = {}
+        if error.status in (429, 503):
+            headers["Retry-After"] = str(_RETRY_SECONDS)
+        if error.status == 408 or error.code == NOT_FINITE:
+            headers["x-should-retry"] = "false"  # OpenAI's clients would, and it would end the same
+        if error.status == 413:
+            headers["Connection"] = "close"  # or the rest of the body would have to be read
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return cls(error.status, error.body(), headers)
+
+
+Reply = str | Failure
+"""A part of a stream's events, or of a JSON body; or, before anything else, a failure."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A replica's metrics at one moment, without a label that names the replica."""
+
+    replica: str
+    families: list[Metric]
+
+
+def overloaded() -> OpenAIError:
+    """Return the error for a request that finds all slots and the whole queue taken."""
+    return OpenAIError(429, "The server is busy: try again later.", code="rate_limit_exceeded")
+
+
+def unavailable() -> OpenAIError:
+    """Return the error for a request that finds no working replica."""
+    return OpenAIError(503, "The model is not available at the moment: try again later.", code="model_unavailable")
+
+
+def interrupted() -> OpenAIError:
+    """Return the error for a request whose replica failed while it answered."""
+    return OpenAIError(503, "The model failed while it answered: try again.", code="generation_interrupted")
 
 
 class LearnerHandle:
@@ -36,20 +99,10 @@ class LearnerHandle:
     async def report(self) -> LearningReport | None:
         """Return the learner's report; None if it is unavailable."""
         try:
-            return await asyncio.wait_for(self._handle.report.remote(), _REPORT_SECONDS)
-        except Exception as error:  # whatever it is: Ray Serve starts it again, and nothing depends on it
+            return await asyncio.wait_for(self._handle.report.remote(), _ASK_SECONDS)
+        except Exception as error:  # of any kind: Ray Serve starts it again, and nothing depends on it
             logger.warning("The learner does not answer: %s", error)
             return None
-
-
-# Handles of the replicas.
-
-Method = Literal["chat", "completions"]
-_TRIES = 3
-"""Replicas tried before a request fails. A replica that dies before its first reply loses nothing: another one gives
-the same answer.
-"""
-_SNAPSHOT_SECONDS = 5.0
 
 
 class Answer:
@@ -109,13 +162,13 @@ class Engines:
         """Return the name of the model that a client means by a name or a folder's path; None for no match."""
         return next((one for one in (name, name.rpartition("/")[2]) if one in self.names), None)
 
-    async def ask(self, method: Method, call: Call) -> Answer:
+    async def ask(self, call: Call) -> Answer:
         """Send a request to a replica and wait for its first reply.
 
         Raises:
             OpenAIError: No free slot, or no working replica.
         """
-        handle = self._handles[call.request.model].options(stream=True, method_name=method)
+        handle = self._handles[call.request.model].options(stream=True, method_name="answer")
         for _ in range(_TRIES):
             replies = handle.remote(call)
             try:
@@ -145,7 +198,7 @@ class Engines:
         for name, handle in self._handles.items():
             try:
                 response = handle.broadcast("snapshot")
-                results: list[Any] = await response.results_async(timeout_s=_SNAPSHOT_SECONDS, return_exceptions=True)
+                results: list[Any] = await response.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
             except (DeploymentUnavailableError, TimeoutError):
                 results = []
             for one in results:
@@ -155,15 +208,8 @@ class Engines:
         return found
 
 
-# Prometheus metrics of all replicas; any ingress can serve them.
-
-
 def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> bytes:
-    """Return the metrics of replicas and of a learner in Prometheus's text format.
-
-    Args:
-        snapshots: The metrics of each, with the labels that distinguish it.
-    """
+    """Return metric families, each with the labels that distinguish their source, in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(_Merged(snapshots))
     return generate_latest(registry)
@@ -187,28 +233,6 @@ class _Merged:
         yield from merged.values()
 
 
-# Direct ingress of Ray Serve: on a dedicated cluster the ingress itself listens.
-
-
-def short_ways(port: int) -> dict[str, str]:
-    """Return environment variables that have the ingress listen on `port`, without a proxy.
-
-    Set them before Ray starts and Ray Serve is imported. Serve's own proxy then needs another port.
-    """
-    return {
-        # Ingress and replicas talk to each other directly, without a thread between them.
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-        "RAY_SERVE_ENABLE_HA_PROXY": "0",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 1),  # exclusive
-        # A new ingress gets the port at once, even if the old one hangs: there is no proxy that has to notice first.
-        "RAY_SERVE_PORT_QUARANTINE_S": "0",
-        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-    }
-
-
 def keep_to_this_machine() -> None:
     """Bind this replica's port for other replicas to the loopback address, if its node has that (Ray 2.60).
 
@@ -221,26 +245,3 @@ def keep_to_this_machine() -> None:
         return
     add_port = replica.add_port_to_grpc_server
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
-
-
-def before_listening(connections: Connections) -> None:
-    """Change how Ray (2.60) has this process listen, which it has no settings for.
-
-    An ingress may share its port: for a minute the kernel keeps the connections of one that has died, and Ray would
-    think that another program has the port, and would not try it again. And connections have a budget.
-
-    Args:
-        connections: Those that will be open.
-    """
-    from ray.serve._private import replica
-
-    listen = replica.start_asgi_http_server
-
-    async def listen_with_limits(*args: Any, **kwargs: Any) -> Any:
-        task, server = await listen(*args, **kwargs | {"enable_so_reuseport": True})
-        # The task has not begun: what it finds here is what it goes by.
-        server.config.http = connections.protocol()
-        server.config.ws = "none"
-        return task, server
-
-    replica.start_asgi_http_server = listen_with_limits

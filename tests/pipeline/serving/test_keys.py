@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.serving.http.keys import ENVIRONMENT, KeyRule, may_ask, read_keys, settle
+from pipeline.serving.config import KeyRule
+from pipeline.serving.keys import ENVIRONMENT, may_ask, read_keys, settle
 
 RULES: list[KeyRule] = ["auto", "required", "none"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.serving.config import Agreement, ServingLearning, read_agreement
+from pipeline.serving.config import ServingLearning
+from pipeline.serving.keys import Agreement, read_agreement
 
 
 def digest(key: str) -> bytes:

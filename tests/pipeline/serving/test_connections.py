@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pipeline.serving import connections as module
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http import connections as module
-from pipeline.serving.http.connections import Connections
+from pipeline.serving.connections import Connections
 from tests.support.local_endpoint import listening
 from tests.support.waiting import PATIENCE, wait_until
 

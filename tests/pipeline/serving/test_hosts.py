@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.serving.http.connections import names_loopback
+from pipeline.serving.connections import names_loopback
 
 
 @pytest.mark.parametrize(

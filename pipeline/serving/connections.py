@@ -19,8 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.openai.requests import OpenAIError, shown
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.keys import may_ask
-from pipeline.serving.http.work_limits import Turns
+from pipeline.serving.keys import may_ask
+from pipeline.serving.work_limits import Turns
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<name>[^:]+))(?::\d+)?")
 
@@ -134,7 +134,7 @@ class Connections:
 
     Args:
         limits: What clients may ask for.
-        digests: Digests of the keys, see `pipeline.serving.http.keys`; none takes everybody's requests.
+        digests: Digests of the keys, see `pipeline.serving.keys`; none takes everybody's requests.
     """
 
     def __init__(self, limits: LimitsConfig, digests: Sequence[bytes] = ()) -> None:

@@ -9,11 +9,10 @@ import httpx2
 import pytest
 
 from pipeline.progress.board import LearningReport
+from pipeline.serving.app import create_app
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.app import create_app
-from pipeline.serving.http.connections import Connections
-from pipeline.serving.http.handles import LearnerHandle
-from pipeline.serving.messages import Snapshot
+from pipeline.serving.connections import Connections
+from pipeline.serving.handles import LearnerHandle, Snapshot
 from tests.support.local_endpoint import LocalEngines, listening
 
 REPORT = LearningReport("resting", "β no longer grows", version=4, beta=2.5, published_beta=2.25, steps=90)
