@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeline.errors import InputError
 from pipeline.learning.record import learner_families
 from pipeline.openai.answers import wants_speculation
 from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion, parse_json
+from pipeline.progress.board import LearningReport
 from pipeline.serving import openapi
 from pipeline.serving.config import KeyRule, LimitsConfig, ServingLearning
 from pipeline.serving.connections import Connections, LoopbackHosts, read_body
@@ -33,8 +35,8 @@ from pipeline.serving.handles import (
     Call,
     Engines,
     Failure,
-    LearnerHandle,
     keep_to_this_machine,
+    learner_report,
     metrics_page,
     unavailable,
 )
@@ -59,6 +61,8 @@ _PAGE_FILES = {
     "/page.js": ("page.js", "text/javascript"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
+
+LearnerReport = Callable[[], Awaitable[LearningReport | None]]
 
 logger = logging.getLogger("ray.serve")
 
@@ -103,7 +107,7 @@ class Ingress:
             self._connections,
             loopback=loopback,
             agreement=agreement,
-            learner=None if learner is None else LearnerHandle(learner),
+            learner=None if learner is None else partial(learner_report, learner),
         )
         _listen_with_limits(self._connections)
         keep_to_this_machine()
@@ -162,7 +166,7 @@ def create_app(
     *,
     loopback: bool,
     agreement: Agreement | None = None,
-    learner: LearnerHandle | None = None,
+    learner: LearnerReport | None = None,
 ) -> FastAPI:
     """Return the application.
 
@@ -191,7 +195,8 @@ def create_app(
     _add_generation(app, engines, keyed, limits, agreement or Agreement())
     _add_models(app, engines, keyed)
     _add_state(app, engines, keyed, connections, learner)
-    _add_page(app)
+    for path, (name, media_type) in _PAGE_FILES.items():
+        app.add_api_route(path, _sender(name, media_type), include_in_schema=False)
     return app
 
 
@@ -241,12 +246,12 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "drafter"}
 
-    @app.get("/v1/models", dependencies=keyed, **openapi.models())
+    @app.get("/v1/models", dependencies=keyed, **openapi.MODELS)
     async def list_models() -> Response:
         """List the models."""
         return JSONResponse({"object": "list", "data": [described(name) for name in engines.names]})
 
-    @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
+    @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.MODEL)
     async def retrieve_model(model: str) -> Response:
         """Describe one model."""
         name = engines.called(model)
@@ -256,9 +261,9 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
 
 
 def _add_state(
-    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerHandle | None
+    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerReport | None
 ) -> None:
-    @app.get("/health", **openapi.health())
+    @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
         """Say whether every model has a replica that works."""
         replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
@@ -266,7 +271,7 @@ def _add_state(
             raise unavailable()
         return JSONResponse({"status": "ok", "replicas": replicas, "connections": connections.state()})
 
-    @app.get("/metrics", dependencies=keyed, **openapi.metrics())
+    @app.get("/metrics", dependencies=keyed, **openapi.METRICS)
     async def metrics() -> Response:
         """Give the metrics of all replicas, and of the learner, for Prometheus."""
         snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [({}, connections.families())]
@@ -275,7 +280,7 @@ def _add_state(
             for name, found in (await engines.snapshots()).items()
             for snapshot in found
         ]
-        report = None if learner is None else await learner.report()
+        report = None if learner is None else await learner()
         if report is not None:
             snapshots.append(({"model": engines.names[0]}, learner_families(report)))
         return Response(metrics_page(snapshots), media_type=CONTENT_TYPE_LATEST)
@@ -283,18 +288,13 @@ def _add_state(
     if learner is None:
         return
 
-    @app.get("/learning", dependencies=keyed, **openapi.learning())
+    @app.get("/learning", dependencies=keyed, **openapi.LEARNING)
     async def learning() -> Response:
         """Say what the learner does."""
-        report = await learner.report()
+        report = await learner()
         if report is None:
             raise OpenAIError(503, "The learner does not answer at the moment.", code="learner_unavailable")
         return JSONResponse(asdict(report))
-
-
-def _add_page(app: FastAPI) -> None:
-    for path, (name, kind) in _PAGE_FILES.items():
-        app.add_api_route(path, _sender(name, kind), include_in_schema=False)
 
 
 def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import ray
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -90,19 +92,13 @@ def interrupted() -> OpenAIError:
     return OpenAIError(503, "The model failed while it answered: try again.", code="generation_interrupted")
 
 
-class LearnerHandle:
-    """Calls the deployment of the learner."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def report(self) -> LearningReport | None:
-        """Return the learner's report; None if it is unavailable."""
-        try:
-            return await asyncio.wait_for(self._handle.report.remote(), _ASK_SECONDS)
-        except Exception as error:  # of any kind: Ray Serve starts it again, and nothing depends on it
-            logger.warning("The learner does not answer: %s", error)
-            return None
+async def learner_report(learner: DeploymentHandle) -> LearningReport | None:
+    """Return the learner's report; None if it is unavailable."""
+    try:
+        return await asyncio.wait_for(learner.report.remote(), _ASK_SECONDS)
+    except Exception as error:  # of any kind: Ray Serve starts it again, and nothing depends on it
+        logger.warning("The learner does not answer: %s", error)
+        return None
 
 
 class Answer:
@@ -185,10 +181,7 @@ class Engines:
         raise unavailable()
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:
-        """Return the metrics of all replicas that answer, by model name.
-
-        Concurrent callers share one call, so that replicas never have more than one.
-        """
+        """Return the metrics of all replicas that answer, by model name. Concurrent callers share one call."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._all_snapshots())
         return await asyncio.shield(self._asked)
@@ -210,34 +203,23 @@ class Engines:
 
 def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> bytes:
     """Return metric families, each with the labels that distinguish their source, in Prometheus's text format."""
-    registry = CollectorRegistry()
-    registry.register(_Merged(snapshots))
-    return generate_latest(registry)
-
-
-class _Merged:
-    def __init__(self, snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> None:
-        self._snapshots = snapshots
-
-    def collect(self) -> Iterator[Metric]:
-        merged: dict[str, Metric] = {}
-        for labels, families in self._snapshots:
-            for family in families:
-                into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                into.samples += [
-                    sample._replace(labels=sample.labels | labels)
-                    for sample in family.samples
-                    # The library adds when each counter was made: of no use, and as many samples again.
-                    if not sample.name.endswith("_created")
-                ]
-        yield from merged.values()
+    merged: dict[str, Metric] = {}
+    for labels, families in snapshots:
+        for family in families:
+            into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            into.samples += [
+                sample._replace(labels=sample.labels | labels)
+                for sample in family.samples
+                # The library adds when each counter was made: of no use, and as many samples again.
+                if not sample.name.endswith("_created")
+            ]
+    return generate_latest(cast(Collector, SimpleNamespace(collect=merged.values)))
 
 
 def keep_to_this_machine() -> None:
     """Bind this replica's port for other replicas to the loopback address, if its node has that (Ray 2.60).
 
-    The port asks for the token but listens on all addresses. Call this in each replica's constructor, before Ray opens
-    it.
+    The port listens on all addresses. Call this in each replica's constructor, before Ray opens it.
     """
     from ray.serve._private import replica
 
