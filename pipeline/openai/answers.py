@@ -172,11 +172,7 @@ def logprobs_format(request: ParsedRequest) -> LogprobsOf:
 def chat_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, _offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities of a chat's choice, or of a chunk of one.
-
-    Raises:
-        OpenAIError: One is not a number.
-    """
+    """Return log-probabilities of a chat's choice, or of a chunk of one; raises as `response` does."""
     if logprobs is None:
         return None
 
@@ -197,11 +193,7 @@ def chat_logprobs(
 def completion_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities of a text completion's choice, or of a chunk that begins at `offset` in its text.
-
-    Raises:
-        OpenAIError: One is not a number.
-    """
+    """Return log-probabilities of a text completion's choice, or of a chunk at `offset` in its text."""
     if logprobs is None:
         return None
 
@@ -238,13 +230,7 @@ def _number(logprob: float | None) -> float | None:
 def long_answer(
     body: dict[str, Any], generations: Sequence[Generation], logprobs_of: LogprobsOf, token_text: TokenText
 ) -> Iterator[str]:
-    """Yield the pieces of an answer's JSON text: of `body`, with the log-probabilities of each choice's generation.
-
-    It may have a hundred megabytes.
-
-    Raises:
-        OpenAIError: A log-probability is not a number.
-    """
+    """Yield the JSON text of `body` with the log-probabilities of its choices, which may be a hundred megabytes."""
     head = _open({name: value for name, value in body.items() if name != "choices"}) + '"choices":['
     for choice, generation in zip(body["choices"], generations, strict=True):
         head += _open({name: value for name, value in choice.items() if name != "logprobs"}) + '"logprobs":'
@@ -272,11 +258,7 @@ def _open(value: dict[str, Any]) -> str:
 
 
 def event(data: dict[str, Any]) -> str:
-    """Return a server-sent event.
-
-    Raises:
-        ValueError: It has a number that is not finite.
-    """
+    """Return a server-sent event."""
     return f"data: {to_json(data)}\n\n"
 
 
@@ -302,40 +284,39 @@ class Chunks:
         self._request, self._name, self._created = request, name, created
         self._token_text, self._speculation = token_text, speculation
         self._logprobs_of, self._offsets = logprobs_format(request), [0] * request.choices
-
-    def begin(self, index: int) -> str:
-        """Return the event before the first text of choice `index`; may be empty."""
-        if not self._request.is_chat:
-            return ""
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        self._begun: set[int] = set()
 
     def step(self, index: int, delta: TokenDelta) -> str:
-        """Return the chunk of one decode step of choice `index`.
-
-        Raises:
-            OpenAIError: A log-probability is not a number.
-        """
+        """Return the chunk of one decode step of choice `index`; raises as `response` does."""
         content = {"delta": {"content": delta.text}} if self._request.is_chat else {"text": delta.text}
         logprobs = self._logprobs_of(delta.logprobs, self._token_text, self._offsets[index])
         if logprobs is not None and not self._request.is_chat:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         statistics = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
         extension = {FIELD: statistics} if self._speculation else {}
-        return self._chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": None}], **extension)
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        return self._begin(index) + self._chunk([choice], **extension)
 
     def finish(self, index: int, generation: Generation) -> str:
         """Return the last chunk of choice `index`."""
         content: dict[str, Any] = {"delta": {}} if self._request.is_chat else {"text": ""}
         choice = {"index": index, **content, "logprobs": None, "finish_reason": generation.finish_reason}
         extension = {FIELD: generation_statistics(generation)} if self._speculation else {}
-        return self._chunk([choice], **extension, **lossless_mark(generation))
+        return self._begin(index) + self._chunk([choice], **extension, **lossless_mark(generation))
 
     def end(self, generations: Sequence[Generation]) -> str:
         """Return the end of the stream, with the usage if it was asked for."""
         if not self._request.include_usage:
             return DONE
         return self._chunk([], usage=usage(generations, self._request.n)) + DONE
+
+    def _begin(self, index: int) -> str:
+        """The event before the first text of a choice of a chat."""
+        if not self._request.is_chat or index in self._begun:
+            return ""
+        self._begun.add(index)
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:
         # With `include_usage` all chunks have the field, and the last one its value.

@@ -48,11 +48,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def to_json(value: Any) -> str:
-    """Return a value as compact JSON text.
-
-    Raises:
-        ValueError: It has a number that is not finite.
-    """
+    """Return a value as compact JSON text; raises `ValueError` for a number that is not finite."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -166,11 +162,7 @@ class ParsedRequest:
         return self.settings.get("logprobs") is not None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the settings of one text: `defaults`, which sample, overridden by the body.
-
-        Raises:
-            OpenAIError: A value that the engine does not take.
-        """
+        """Return `defaults` overridden by the body; raises an `OpenAIError` for a value that the engine refuses."""
         try:
             return dataclasses.replace(defaults, **self.settings)
         except RequestError as error:

@@ -83,7 +83,6 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
 
 
 def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
-    """Return what the learner loads; None where no head learns."""
     learning, loading = config.learning, config.loading
     if not learning.enabled or learning.folder is None:
         return None

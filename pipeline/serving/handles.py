@@ -23,8 +23,15 @@ from pipeline.openai.answers import error_event
 from pipeline.openai.requests import NOT_FINITE, OpenAIError, ParsedRequest
 from pipeline.progress.board import LearningReport
 
-_RETRY_SECONDS = 1
-"""`Retry-After` if there is no room, or a replica is being replaced."""
+_RETRY_LATER = {"Retry-After": "1"}
+_NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would, and it would end the same
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: _NO_RETRY,
+    413: {"Connection": "close"},  # or the rest of the body would have to be read
+    429: _RETRY_LATER,
+    503: _RETRY_LATER,
+}
 _TRIES = 3
 """Replicas tried before a request fails. One that dies before its first reply loses nothing: another gives the same."""
 _ASK_SECONDS = 5.0
@@ -53,15 +60,9 @@ class Failure:
     @classmethod
     def of(cls, error: OpenAIError) -> Failure:
         """Return an error's response, with the headers of its status."""
-        headers = {}
-        if error.status in (429, 503):
-            headers["Retry-After"] = str(_RETRY_SECONDS)
-        if error.status == 408 or error.code == NOT_FINITE:
-            headers["x-should-retry"] = "false"  # OpenAI's clients would, and it would end the same
-        if error.status == 413:
-            headers["Connection"] = "close"  # or the rest of the body would have to be read
-        if error.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+        headers = dict(_HEADERS.get(error.status, {}))
+        if error.code == NOT_FINITE:
+            headers |= _NO_RETRY
         return cls(error.status, error.body(), headers)
 
 
@@ -109,7 +110,7 @@ class Answer:
         self._rest = rest
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield the events of a stream; the last one is an error if the replica dies meanwhile."""
+        """Yield the events of a stream; the last one is an error if the replica dies."""
         try:
             async for events in self._parts():
                 yield events
@@ -117,11 +118,7 @@ class Answer:
             yield error_event(error)
 
     async def whole(self) -> str:
-        """Return the body of an answer that is not streamed.
-
-        Raises:
-            OpenAIError: The replica died meanwhile.
-        """
+        """Return the body of an answer that is not streamed; raises an `OpenAIError` if the replica dies."""
         try:
             return "".join([part async for part in self._parts()])
         finally:
@@ -155,7 +152,7 @@ class Engines:
         return list(self._handles)
 
     def called(self, name: str) -> str | None:
-        """Return the name of the model that a client means by a name or a folder's path; None for no match."""
+        """Return the name of the model that a client means by a name or a path; None for no match."""
         return next((one for one in (name, name.rpartition("/")[2]) if one in self.names), None)
 
     async def ask(self, call: Call) -> Answer:

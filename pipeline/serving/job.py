@@ -173,8 +173,7 @@ def check_models(config: ServeConfig) -> None:
     """Check the models as far as possible without loading them.
 
     Raises:
-        InputError: They are not there, or are not models; there is no such verifier; or the folder of a head that
-            learns cannot be written to.
+        InputError: They cannot be used, or the folder of a head that learns cannot be written to.
     """
     name, learning = model_name(config.model), config.learning
     model_fingerprint(name)

@@ -224,16 +224,12 @@ class Answers:
         arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
         finished: dict[int, Generation] = {}
-        begun: set[int] = set()
 
         def events_of(arrivals: list[Arrival]) -> str:
             events = ""
             for index, arrival in arrivals:
                 if isinstance(arrival, Exception):
                     raise arrival
-                if index not in begun:
-                    begun.add(index)
-                    events += chunks.begin(index)
                 if isinstance(arrival, TokenDelta):
                     events += chunks.step(index, arrival)
                 else:
