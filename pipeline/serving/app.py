@@ -140,7 +140,7 @@ def _listen_with_limits(connections: Connections) -> None:
 class EventStream(Response):
     """Streams an answer as server-sent events.
 
-    When the client disconnects, Ray Serve cancels the task that runs this, and the replica is told at once.
+    When the client disconnects, Ray Serve cancels the task that runs this, and with it the request at the replica.
     """
 
     media_type = "text/event-stream"
@@ -312,8 +312,8 @@ def _no_model(name: str) -> OpenAIError:
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        told = OpenAIError(error.status_code, _MESSAGES.get(error.status_code, "The request cannot be answered."))
-        return JSONResponse(told.body(), told.status, error.headers)
+        refusal = OpenAIError(error.status_code, _MESSAGES.get(error.status_code, "The request cannot be answered."))
+        return JSONResponse(refusal.body(), refusal.status, error.headers)
     if isinstance(error, RequestValidationError):
         error = OpenAIError(400, "The request cannot be read.")
     elif not isinstance(error, OpenAIError):

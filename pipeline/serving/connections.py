@@ -79,13 +79,13 @@ class LoopbackHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not names_loopback(hosts := Headers(scope=scope).getlist("host")):
-            told = OpenAIError(
+            refusal = OpenAIError(
                 421,
                 "The endpoint listens on this machine's loopback address: the Host header must be localhost, 127.0.0.1 "
                 f"or [::1], with or without a port, not {shown(', '.join(hosts))}.",
                 code="wrong_host",
             )
-            await JSONResponse(told.body(), told.status)(scope, receive, send)
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -250,7 +250,7 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed = memoryview(bytes(self._unparsed) + data)
-        if self._queues:  # whoever reads a body has let more come meanwhile
+        if self._queues:  # reading a body has resumed the flow
             self.flow.pause_reading()
         else:
             self._parse()
@@ -385,7 +385,7 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """True if a request has come and its response is not complete; further ones may be coming behind it."""
+        """True if a request has come and its response is not complete."""
         waiting: Any = self.cycle
         return bool(self.pipeline) or (waiting is not None and not waiting.response_complete and not waiting.more_body)
 

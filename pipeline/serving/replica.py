@@ -198,8 +198,8 @@ class Answers:
                     yield part
         except Exception as error:
             # Once a chunk is out so is the status: then the stream itself must say that it failed.
-            told = self._told(error)
-            yield error_event(told) if sent else Failure.of(told)
+            refusal = self._client_error(error)
+            yield error_event(refusal) if sent else Failure.of(refusal)
         finally:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
@@ -287,8 +287,8 @@ class Answers:
         self._metrics.finished(generation)
         return generation
 
-    def _told(self, error: Exception) -> OpenAIError:
-        """Return what the client is told of an error: details only of the client's own mistakes."""
+    def _client_error(self, error: Exception) -> OpenAIError:
+        """The error as clients see it: with details only of their own mistakes."""
         self._metrics.failed(type(error).__name__)
         match error:
             case OpenAIError():
