@@ -142,7 +142,7 @@ def test_what_checks_counts_or_writes_does_without_torch() -> None:
         "io.staging",
         "output.part_files",
         "progress.board",
-        "serving.http.ingress",
+        "serving.app",
     ]
     program = f"import sys, {', '.join(f'pipeline.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

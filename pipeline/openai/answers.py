@@ -1,8 +1,7 @@
-"""Response bodies in OpenAI's schema, with an extension on draft statistics.
+"""Response bodies and events of streams in OpenAI's schema, with an extension on draft statistics.
 
-A body asks for it with `"speculation": true` (`extra_body` of OpenAI's Python client). The answer then has a field
-`speculation`: in a chunk of a stream the statistics of its step; in the last chunk of a choice, and in each choice of
-an answer that is not streamed, the statistics of the whole.
+A body asks for it with `"speculation": true`. The answer then has a field `speculation`: in a chunk of a stream the
+statistics of its step; in the last chunk of a choice, and in each choice of another answer, those of the whole.
 """
 
 from __future__ import annotations
@@ -16,9 +15,27 @@ from typing import Any
 
 from drafter.requests import Generation, TokenDelta, TokenLogprob
 from drafter.statistics import statistics_columns
-from pipeline.openai.requests import ParsedRequest, bad_request, not_finite, to_json
+from pipeline.openai.requests import OpenAIError, ParsedRequest, bad_request, not_finite, to_json
 
 FIELD = "speculation"
+DONE = "data: [DONE]\n\n"
+"""The last event of a stream, unless it failed."""
+TokenText = Callable[[int], str]
+"""Gives the text of a single token. Bytes of a partial character are surrogates, as in Python's `surrogateescape`."""
+LogprobsOf = Callable[[Sequence[TokenLogprob] | None, TokenText, int], dict[str, Any] | None]
+"""Formats the log-probabilities of some tokens for a choice; the number is their offset in its text."""
+_SLICE = 64
+"""Tokens of a piece of a long answer, which takes a few milliseconds at most."""
+_HALVES = re.compile("[\udc80-\udcff]")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte token in vocabularies of SentencePiece."""
+_PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PRINTED_BYTES} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED_BYTES)))
+}
+"""Bytes as vocabularies of byte-level BPE write them, since GPT-2."""
+_IMPOSSIBLE = -9999.0
+"""OpenAI's log-probability of a token that is too unlikely for a number; JSON has no minus infinity."""
 
 
 def wants_speculation(body: Any) -> bool:
@@ -31,11 +48,6 @@ def wants_speculation(body: Any) -> bool:
     if value is not None and not isinstance(value, bool):
         raise bad_request(f"Invalid '{FIELD}': it must be true or false.", FIELD, "invalid_type")
     return bool(value)
-
-
-def step_statistics(delta: TokenDelta) -> dict[str, Any]:
-    """Return the number of new tokens of a decode step, and how many of them were drafted."""
-    return {"tokens": len(delta.token_ids), "accepted": delta.accepted}
 
 
 def generation_statistics(generation: Generation) -> dict[str, Any]:
@@ -59,22 +71,6 @@ def lossless_mark(*generations: Generation) -> dict[str, Any]:
     return {"lossless": False, "verifier": marked[0].verifier, "lenient_tokens": lenient}
 
 
-# Bodies.
-
-TokenText = Callable[[int], str]
-"""Gives the text of a single token. Bytes of a partial character are surrogates, as in Python's `surrogateescape`."""
-_HALVES = re.compile("[\udc80-\udcff]")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte token in vocabularies of SentencePiece."""
-_PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTES = {chr(byte): byte for byte in _PRINTED_BYTES} | {
-    chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED_BYTES)))
-}
-"""Bytes as vocabularies of byte-level BPE write them, since GPT-2."""
-_IMPOSSIBLE = -9999.0
-"""OpenAI's log-probability of a token that is too unlikely for a number; JSON has no minus infinity."""
-
-
 def token_text(tokenizer: Any, token: int) -> str:
     """Return the text of a token inside a text, which may begin with a space; see `TokenText`.
 
@@ -90,21 +86,24 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def _vocabulary_bytes(entry: str) -> bytes | None:
-    """Bytes of a vocabulary entry; None where it is not written in bytes."""
     if found := _BYTE_TOKEN.fullmatch(entry):
         return bytes([int(found[1], 16)])
     return bytes(_BYTES[character] for character in entry) if all(one in _BYTES for one in entry) else None
 
 
 def _shown(text: str) -> str:
-    """Replace the bytes of partial characters, which JSON cannot have. The length stays the same."""
+    """Replace the bytes of partial characters, which JSON cannot have, one by one."""
     return _HALVES.sub("\ufffd", text)
 
 
-def chat_response(
+def answer_id(request: ParsedRequest, unique: str) -> str:
+    return f"chatcmpl-{unique}" if request.is_chat else f"cmpl-{unique}"
+
+
+def response(
     request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """Return the body that answers a request to `/v1/chat/completions`.
+    """Return the body that answers a request.
 
     Args:
         generations: One for each choice, in order.
@@ -114,32 +113,27 @@ def chat_response(
     Raises:
         OpenAIError: A log-probability is not a number.
     """
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": generation.text, "refusal": None},
-            "logprobs": chat_logprobs(generation.logprobs, token_text),
-            "finish_reason": generation.finish_reason,
-        }
-        for index, generation in enumerate(generations)
-    ]
-    return _response("chat.completion", request, choices, generations, name, created)
-
-
-def completion_response(
-    request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
-) -> dict[str, Any]:
-    """Return the body that answers a request to `/v1/completions`; see `chat_response`."""
-    choices = [
-        {
-            "index": index,
-            "text": generation.text,
-            "logprobs": completion_logprobs(generation.logprobs, token_text),
-            "finish_reason": generation.finish_reason,
-        }
-        for index, generation in enumerate(generations)
-    ]
-    return _response("text_completion", request, choices, generations, name, created)
+    logprobs_of = logprobs_format(request)
+    choices = []
+    for index, generation in enumerate(generations):
+        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        choices.append(
+            {
+                "index": index,
+                **({"message": message} if request.is_chat else {"text": generation.text}),
+                "logprobs": logprobs_of(generation.logprobs, token_text, 0),
+                "finish_reason": generation.finish_reason,
+            }
+        )
+    return {
+        "id": name,
+        "object": "chat.completion" if request.is_chat else "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": choices,
+        "usage": usage(generations, request.n),
+        "system_fingerprint": None,
+    }
 
 
 def echoed(generation: Generation, prompt: str) -> Generation:
@@ -148,25 +142,6 @@ def echoed(generation: Generation, prompt: str) -> Generation:
     if generation.prompt_logprobs is not None:
         logprobs = [*generation.prompt_logprobs, *(logprobs or [])]
     return replace(generation, text=prompt + generation.text, logprobs=logprobs)
-
-
-def _response(
-    kind: str,
-    request: ParsedRequest,
-    choices: list[dict[str, Any]],
-    generations: Sequence[Generation],
-    name: str,
-    created: int,
-) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": kind,
-        "created": created,
-        "model": request.model,
-        "choices": choices,
-        "usage": usage(generations, request.n),
-        "system_fingerprint": None,
-    }
 
 
 def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
@@ -190,14 +165,14 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
     }
 
 
+def logprobs_format(request: ParsedRequest) -> LogprobsOf:
+    return chat_logprobs if request.is_chat else completion_logprobs
+
+
 def chat_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, _offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities as a choice of a chat, or a chunk of one, has them; see `completion_logprobs`.
-
-    Raises:
-        OpenAIError: One is not a number.
-    """
+    """Return log-probabilities of a chat's choice, or of a chunk of one; raises as `response` does."""
     if logprobs is None:
         return None
 
@@ -218,11 +193,7 @@ def chat_logprobs(
 def completion_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities of a text completion's choice, or of a chunk that begins at `offset` in its text.
-
-    Raises:
-        OpenAIError: One is not a number.
-    """
+    """Return log-probabilities of a text completion's choice, or of a chunk at `offset` in its text."""
     if logprobs is None:
         return None
 
@@ -246,36 +217,20 @@ def completion_logprobs(
 
 
 def _number(logprob: float | None) -> float | None:
-    """Return a log-probability as JSON can have it; null for the first token of a prompt.
-
-    Raises:
-        OpenAIError: It is not a number, because the target model's forward has overflowed.
-    """
+    """A log-probability as JSON can have it; null for the first token of a prompt."""
     if logprob is None:
         return None
     if logprob == -math.inf:
         return _IMPOSSIBLE
-    if not math.isfinite(logprob):
+    if not math.isfinite(logprob):  # the target model's forward has overflowed
         raise not_finite()
     return logprob
-
-
-# An answer with log-probabilities is written in pieces: it may be a hundred megabytes of JSON.
-
-LogprobsOf = Callable[[Sequence[TokenLogprob], TokenText, int], dict[str, Any] | None]
-"""Formats the log-probabilities of some tokens for a choice; the number is their offset in its text."""
-_SLICE = 64
-"""Tokens of a piece, which takes a few milliseconds at most."""
 
 
 def long_answer(
     body: dict[str, Any], generations: Sequence[Generation], logprobs_of: LogprobsOf, token_text: TokenText
 ) -> Iterator[str]:
-    """Yield the pieces of an answer's JSON text: of `body`, with the log-probabilities of each choice's generation.
-
-    Raises:
-        OpenAIError: A log-probability is not a number.
-    """
+    """Yield the JSON text of `body` with the log-probabilities of its choices, which may be a hundred megabytes."""
     head = _open({name: value for name, value in body.items() if name != "choices"}) + '"choices":['
     for choice, generation in zip(body["choices"], generations, strict=True):
         head += _open({name: value for name, value in choice.items() if name != "logprobs"}) + '"logprobs":'
@@ -300,3 +255,80 @@ def long_answer(
 
 def _open(value: dict[str, Any]) -> str:
     return to_json(value)[:-1] + ("," if value else "")
+
+
+def event(data: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {to_json(data)}\n\n"
+
+
+def error_event(error: OpenAIError) -> str:
+    """Return the event that ends a failed stream."""
+    return event(error.body())
+
+
+class Chunks:
+    """Chunks of one streamed answer, as server-sent events.
+
+    An event with text is one decode step: the accepted draft tokens, and the target model's own token after them.
+
+    Args:
+        name: The answer's `id`.
+        created: Seconds since 1970.
+        speculation: Whether each chunk has draft statistics.
+    """
+
+    def __init__(
+        self, request: ParsedRequest, name: str, created: int, token_text: TokenText, *, speculation: bool
+    ) -> None:
+        self._request, self._name, self._created = request, name, created
+        self._token_text, self._speculation = token_text, speculation
+        self._logprobs_of, self._offsets = logprobs_format(request), [0] * request.choices
+        self._begun: set[int] = set()
+
+    def step(self, index: int, delta: TokenDelta) -> str:
+        """Return the chunk of one decode step of choice `index`; raises as `response` does."""
+        content = {"delta": {"content": delta.text}} if self._request.is_chat else {"text": delta.text}
+        logprobs = self._logprobs_of(delta.logprobs, self._token_text, self._offsets[index])
+        if logprobs is not None and not self._request.is_chat:
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        statistics = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
+        extension = {FIELD: statistics} if self._speculation else {}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        return self._begin(index) + self._chunk([choice], **extension)
+
+    def finish(self, index: int, generation: Generation) -> str:
+        """Return the last chunk of choice `index`."""
+        content: dict[str, Any] = {"delta": {}} if self._request.is_chat else {"text": ""}
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": generation.finish_reason}
+        extension = {FIELD: generation_statistics(generation)} if self._speculation else {}
+        return self._begin(index) + self._chunk([choice], **extension, **lossless_mark(generation))
+
+    def end(self, generations: Sequence[Generation]) -> str:
+        """Return the end of the stream, with the usage if it was asked for."""
+        if not self._request.include_usage:
+            return DONE
+        return self._chunk([], usage=usage(generations, self._request.n)) + DONE
+
+    def _begin(self, index: int) -> str:
+        """The event before the first text of a choice of a chat."""
+        if not self._request.is_chat or index in self._begun:
+            return ""
+        self._begun.add(index)
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:
+        # With `include_usage` all chunks have the field, and the last one its value.
+        last = {"usage": None, **extension} if self._request.include_usage else extension
+        return event(
+            {
+                "id": self._name,
+                "object": "chat.completion.chunk" if self._request.is_chat else "text_completion",
+                "created": self._created,
+                "model": self._request.model,
+                "system_fingerprint": None,
+                "choices": choices,
+                **last,
+            }
+        )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafter.requests import Generation
-from pipeline.openai.answers import TokenText, chat_response, completion_response, lossless_mark
+from pipeline.openai.answers import TokenText, answer_id, lossless_mark, response
 from pipeline.openai.requests import (
     OpenAIError,
     ParsedRequest,
@@ -47,13 +47,10 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
 def answer_line(
     line: Mapping[str, Any], generations: Sequence[Generation], created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """Return the line that answers a request, or an error line for numbers that are not finite; see `chat_response`."""
+    """Return the line that answers a request, or an error line for numbers that are not finite; see `response`."""
     request, name = parse_line(line), _name(line["custom_id"], created)
     try:
-        if line["url"] == _CHAT:
-            body = chat_response(request, generations, f"chatcmpl-{name}", created, token_text)
-        else:
-            body = completion_response(request, generations, f"cmpl-{name}", created, token_text)
+        body = response(request, generations, answer_id(request, name), created, token_text)
     except OpenAIError as error:
         return refusal_line(line["custom_id"], created, error)
     body |= lossless_mark(*generations)
@@ -63,8 +60,8 @@ def answer_line(
 def refusal_line(custom_id: str, created: int, error: OpenAIError) -> dict[str, Any]:
     """Return the line for a request that is answered with an error."""
     name = _name(custom_id, created)
-    response = {"status_code": error.status, "request_id": f"req_{name}", "body": error.body()}
-    return _line(custom_id, name, response, None)
+    refusal = {"status_code": error.status, "request_id": f"req_{name}", "body": error.body()}
+    return _line(custom_id, name, refusal, None)
 
 
 def failure_line(custom_id: str | None, place: str, created: int, code: str, message: str) -> dict[str, Any]:
@@ -74,9 +71,9 @@ def failure_line(custom_id: str | None, place: str, created: int, code: str, mes
 
 
 def _line(
-    custom_id: str | None, name: str, response: dict[str, Any] | None, error: dict[str, Any] | None
+    custom_id: str | None, name: str, answer: dict[str, Any] | None, error: dict[str, Any] | None
 ) -> dict[str, Any]:
-    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": answer, "error": error}
 
 
 def _name(custom_id: str, created: int) -> str:

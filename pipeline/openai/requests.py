@@ -1,11 +1,11 @@
-"""Parses and validates request bodies, of the endpoint and of batch files, as strict JSON (no NaN, no infinities)."""
+"""Parses and validates request bodies of the endpoint and of batch files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypeIs
@@ -13,252 +13,17 @@ from typing_extensions import TypeIs
 from drafter.errors import RequestError
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
 
-
-def to_json(value: Any) -> str:
-    """Return a value as compact JSON text.
-
-    Raises:
-        ValueError: It has a number that is not finite.
-    """
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def parse_json(body: bytes) -> Any:
-    """Parse standard JSON: UTF-8, no NaN or infinities, and only text that can be encoded.
-
-    Raises:
-        OpenAIError: 400, it is not JSON.
-    """
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
-        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
-    return value
-
-
-def _number(text: str) -> float | int:
-    """Whole numbers become integers, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _reason(error: Exception) -> str:
-    match error:
-        case json.JSONDecodeError():
-            return f"{error.msg} at line {error.lineno}, column {error.colno}"
-        case UnicodeDecodeError() | UnicodeEncodeError():
-            return "it is not valid UTF-8"
-        case RecursionError():
-            return "it is nested too deeply"
-        case _:
-            return "it has a number that cannot be read"
-
-
-# Errors in OpenAI's format.
-
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; a retry would overflow again."""
-_LONGEST_SHOWN = 80
-"""Characters of a value that a message quotes."""
-_IN_PIECES = json.JSONEncoder(ensure_ascii=False, default=str)
-
-
-class OpenAIError(Exception):
-    """A request that cannot be answered, as an error that OpenAI's clients know.
-
-    Args:
-        status: HTTP status; 400 for a mistake in the request.
-        param: The wrong parameter, as a path such as `messages[0].content`; None for the request as a whole.
-    """
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
-    return OpenAIError(400, message, param, code)
-
-
-def missing(param: str) -> OpenAIError:
-    return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-
-
-def not_finite() -> OpenAIError:
-    """Return the error for a request on which the model's numbers overflow."""
-    message = "The model's numbers are not finite for this request: its activations overflow."
-    return OpenAIError(500, message, code=NOT_FINITE)
-
-
-def shown(value: Any) -> str:
-    """Return a value as JSON, clipped for a message."""
-    text = ""
-    for piece in _IN_PIECES.iterencode(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value):
-        text += piece
-        if len(text) > _LONGEST_SHOWN:
-            break
-    return clipped(text)
-
-
-def clipped(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
-
-
-Messages = list[dict[str, Any]]
-Prompt = str | list[int] | Messages
-"""A text, token ids, or chat messages."""
-
-
-@dataclass(frozen=True)
-class ParsedRequest:
-    """A parsed request body.
-
-    Args:
-        prompts: One prompt, or several for a text completion with a list of prompts.
-        settings: The fields of `SamplingParams` that the body sets.
-    """
-
-    model: str
-    prompts: tuple[Prompt, ...]
-    settings: dict[str, Any]
-    n: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    echo: bool = False
-
-    @property
-    def choices(self) -> int:
-        """Number of texts to generate, grouped by prompt: `n` of the first, then `n` of the next."""
-        return self.n * len(self.prompts)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.settings.get("logprobs") is not None
-
-    def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the settings of one text: `defaults`, which sample, overridden by the body.
-
-        Raises:
-            OpenAIError: A value that the engine does not take.
-        """
-        try:
-            return dataclasses.replace(defaults, **self.settings)
-        except RequestError as error:
-            param = str(error).split()[0]
-            raise bad_request(f"Invalid value: {error}", param, "invalid_value") from error
-
-
-def is_messages(prompt: Prompt) -> TypeIs[Messages]:
-    return isinstance(prompt, list) and isinstance(prompt[0], dict)
-
-
-# Messages and prompts.
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
-_MESSAGE_FIELDS = {"role", "content", "name"}
-MOST_MESSAGES = 2048
-"""Messages of a chat. Each becomes several tokens, even if it is empty."""
-_TOKENS = 2**31
-"""Token ids are below this."""
-
-
-def chat_messages(messages: Any) -> Messages:
-    """Return messages in the form of chat templates: known roles, contents of text.
-
-    Raises:
-        OpenAIError: They are no list of messages, or too many; or one has an unsupported field, role or content.
-    """
-    if not isinstance(messages, list):
-        message = f"Invalid 'messages': it must be a list of messages, not {shown(messages)}."
-        raise bad_request(message, "messages", "invalid_type")
-    if not 1 <= len(messages) <= MOST_MESSAGES:
-        message = (
-            f"Invalid 'messages': it must have at least 1 and at most {MOST_MESSAGES} messages, not {len(messages)}."
-        )
-        raise bad_request(message, "messages", "invalid_value")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-
-
-def _message(message: Any, path: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise bad_request(f"Invalid '{path}': it must be an object, not {shown(message)}.", path, "invalid_type")
-    given = {name: value for name, value in message.items() if value is not None and value != []}
-    for name in given:
-        if name not in _MESSAGE_FIELDS:
-            where = f"{path}.{clipped(name)}"
-            raise bad_request(f"Unsupported parameter: '{where}' is not supported.", where, "unsupported_parameter")
-    role, name = given.get("role"), given.get("name", "")
-    if not isinstance(role, str) or role not in _ROLES:
-        message_ = f"Invalid '{path}.role': it must be one of {', '.join(_ROLES)}, not {shown(role)}."
-        raise bad_request(message_, f"{path}.role", "invalid_value")
-    if not isinstance(name, str):
-        raise bad_request(f"Invalid '{path}.name': it must be text.", f"{path}.name", "invalid_type")
-    content = _text(given.get("content"), f"{path}.content")
-    return {"role": _ROLES[role], "content": content, **({"name": name} if name else {})}
-
-
-def _text(content: Any, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise missing(path)
-    if not isinstance(content, list):
-        message = f"Invalid '{path}': it must be text or a list of parts, not {shown(content)}."
-        raise bad_request(message, path, "invalid_type")
-    return "\n".join(_part(part, f"{path}[{place}]") for place, part in enumerate(content))
-
-
-def _part(part: Any, path: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        message = f"Unsupported value: '{path}' can only be a part of type \"text\", not {shown(kind)}."
-        raise bad_request(message, path, "unsupported_value")
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
-    return str(part["text"])
-
-
-def completion_prompts(value: Any) -> tuple[Prompt, ...]:
-    """Return the prompts of a text completion: a text, texts, the token ids of one prompt, or those of several.
-
-    Raises:
-        OpenAIError: It is none of these.
-    """
-    if isinstance(value, str) or _is_tokens(value):
-        return (value,)
-    several = value if isinstance(value, list) else []
-    if several and (all(isinstance(one, str) for one in several) or all(map(_is_tokens, several))):
-        return tuple(several)
-    message = f"Invalid 'prompt': it must be text, a list of texts, or (lists of) token ids, not {shown(value)}."
-    raise bad_request(message, "prompt", "invalid_type")
-
-
-def _is_tokens(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < _TOKENS for token in value)
-    )
-
-
-# Bodies of chat and text completions.
-
 MOST_STOPS = 4
 """OpenAI's limit; rows of other formats may have more."""
 MOST_BIASES = 1024
 """Tokens of `logit_bias`; each is checked for each choice."""
-_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for text completions."""
-
+MOST_MESSAGES = 2048
+"""Messages of a chat. Each becomes several tokens, even if it is empty."""
+_LONGEST_SHOWN = 80
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -282,6 +47,194 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """OpenAI's parameters that are not supported, with their harmless values."""
 
 
+def to_json(value: Any) -> str:
+    """Return a value as compact JSON text; raises `ValueError` for a number that is not finite."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse standard JSON: UTF-8, no NaN or infinities, and only text that can be encoded.
+
+    Raises:
+        OpenAIError: 400, it is not JSON.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=int, parse_float=_number)  # no NaN is an int
+        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
+    return value
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value  # JSON does not tell 1.0 from 1, and some clients write 1.0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno}, column {error.colno}"
+    if isinstance(error, UnicodeError):
+        return "it is not valid UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "it has a number that cannot be read"
+
+
+class OpenAIError(Exception):
+    """A request that cannot be answered, as an error that OpenAI's clients know.
+
+    Args:
+        status: HTTP status; 400 for a mistake in the request.
+        param: The wrong parameter, as a path such as `messages[0].content`; None for the request as a whole.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
+    return OpenAIError(400, message, param, code)
+
+
+def _invalid(param: str, must: str, value: Any, code: str = "invalid_type") -> OpenAIError:
+    return bad_request(f"Invalid '{param}': it must {must}, not {shown(value)}.", param, code)
+
+
+def missing(param: str) -> OpenAIError:
+    return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def not_finite() -> OpenAIError:
+    """Return the error for a request on which the model's numbers overflow."""
+    message = "The model's numbers are not finite for this request: its activations overflow."
+    return OpenAIError(500, message, code=NOT_FINITE)
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON, clipped for a message."""
+    text = ""
+    pieces = json.JSONEncoder(ensure_ascii=False, default=str)
+    for piece in pieces.iterencode(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value):
+        text += piece
+        if len(text) > _LONGEST_SHOWN:
+            break
+    return clipped(text)
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
+
+
+AnyBody = TypeVar("AnyBody", bound="Body")
+Messages = list[dict[str, Any]]
+Prompt = str | list[int] | Messages
+"""A text, token ids, or chat messages."""
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A parsed request body; `settings` are the fields of `SamplingParams` that it sets."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    settings: dict[str, Any]
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of texts to generate: `n` of the first prompt, then `n` of the next."""
+        return self.n * len(self.prompts)
+
+    @property
+    def is_chat(self) -> bool:
+        return is_messages(self.prompts[0])
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.settings.get("logprobs") is not None
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """Return `defaults` overridden by the body; raises an `OpenAIError` for a value that the engine refuses."""
+        try:
+            return dataclasses.replace(defaults, **self.settings)
+        except RequestError as error:
+            param = str(error).split()[0]
+            raise bad_request(f"Invalid value: {error}", param, "invalid_value") from error
+
+
+def is_messages(prompt: Prompt) -> TypeIs[Messages]:
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
+
+
+def _chat_messages(messages: Any) -> Messages:
+    """Return messages in the form of chat templates: known roles, contents of text."""
+    if not isinstance(messages, list):
+        raise _invalid("messages", "be a list of messages", messages)
+    if not 1 <= len(messages) <= MOST_MESSAGES:
+        must = f"have at least 1 and at most {MOST_MESSAGES} messages"
+        raise _invalid("messages", must, len(messages), "invalid_value")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _invalid(path, "be an object", message)
+    given = {name: value for name, value in message.items() if value is not None and value != []}
+    for name in given:
+        if name not in ("role", "content", "name"):
+            raise _not_supported(f"{path}.{clipped(name)}")
+    role, name = given.get("role"), given.get("name", "")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _invalid(f"{path}.role", f"be one of {', '.join(_ROLES)}", role, "invalid_value")
+    if not isinstance(name, str):
+        raise bad_request(f"Invalid '{path}.name': it must be text.", f"{path}.name", "invalid_type")
+    content = _text(given.get("content"), f"{path}.content")
+    return {"role": _ROLES[role], "content": content, **({"name": name} if name else {})}
+
+
+def _text(content: Any, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise missing(path)
+    if not isinstance(content, list):
+        raise _invalid(path, "be text or a list of parts", content)
+    return "\n".join(_part(part, f"{path}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise _can_only_be(path, 'a part of type "text"', kind)
+    if not isinstance(part.get("text"), str):
+        raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
+    return str(part["text"])
+
+
+def _completion_prompts(value: Any) -> tuple[Prompt, ...]:
+    """Return the prompts of a text, of texts, of the token ids of one prompt, or of those of several."""
+    if isinstance(value, str) or _is_tokens(value):
+        return (value,)
+    several = value if isinstance(value, list) else []
+    if several and (all(isinstance(one, str) for one in several) or all(map(_is_tokens, several))):
+        return tuple(several)
+    raise _invalid("prompt", "be text, a list of texts, or (lists of) token ids", value)
+
+
+def _is_tokens(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
 def parse_chat(body: dict[str, Any]) -> ParsedRequest:
     """Parse the body of a request to `/v1/chat/completions`.
 
@@ -298,23 +251,18 @@ def parse_chat(body: dict[str, Any]) -> ParsedRequest:
         settings["max_new_tokens"] = parsed.max_completion_tokens
     if parsed.logprobs:
         settings["logprobs"] = parsed.top_logprobs or 0
-    return parsed.request((chat_messages(parsed.messages),), settings)
+    return parsed.request((_chat_messages(parsed.messages),), settings)
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:
-    """Parse the body of a request to `/v1/completions`.
-
-    Raises:
-        OpenAIError: A parameter is missing, unknown, not supported or wrong.
-    """
+    """Parse the body of a request to `/v1/completions`; raises as `parse_chat` does."""
     parsed = _validated(CompletionBody, body)
-    settings = {"max_new_tokens": _COMPLETION_TOKENS, **parsed.settings()}
+    settings = {"max_new_tokens": 16, **parsed.settings()}  # OpenAI's default
     if parsed.logprobs is not None:
         settings["logprobs"] = parsed.logprobs
     if parsed.echo and parsed.stream:
         raise _contradiction("'echo' needs 'stream' to be false.", "echo")
-    request = parsed.request(completion_prompts(parsed.prompt), settings)
-    return dataclasses.replace(request, echo=parsed.echo)
+    return parsed.request(_completion_prompts(parsed.prompt), settings, echo=parsed.echo)
 
 
 class StreamOptions(BaseModel):
@@ -328,8 +276,8 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """Fields shared by the bodies of chat and text completions; ranges are OpenAI's.
 
-    Pydantic checks single values only. It makes an error of each wrong value in a list or an object, which takes
-    seconds and hundreds of megabytes for a megabyte: these are checked elsewhere, up to the first mistake.
+    Pydantic checks single values only. For a list or an object it would make an error of each wrong value, which takes
+    seconds and hundreds of megabytes for a megabyte.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -360,10 +308,10 @@ class Body(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that both kinds of body set in the same way."""
-        found: dict[str, Any] = {}
-        for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
+        same = ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids")
+        found = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        penalties = ("presence_penalty", "frequency_penalty")
+        found |= {name: getattr(self, name) for name in penalties if getattr(self, name)}
         if self.top_k is not None:
             found["top_k"] = max(self.top_k, 0)  # vLLM's -1 keeps all
         if self.top_p == 0:  # the smallest set that reaches nothing: one token
@@ -376,23 +324,15 @@ class Body(BaseModel):
             found["seed"] = self.seed % SEEDS  # OpenAI's may be negative
         if self.stop is not None:
             found["stop"] = _stop(self.stop)
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(self, name):
-                found[name] = getattr(self, name)
         if self.logit_bias is not None:
             found["logit_bias"] = _logit_bias(self.logit_bias)
         return found
 
-    def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any]) -> ParsedRequest:
-        """Return the parsed request; `settings` are the fields of `SamplingParams` that the body sets.
-
-        Raises:
-            OpenAIError: `stream_options` are set without `stream`.
-        """
+    def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any], *, echo: bool = False) -> ParsedRequest:
         if self.stream_options is not None and not self.stream:
             raise _contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
         include_usage = self.stream_options is not None and self.stream_options.include_usage
-        return ParsedRequest(self.model, prompts, settings, self.n, self.stream, include_usage)
+        return ParsedRequest(self.model, prompts, settings, self.n, self.stream, include_usage, echo)
 
 
 class ChatBody(Body):
@@ -412,9 +352,6 @@ class CompletionBody(Body):
     echo: bool = False
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
-
-
 def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     if not isinstance(body, dict):
         raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
@@ -423,13 +360,20 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
         if name not in kind.model_fields and name not in _UNSUPPORTED:
             raise _unknown(name)
     for name in [name for name in given if name in _UNSUPPORTED]:
-        value = given.pop(name)
-        if not any(type(value) is type(harmless) and value == harmless for harmless in _UNSUPPORTED[name]):
-            raise _unsupported(name, value)
+        value, harmless = given.pop(name), _UNSUPPORTED[name]
+        if any(type(value) is type(one) and value == one for one in harmless):
+            continue
+        if not harmless or harmless == ([],):
+            raise _not_supported(name)
+        raise _can_only_be(name, " or ".join(json.dumps(one) for one in harmless), value)
     options = given.get("stream_options")
     if isinstance(options, dict):
-        given["stream_options"] = {name: value for name, value in options.items() if _asks_for_something(name, value)}
-        for name in given["stream_options"]:
+        given["stream_options"] = options = {
+            name: value
+            for name, value in options.items()
+            if value is not None and not (name == "include_obfuscation" and value is False)  # these have no effect
+        }
+        for name in options:
             if name not in StreamOptions.model_fields:
                 raise _unknown(f"stream_options.{name}")
     metadata = given.get("metadata")
@@ -441,14 +385,9 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
         raise _refusal(error) from error
 
 
-def _asks_for_something(option: str, value: Any) -> bool:
-    """Return whether an option of `stream_options` is set to a value with an effect."""
-    return value is not None and not (option == "include_obfuscation" and value is False)
-
-
 def _refusal(error: ValidationError) -> OpenAIError:
     first = error.errors(include_url=False)[0]
-    path = _path(first["loc"])
+    path = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in first["loc"]).lstrip(".")
     if first["type"] == "missing":
         return missing(path)
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
@@ -461,31 +400,23 @@ def _unknown(name: str) -> OpenAIError:
     return bad_request(f"Unknown parameter: '{name}'.", name, "unknown_parameter")
 
 
-def _unsupported(name: str, value: Any) -> OpenAIError:
-    harmless = _UNSUPPORTED[name]
-    if not harmless or harmless == ([],):
-        return bad_request(f"Unsupported parameter: '{name}' is not supported.", name, "unsupported_parameter")
-    only = " or ".join(json.dumps(one) for one in harmless)
+def _can_only_be(name: str, only: str, value: Any) -> OpenAIError:
     message = f"Unsupported value: '{name}' can only be {only}, not {shown(value)}."
     return bad_request(message, name, "unsupported_value")
+
+
+def _not_supported(name: str) -> OpenAIError:
+    return bad_request(f"Unsupported parameter: '{name}' is not supported.", name, "unsupported_parameter")
 
 
 def _contradiction(message: str, param: str) -> OpenAIError:
     return bad_request(message, param, "invalid_parameter_combination")
 
 
-def _path(places: tuple[int | str, ...]) -> str:
-    path = ""
-    for place in places:
-        path += f"[{place}]" if isinstance(place, int) else f".{place}" if path else place
-    return path
-
-
 def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        message = f"Invalid 'stop': it must be a non-empty string or a list of such, not {shown(value)}."
-        raise bad_request(message, "stop", "invalid_value")
+        raise _invalid("stop", "be a non-empty string or a list of such", value, "invalid_value")
     if len(texts) > MOST_STOPS:
         message = f"Invalid 'stop': up to {MOST_STOPS} strings are allowed, not {len(texts)}."
         raise bad_request(message, "stop", "array_above_max_length")
@@ -497,8 +428,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        message = f"Invalid 'logit_bias': it must be an object, not {shown(value)}."
-        raise bad_request(message, "logit_bias", "invalid_type")
+        raise _invalid("logit_bias", "be an object", value)
     if len(value) > MOST_BIASES:
         message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
         raise bad_request(message, "logit_bias", "object_above_max_properties")

@@ -1,6 +1,4 @@
-"""The Serve application: an HTTP ingress, one engine per replica, and a learner where a head learns. A file for
-`serve deploy` imports `build`; see `examples/serve.yaml`.
-"""
+"""The Ray Serve application; a file for `serve deploy` imports `build`, see `examples/serve.yaml`."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, beginning
 from pipeline.learning.job_learner import beside_learner
 from pipeline.output.folder import OutputFolder
+from pipeline.serving.app import Ingress
 from pipeline.serving.config import ApplicationConfig, parse_application
-from pipeline.serving.http.ingress import Ingress
-from pipeline.serving.http.keys import settle
+from pipeline.serving.keys import settle
 from pipeline.serving.replica import EngineReplica, LearnerKeeper
 from pipeline.settings import ResourcesConfig
 
 PLAIN = "plain"
 """Suffix of the name of a model that is served without a drafter."""
 _INGRESS_REQUESTS = 10_000
-"""Unlimited, because replicas refuse excess requests themselves, with OpenAI's errors."""
+"""Practically unlimited: replicas refuse excess requests themselves, with OpenAI's errors."""
 _HEALTH_SECONDS = 2.0
 
 
@@ -65,28 +63,26 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         name: _engines(config, drafter, "Engine" if place == 0 else "Plain", share, learns if place == 0 else None)
         for place, (name, drafter) in enumerate(drafters.items())
     }
-    learner = None if learns is None else _learner(learns)
-    deployment = serve.deployment(
+    keeper = _deployment(LearnerKeeper, "Learner", {"num_cpus": 0}, num_replicas=1)
+    ingress = _deployment(
         Ingress,
-        name="Ingress",
+        "Ingress",
+        {"num_cpus": HELPER_CPUS},
         max_ongoing_requests=_INGRESS_REQUESTS,
-        health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=config.limits.seconds,
-        ray_actor_options={"num_cpus": HELPER_CPUS},
     )
-    return deployment.bind(
+    return ingress.bind(
         engines,
         config.keys_file,
         config.keys,
         config.limits,
         loopback=loopback,
         learning=config.learning,
-        learner=learner,
+        learner=None if learns is None else keeper.bind(learns),
     )
 
 
 def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
-    """Return what the learner loads; None where no head learns."""
     learning, loading = config.learning, config.loading
     if not learning.enabled or learning.folder is None:
         return None
@@ -95,15 +91,10 @@ def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
     return LearnerSpec(learning, begins, output, config.served_name, model, loading.dtype, loading.trust_remote_code)
 
 
-def _learner(spec: LearnerSpec) -> serve.Application:
-    deployment = serve.deployment(
-        LearnerKeeper,
-        name="Learner",
-        num_replicas=1,
-        health_check_period_s=_HEALTH_SECONDS,
-        ray_actor_options={"num_cpus": 0},
+def _deployment(kind: type, name: str, resources: dict[str, float], **options: Any) -> serve.Deployment:
+    return serve.deployment(
+        kind, name=name, health_check_period_s=_HEALTH_SECONDS, ray_actor_options=resources, **options
     )
-    return deployment.bind(spec)
 
 
 def _engines(
@@ -113,26 +104,20 @@ def _engines(
     most = replicas.max or replicas.min
     scaled: dict[str, Any] = {"num_replicas": replicas.min}
     if most > replicas.min:
-        scaled = {
-            "autoscaling_config": {
-                "min_replicas": replicas.min,
-                "max_replicas": most,
-                "target_ongoing_requests": slots,
-            }
-        }
+        bounds = {"min_replicas": replicas.min, "max_replicas": most}
+        scaled = {"autoscaling_config": {**bounds, "target_ongoing_requests": slots}}
     # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
     verifier = config.verifier if drafter == config.drafter else VerifierSettings()  # the plain one is exact
     begins = None if learns is None else learns.beginning
     spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier, begins)
-    deployment = serve.deployment(
+    engines = _deployment(
         EngineReplica,
-        name=name,
+        name,
+        {"num_cpus": share.cpus, "num_gpus": share.gpus},
         max_ongoing_requests=slots + limits.queue,
         max_queued_requests=limits.queue,
-        health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=limits.seconds,
-        ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         **scaled,
     )
-    return deployment.bind(spec, limits.seconds, special_tokens=config.special_tokens)
+    return engines.bind(spec, limits.seconds, special_tokens=config.special_tokens)

@@ -1,4 +1,4 @@
-"""Configuration of the endpoint, and the clients' agreement to learning. Without their agreement no head learns."""
+"""Settings of the endpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
@@ -14,55 +14,9 @@ from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
 from pipeline.generate.config import LoadingConfig
 from pipeline.learning.config import LearningConfig
-from pipeline.serving.http.keys import KeyRule, digests_in, may_ask
 
-
-@dataclass(frozen=True)
-class Agreement:
-    """Clients that agreed to learning.
-
-    Args:
-        everybody: Whether all clients agreed.
-        digests: Digests of the keys of those who agreed.
-    """
-
-    everybody: bool = False
-    digests: tuple[bytes, ...] = ()
-
-    def covers(self, authorization: str | None) -> bool:
-        """Return whether the sender of a request with this `Authorization` header agreed."""
-        return self.everybody or (bool(self.digests) and may_ask(authorization, self.digests))
-
-
-def read_agreement(learning: ServingLearning, digests: Sequence[bytes]) -> Agreement:
-    """Return who agreed, by the configuration and a file of keys on this machine.
-
-    Args:
-        digests: Digests of all keys that the endpoint knows; none where it answers everybody.
-
-    Raises:
-        InputError: The file cannot be read or has no keys, has a key that the endpoint does not know, or there are no
-            keys to tell clients by.
-    """
-    if not learning.enabled:
-        return Agreement()
-    if learning.agreed == EVERYBODY:
-        return Agreement(everybody=True)
-    name = f"learning.agreed {learning.agreed}"
-    if not digests:
-        raise InputError(
-            f"{name} is a file of keys, but the endpoint has none, and cannot tell clients apart: set keys_file, or "
-            f"learning.agreed to {EVERYBODY}"
-        )
-    found = digests_in(learning.agreed, name)
-    unknown = [place for place, digest in enumerate(found, start=1) if digest not in digests]
-    if unknown:
-        raise InputError(f"{name}: key {unknown[0]} is none of the endpoint's: leave it out, or add it to keys_file")
-    return Agreement(digests=found)
-
-
-# Settings `learning.*`: those of a job, whose text may be learnt from, and where the head is kept.
-
+KeyRule = Literal["auto", "required", "none"]
+"""Whether clients need a key: always, never, or (`auto`) if there are any."""
 NOBODY, EVERYBODY = "none", "all"
 
 
@@ -71,10 +25,9 @@ class ServingLearning(LearningConfig):
     """A draft head that learns from the requests of clients who agreed to that.
 
     Args:
-        agreed: Clients whose requests are learnt from: `none`; `all`, where every client has agreed; or a file with the
-            keys of those who have, one on each line, on the machine where the ingress runs.
-        folder: Folder or URI for the head and the state that learning resumes from: this endpoint's own, and the same
-            on every machine.
+        agreed: Clients whose requests are learnt from: `none`; `all`; or a file with the keys of those who have agreed,
+            one on each line, on the machine where the ingress runs.
+        folder: Folder or URI for the head and the learning state: of this endpoint only, the same on every machine.
     """
 
     agreed: str = NOBODY
@@ -97,9 +50,6 @@ class ServingLearning(LearningConfig):
             raise InputError("learning is enabled, but there is no folder for the head: set learning.folder")
 
 
-# Settings of the application and of the server around it.
-
-
 @dataclass(frozen=True)
 class LimitsConfig:
     """Limits on clients' requests.
@@ -108,13 +58,12 @@ class LimitsConfig:
         queue: Requests that may wait for a slot of a replica; further ones are refused with status 429.
         choices: Texts that one request may ask for: its prompts times its `n`.
         body_bytes: Largest body of a request, in bytes.
-        connections: Connections that may be open; for a further one, that which has waited for its client the longest
-            is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
-            proxy, which listens on others, has no such limits.
+        connections: Connections that may be open; a further one closes that which has waited for its client the
+            longest. Like `receive_seconds` it holds only where `jobs.serve` starts the cluster: Ray Serve's own proxy
+            has no such limits.
         receive_seconds: Longest time for receiving a request, for a connection to begin one, and for a client to leave
             an answer unread.
-        seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
-            streams.
+        seconds: Longest time a request may take. An update waits that long for open streams.
     """
 
     queue: int = 64
@@ -152,11 +101,6 @@ class ReplicasConfig:
         at_least("replicas.max", self.max, self.min)
         at_least("replicas.gpus", self.gpus, 0)
         at_least("replicas.cpus", self.cpus, 0, above=True)
-
-
-def _default_engine() -> EngineSettings:
-    """The endpoint has a default of its own: clients' requests are shorter than rows of a job, and more at a time."""
-    return EngineSettings(max_num_seqs=32)
 
 
 @dataclass(frozen=True)
@@ -197,7 +141,8 @@ class ApplicationConfig:
     keys_file: str | None = None
     special_tokens: bool = False
     loading: LoadingConfig = field(default_factory=LoadingConfig)
-    engine: EngineSettings = field(default_factory=_default_engine)
+    # more at a time than in a job: clients' requests are shorter than its rows
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings(max_num_seqs=32))
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
@@ -212,7 +157,6 @@ class ApplicationConfig:
 
     @property
     def served_name(self) -> str:
-        """Name by which clients call the model."""
         if self.name is not None or self.model is None:
             return self.name or "embedded"
         folder = Path(self.model).expanduser()
@@ -238,7 +182,7 @@ class ServeConfig(ApplicationConfig):
 
     @property
     def loopback(self) -> bool:
-        """True if only this machine can connect. A name other than localhost counts as reachable from elsewhere."""
+        """True if only this machine can connect; false for any name but localhost."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -246,28 +190,10 @@ class ServeConfig(ApplicationConfig):
 
 
 _COMMON = (
-    "model",
-    "drafter",
-    "name",
-    "host",
-    "port",
-    "keys",
-    "keys_file",
-    "plain",
-    "isolation",
-    "engine.max_num_seqs",
-    "engine.max_model_len",
-    "engine.num_draft_tokens",
-    "engine.kv_gib",
-    "engine.compile",
-    "loading.dtype",
-    "loading.device",
-    "replicas.min",
-    "replicas.max",
-    "replicas.gpus",
-    "replicas.cpus",
-    "limits.queue",
-    "limits.seconds",
+    *("model", "drafter", "name", "host", "port", "keys", "keys_file", "plain", "isolation"),
+    *("engine.max_num_seqs", "engine.max_model_len", "engine.num_draft_tokens", "engine.kv_gib", "engine.compile"),
+    *("loading.dtype", "loading.device", "replicas.min", "replicas.max", "replicas.gpus", "replicas.cpus"),
+    *("limits.queue", "limits.seconds"),
 )
 """Settings that `--help` shows."""
 _DESCRIPTION = """\

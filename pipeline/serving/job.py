@@ -1,4 +1,4 @@
-"""Entry of the endpoint: checks before a cluster is touched, start, and shutdown."""
+"""Entry of the endpoint: checks, start, and shutdown."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from pipeline.engines.models import head_fingerprints, model_fingerprint, model_
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate, make_folders
 from pipeline.learning.config import NEW, SHIPPED
-from pipeline.serving.config import EVERYBODY, ServeConfig, ServingLearning, read_agreement
-from pipeline.serving.http.handles import short_ways
-from pipeline.serving.http.keys import ENVIRONMENT, read_keys, settle
+from pipeline.serving.config import EVERYBODY, ServeConfig
+from pipeline.serving.keys import ENVIRONMENT, read_agreement, read_keys, settle
 
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
@@ -45,17 +44,17 @@ def serve_until_signal(config: ServeConfig) -> None:
         read_agreement(config.learning, read_keys(config.keys_file, config.keys))
     say(f"looking at the model {config.model or 'embedded'}")
     check_models(config)
-    start(config, own_cluster=own_cluster)
+    _start(config, own_cluster=own_cluster)
     print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
     if config.keys != "required":
         unless = "" if own_cluster else f", unless the cluster's machines have {ENVIRONMENT}"
         hint = f"everybody may ask{unless}: set --keys_file or {ENVIRONMENT} to ask for keys"
         print(hint, file=sys.stderr, flush=True)
     if config.learning.enabled:
-        print(
-            f"a head learns from {learnt_from(config.learning)}, and is kept in {config.learning.folder}",
-            file=sys.stderr,
-        )
+        agreed = config.learning.agreed
+        clients = "all clients" if agreed == EVERYBODY else f"clients whose keys are in {agreed}"
+        hint = f"a head learns from the requests of {clients}, and is kept in {config.learning.folder}"
+        print(hint, file=sys.stderr)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
         signal.signal(number, lambda *_: stop.set())
@@ -65,17 +64,12 @@ def serve_until_signal(config: ServeConfig) -> None:
     take_down(stop)
 
 
-def start(config: ServeConfig, *, own_cluster: bool) -> None:
-    """Start the endpoint, and wait until it answers; with `own_cluster` on a cluster of its own.
-
-    Raises:
-        InputError: The address, the keys or the models cannot be used.
-        JobError: The server cannot be started.
-    """
+def _start(config: ServeConfig, *, own_cluster: bool) -> None:
+    """Start the endpoint, and wait until it answers."""
     proxy_port = config.port
     if own_cluster:
-        check_port(config)
-        os.environ.update(short_ways(config.port))
+        _check_port(config)
+        os.environ.update(_direct_ingress(config.port))
         proxy_port = next(port for port in free_ports(2) if port != config.port)
     cluster = connect()
     from ray import serve  # which reads the environment as it is imported
@@ -85,31 +79,39 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": config.host, "port": proxy_port})
-        check_address(config.host, proxy_port)
+        _check_address(config.host, proxy_port)
         say("starting the replicas, which load the model and time steps")
         serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise
     except Exception as error:  # Ray raises bare ones
-        refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{deployment_messages()}")
+        refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{_deployment_messages()}")
         take_down(threading.Event())
         if refusal:
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
 
 
-def learnt_from(learning: ServingLearning) -> str:
-    """Describe whose requests a head learns from."""
-    if learning.agreed == EVERYBODY:
-        return "the requests of all clients"
-    return f"the requests of clients whose keys are in {learning.agreed}"
+def _direct_ingress(port: int) -> dict[str, str]:
+    """Environment variables by which the ingress itself listens on `port`; Ray Serve's proxy then needs another one."""
+    return {
+        # Ingress and replicas talk to each other directly, without a thread between them.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 1),  # exclusive
+        # A new ingress gets the port at once, even if the old one hangs: there is no proxy that has to notice first.
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
 
 
 def take_down(at_once: threading.Event) -> None:
     """Take the endpoint's application down, and wait until its requests have ended or `at_once` is set.
 
-    Ray Serve keeps running: an existing cluster may have applications of others, and a cluster of the endpoint's own
-    ends with this process.
+    Ray Serve keeps running: a cluster may have applications of others, and the endpoint's own ends with this process.
     """
     from ray import serve
 
@@ -137,8 +139,8 @@ async def _cut_unread() -> None:
     await asyncio.wait_for(serve.get_deployment_handle("Ingress", _NAME).end.remote(), _ASK_SECONDS)
 
 
-def deployment_messages() -> str:
-    """Return Ray Serve's messages on the endpoint's deployments; that of a failed one has its traceback."""
+def _deployment_messages() -> str:
+    """Ray Serve's messages on the endpoint's deployments; that of a failed one has its traceback."""
     from ray import serve
 
     with suppress(Exception):  # there may be no application yet, and the error of the start is what counts
@@ -147,12 +149,7 @@ def deployment_messages() -> str:
     return ""
 
 
-def check_port(config: ServeConfig) -> None:
-    """Check that the address can be listened on.
-
-    Raises:
-        InputError: It cannot.
-    """
+def _check_port(config: ServeConfig) -> None:
     try:
         socket.create_server((config.host, config.port)).close()
     except OSError as error:
@@ -160,12 +157,8 @@ def check_port(config: ServeConfig) -> None:
         raise InputError(f"{config.host}:{config.port} cannot be listened on: {reason}; choose another port") from error
 
 
-def check_address(host: str, port: int) -> None:
-    """Check that Ray Serve listens on this address: if it ran before, it keeps its own.
-
-    Raises:
-        InputError: It listens elsewhere, perhaps reachable by others than meant.
-    """
+def _check_address(host: str, port: int) -> None:
+    """Check that Ray Serve listens here: if it ran before, it keeps its own address, perhaps a public one."""
     from ray.serve.context import _get_global_client
 
     options = _get_global_client().http_config
@@ -180,8 +173,7 @@ def check_models(config: ServeConfig) -> None:
     """Check the models as far as possible without loading them.
 
     Raises:
-        InputError: They are not there, or are not models; there is no such verifier; or the folder of a head that
-            learns cannot be written to.
+        InputError: They cannot be used, or the folder of a head that learns cannot be written to.
     """
     name, learning = model_name(config.model), config.learning
     model_fingerprint(name)

@@ -1,34 +1,343 @@
-"""Ray Serve deployments that wrap one engine, and the endpoint's learner."""
+"""Ray Serve deployments that wrap one engine, which answers calls, and the endpoint's learner."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+import os
+import secrets
 import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import ray
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray import serve
 
+from drafter.engine.sequence import Handle
+from drafter.errors import (
+    EngineError,
+    NotFiniteError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+)
+from drafter.llm import SpeculativeLM
+from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
+from drafter.statistics import EngineState, mean_acceptance_length
+from drafter.text.tokenizers import refuse_long
 from pipeline.engines.models import EngineSpec
+from pipeline.io.staging import sample_seed
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import LearningFeed
 from pipeline.learning.job_learner import WatchedLearner, find_learner
+from pipeline.openai.answers import (
+    FIELD,
+    Chunks,
+    answer_id,
+    echoed,
+    error_event,
+    generation_statistics,
+    logprobs_format,
+    long_answer,
+    lossless_mark,
+    response,
+    token_text,
+)
+from pipeline.openai.requests import OpenAIError, Prompt, is_messages, not_finite, to_json
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
-from pipeline.serving.answers import Answers
-from pipeline.serving.http.handles import keep_to_this_machine
+from pipeline.serving.handles import Call, Failure, Reply, Snapshot, interrupted, keep_to_this_machine, overloaded
+from pipeline.serving.work_limits import LargeWork
+
+_ASK_SECONDS = 1.0
+_NAME_SECONDS = 0.2
+_TRIES = 150
+_STALLED_SECONDS = 300.0
+"""Seconds after which a step counts as hung."""
+_EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
+"""Most events of all streams together. Each wakes a dozen threads and, on shared cores, interrupts the engine."""
+_LARGEST_MESSAGE = 1 << 19
+"""Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
+_LARGE_PROMPT = 32 << 10
+"""Prompts from this many characters on are encoded one at a time."""
+_MESSAGE = 64
+"""Characters that are as much work as a message by itself."""
+_REST = 3.0
+"""Pause between two pieces of a long answer, for each second that a piece took."""
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
+
+
+class ReplicaMetrics:
+    """Counts how a replica's requests end; adds the engine's counters at each scrape."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self._requests = counter("drafter_requests", "Texts generated.", ["finish_reason"])
+        self._failures = counter("drafter_request_failures", "Requests that failed.", ["error"])
+        self._prompt_tokens = counter("drafter_prompt_tokens", "Tokens of prompts.")
+        self._draft_tokens = counter("drafter_draft_tokens", "Draft tokens verified.")
+        self._accepted_tokens = counter("drafter_accepted_tokens", "Draft tokens that became output.")
+        length = "New tokens per forward of the target model, over a request: β."
+        self._length = histogram("drafter_mean_acceptance_length", length, buckets=_LENGTHS)
+        queue = "Seconds until a request entered a slot."
+        self._queue = histogram("drafter_queue_seconds", queue, buckets=_SECONDS)
+        first = "Seconds until a request's first token."
+        self._first_token = histogram("drafter_time_to_first_token_seconds", first, buckets=_SECONDS)
+        per_token = "Seconds per token after a request's first one."
+        self._per_token = histogram("drafter_time_per_output_token_seconds", per_token, buckets=_TOKEN_SECONDS)
+
+    def finished(self, generation: Generation) -> None:
+        counts, timing = generation.counts, generation.timing
+        self._requests.labels(generation.finish_reason).inc()
+        self._prompt_tokens.inc(generation.num_prompt_tokens)
+        self._draft_tokens.inc(counts.num_draft_tokens)
+        self._accepted_tokens.inc(counts.num_accepted_draft_tokens)
+        if timing.queued is not None:
+            self._queue.observe(timing.queued)
+        if timing.first_token is not None:
+            self._length.observe(mean_acceptance_length(counts))
+            self._first_token.observe(timing.first_token)
+            if len(generation.token_ids) > 1:
+                self._per_token.observe((timing.total - timing.first_token) / (len(generation.token_ids) - 1))
+
+    def failed(self, error: str) -> None:
+        self._failures.labels(error).inc()
+
+    def snapshot(self, replica: str, state: EngineState) -> Snapshot:
+        stages = CounterMetricFamily("drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"])
+        for stage, seconds in state.stage_seconds.items():
+            stages.add_metric([stage], seconds)
+        gauges = (
+            ("drafter_slots", "Requests that can be decoded together.", state.slots),
+            ("drafter_slots_active", "Requests being decoded.", state.active),
+            ("drafter_requests_waiting", "Requests that wait for a slot.", state.waiting),
+            ("drafter_memory_tokens", "Tokens of texts that the drafter remembers.", state.memory_tokens),
+            ("drafter_memory_bytes", "Bytes that its memory of them takes.", state.memory_bytes),
+            ("drafter_version", "Number of the version of the head that drafts.", state.drafter_version),
+        )
+        counters = (
+            ("drafter_steps", "Decode steps of the engine.", state.steps),
+            ("drafter_row_steps", "Decode steps, counted once for each request that took part.", state.row_steps),
+            ("drafter_tokens", "New tokens.", state.output_tokens),
+            ("drafter_prefilled_tokens", "Tokens of prompts that were prefilled.", state.prefilled_tokens),
+            ("drafter_shared_tokens", "Tokens of prompts that were in the KV cache already.", state.shared_tokens),
+        )
+        engine: list[Metric] = [
+            *(GaugeMetricFamily(*gauge) for gauge in gauges),
+            *(CounterMetricFamily(*counter) for counter in counters),
+            stages,
+        ]
+        return Snapshot(replica, [*engine, *self._registry.collect()])
+
+
+logger = logging.getLogger("ray.serve")
+
+Arrival = tuple[int, TokenDelta | Generation | Exception]
+"""Output of a choice: its index, and the tokens of a step, its end, or an error."""
+
+
+class Answers:
+    """Answers calls with one engine, whose thread schedules all requests.
+
+    Args:
+        name: The replica's name.
+        seconds: Longest time of a request.
+        special_tokens: Whether the text of a special token in a message is that token; by default it is text.
+    """
+
+    def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
+        self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
+        self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
+        given = lm.base.generation_settings
+        longest = given.get("max_new_tokens") or lm.max_length
+        self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
+        self._token_text = cache(partial(token_text, lm.tokenizer))
+
+    def snapshot(self) -> Snapshot:
+        """Return the replica's metrics; raises as `check_health` does."""
+        self.check_health()
+        return self._metrics.snapshot(self._name, self._lm.engine.state())
+
+    def check_health(self) -> None:
+        """Raise an `EngineError` if the engine has failed or hangs; Ray Serve then replaces the replica."""
+        engine = self._lm.engine
+        if engine.failure is not None:
+            raise engine.failure
+        if not engine.idle and time.monotonic() - engine.last_step > _STALLED_SECONDS:
+            raise EngineError(f"a step has taken more than {_STALLED_SECONDS:g} seconds")
+
+    async def answer(self, call: Call) -> AsyncIterator[Reply]:
+        """Answer a request: yield a failure, or the parts of a stream's events or of a JSON body."""
+        handles: list[Handle] = []
+        sent = False
+        request = call.request
+        name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
+        try:
+            do = self._large_work.run if _characters(request.prompts) > _LARGE_PROMPT else asyncio.to_thread
+            for each in await do(self._requests, call):
+                handles.append(self._lm.submit(each, stream=request.stream))
+            if request.stream:
+                chunks = Chunks(request, name, created, self._token_text, speculation=call.speculation)
+                async for events in self._stream(chunks, handles, apart=request.wants_logprobs):
+                    for part in _messages(events):
+                        yield part
+                        sent = True
+            else:
+                for part in _messages(await self._body(call, handles, name, created)):
+                    yield part
+        except Exception as error:
+            # Once a chunk is out so is the status: then the stream itself must say that it failed.
+            refusal = self._client_error(error)
+            yield error_event(refusal) if sent else Failure.of(refusal)
+        finally:
+            # However this ended, none of its requests keeps a slot: the client may have left.
+            for handle in handles:
+                handle.cancel()
+
+    async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
+        request = call.request
+        generations = [self._finished(await handle.outcome()) for handle in handles]
+        if request.echo:
+            prompts = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
+            generations = [echoed(one, prompt) for one, prompt in zip(generations, prompts, strict=True)]
+        short = [replace(generation, logprobs=None) for generation in generations]
+        body = response(request, short, name, created, self._token_text) | lossless_mark(*generations)
+        if call.speculation:
+            body[FIELD] = [generation_statistics(generation) for generation in generations]
+        if not request.wants_logprobs:
+            return to_json(body)
+        return await _written(long_answer(body, generations, logprobs_format(request), self._token_text))
+
+    async def _stream(self, chunks: Chunks, handles: list[Handle], *, apart: bool) -> AsyncIterator[str]:
+        """Yield the events of all choices as they come, batched where several are ready."""
+        arrived: asyncio.Queue[Arrival] = asyncio.Queue()
+        readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
+        finished: dict[int, Generation] = {}
+
+        def events_of(arrivals: list[Arrival]) -> str:
+            events = ""
+            for index, arrival in arrivals:
+                if isinstance(arrival, Exception):
+                    raise arrival
+                if isinstance(arrival, TokenDelta):
+                    events += chunks.step(index, arrival)
+                else:
+                    finished[index] = self._finished(arrival)
+                    events += chunks.finish(index, arrival)
+            if len(finished) == len(handles):
+                events += chunks.end([finished[index] for index in range(len(handles))])
+            return events
+
+        try:
+            while len(finished) < len(handles):
+                arrivals = [await arrived.get()]
+                while not arrived.empty():
+                    arrivals.append(arrived.get_nowait())
+                yield await asyncio.to_thread(events_of, arrivals) if apart else events_of(arrivals)
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+    async def _read(self, index: int, handle: Handle, arrived: asyncio.Queue[Arrival]) -> None:
+        outcome = asyncio.ensure_future(handle.outcome())
+        try:
+            async for deltas in handle.arrivals():
+                for delta in deltas:
+                    if delta.token_ids:  # a step whose numbers are not finite adds none
+                        arrived.put_nowait((index, delta))
+                await asyncio.wait([outcome], timeout=self._lm.engine.state().active / _EVENTS_PER_SECOND)
+            arrived.put_nowait((index, await outcome))
+        except Exception as error:  # of any kind: it ends the stream
+            arrived.put_nowait((index, error))
+        finally:
+            outcome.cancel()
+
+    def _requests(self, call: Call) -> list[Request]:
+        """Return a request of the engine for each choice."""
+        request = call.request
+        settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
+        sampling = replace(request, settings=settings).sampling(self._defaults)
+        requests = []
+        for prompt in request.prompts:
+            ids: Any = prompt
+            if isinstance(prompt, str) or is_messages(prompt):
+                ids = self._lm.encode(prompt, special_tokens=self._special_tokens)
+            refuse_long(len(ids), self._lm.max_length)
+            for choice in range(request.n):
+                own = replace(sampling, seed=sample_seed(sampling.seed, choice))
+                scored = own.logprobs if request.echo else None
+                requests.append(Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach))
+        return requests
+
+    def _text(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else str(self._lm.tokenizer.decode(prompt))
+
+    def _finished(self, generation: Generation) -> Generation:
+        self._metrics.finished(generation)
+        return generation
+
+    def _client_error(self, error: Exception) -> OpenAIError:
+        """The error as clients see it: with details only of their own mistakes."""
+        self._metrics.failed(type(error).__name__)
+        match error:
+            case OpenAIError():
+                return error
+            case RequestTimeoutError():
+                return OpenAIError(408, f"The request took longer than {self._seconds:g} seconds.", code="timeout")
+            case NotFiniteError():
+                logger.error("A request failed: %s", error)
+                return not_finite()
+            case PromptTooLongError():
+                return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
+            case RequestError():
+                return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
+            case QueueFullError():
+                return overloaded()
+            case EngineError():
+                return interrupted()
+        logger.exception("A request failed")
+        return OpenAIError(500, "The server had an error.", code="internal_error")
+
+
+def _characters(prompts: Sequence[Prompt]) -> int:
+    count = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            count += len(prompt)
+        elif is_messages(prompt):
+            count += sum(_MESSAGE + len(message["content"]) for message in prompt)
+    return count
+
+
+def _messages(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _LARGEST_MESSAGE):
+        yield text[start : start + _LARGEST_MESSAGE]
+
+
+async def _written(pieces: Iterator[str]) -> str:
+    text: list[str] = []
+    while True:
+        begun = time.monotonic()
+        piece = await asyncio.to_thread(next, pieces, None)
+        if piece is None:
+            return "".join(text)
+        text.append(piece)
+        await asyncio.sleep(_REST * (time.monotonic() - begun))
 
 
 class EngineReplica(Answers):
-    """One engine in a process of its own, with as many threads as the replica has cores.
-
-    Ray Serve calls `check_health` periodically, and replaces a replica where it raises.
-
-    Args:
-        seconds: Longest time of a request.
-        special_tokens: Whether the text of a special token in a message is that token.
-    """
+    """One engine in a process of its own, with as many threads as the replica has cores."""
 
     def __init__(self, spec: EngineSpec, seconds: float, *, special_tokens: bool) -> None:
         keep_to_this_machine()
@@ -37,19 +346,11 @@ class EngineReplica(Answers):
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(lm, name, seconds, special_tokens=special_tokens)
         if spec.learning is not None:
-            LearningFeed(lm, find_own_learner).start()
+            LearningFeed(lm, _find_own_learner).start()
 
 
-# The endpoint's learner.
-
-_ASK_SECONDS = 1.0
-_NAME_SECONDS = 0.2
-_TRIES = 150
-
-
-def find_own_learner() -> Any | None:
-    """Return the learner of the application that this replica belongs to; None while there is none."""
-    return find_learner(_name())
+def _find_own_learner() -> Any | None:
+    return find_learner(_learner_name())
 
 
 class LearnerKeeper:
@@ -78,13 +379,13 @@ def _only_learner(spec: LearnerSpec) -> WatchedLearner:
     """Start a learner, and end one that an update of the endpoint left: two must not write to one folder."""
     for _ in range(_TRIES):
         try:
-            return WatchedLearner(spec, _name())
+            return WatchedLearner(spec, _learner_name())
         except ValueError:
-            if (other := find_own_learner()) is not None:
+            if (other := _find_own_learner()) is not None:
                 ray.kill(other)
             time.sleep(_NAME_SECONDS)
     raise RuntimeError(f"the learner before this one has not ended in {_TRIES * _NAME_SECONDS:g} s")
 
 
-def _name() -> str:
+def _learner_name() -> str:
     return f"{serve.get_replica_context().app_name}-learner"

@@ -13,12 +13,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from pipeline.serving.answers import Answers
-from pipeline.serving.config import Agreement, LimitsConfig
-from pipeline.serving.http.app import create_app
-from pipeline.serving.http.connections import Connections
-from pipeline.serving.http.handles import Answer, Engines, Method
-from pipeline.serving.messages import Call, Reply, Snapshot
+from pipeline.serving.app import create_app
+from pipeline.serving.config import LimitsConfig
+from pipeline.serving.connections import Connections
+from pipeline.serving.handles import Answer, Call, Engines, Reply, Snapshot
+from pipeline.serving.keys import Agreement
+from pipeline.serving.replica import Answers
 
 
 class Replies:
@@ -49,8 +49,8 @@ class LocalEngines(Engines):
     def names(self) -> list[str]:
         return list(self._answers)
 
-    async def ask(self, method: Method, call: Call) -> Answer:
-        replies = Replies(getattr(self._answers[call.request.model], method)(call))
+    async def ask(self, call: Call) -> Answer:
+        replies = Replies(self._answers[call.request.model].answer(call))
         return Answer(await anext(replies), replies)
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:

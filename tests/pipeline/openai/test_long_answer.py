@@ -12,15 +12,8 @@ import pytest
 
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
-from pipeline.openai.answers import (
-    LogprobsOf,
-    chat_logprobs,
-    chat_response,
-    completion_logprobs,
-    completion_response,
-    long_answer,
-)
-from pipeline.openai.requests import OpenAIError, ParsedRequest
+from pipeline.openai.answers import logprobs_format, long_answer, response
+from pipeline.openai.requests import OpenAIError, ParsedRequest, Prompt
 
 
 def generation(tokens: int, logprob: float = -0.25) -> Generation:
@@ -28,19 +21,20 @@ def generation(tokens: int, logprob: float = -0.25) -> Generation:
     return Generation("", list(range(tokens)), "é" * tokens, "stop", 3, DecodeCounts(), logprobs)
 
 
-@pytest.mark.parametrize(
-    ("respond", "logprobs_of"), [(chat_response, chat_logprobs), (completion_response, completion_logprobs)]
-)
-def test_the_pieces_are_the_whole(respond: Any, logprobs_of: LogprobsOf) -> None:
-    request = ParsedRequest("gpt", ("x",), {"logprobs": 2}, n=4)
+CHAT: Prompt = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("prompt", [CHAT, "x"])
+def test_the_pieces_are_the_whole(prompt: Prompt) -> None:
+    request = ParsedRequest("gpt", (prompt,), {"logprobs": 2}, n=4)
     made = [generation(count) for count in (200, 0, 64, 1)]
     short = [replace(one, logprobs=None) for one in made]
-    body, whole = (respond(request, some, "id", 1, str) for some in (short, made))
+    body, whole = (response(request, some, "id", 1, str) for some in (short, made))
     at_once = []
 
-    def noted(logprobs: Sequence[TokenLogprob], *others: Any) -> dict[str, Any] | None:
-        at_once.append(len(logprobs))
-        return logprobs_of(logprobs, *others)
+    def noted(logprobs: Sequence[TokenLogprob] | None, *others: Any) -> dict[str, Any] | None:
+        at_once.append(len(logprobs or ()))
+        return logprobs_format(request)(logprobs, *others)
 
     pieces = list(long_answer(body, made, noted, str))
     assert json.loads("".join(pieces)) == whole
@@ -49,8 +43,8 @@ def test_the_pieces_are_the_whole(respond: Any, logprobs_of: LogprobsOf) -> None
 
 
 def test_what_is_not_finite_is_an_error() -> None:
-    request = ParsedRequest("gpt", ("x",), {"logprobs": 0})
+    request = ParsedRequest("gpt", (CHAT,), {"logprobs": 0})
     made = [generation(2, math.nan)]
-    body = chat_response(request, [replace(made[0], logprobs=None)], "id", 1, str)
+    body = response(request, [replace(made[0], logprobs=None)], "id", 1, str)
     with pytest.raises(OpenAIError, match="not finite"):
-        list(long_answer(body, made, chat_logprobs, str))
+        list(long_answer(body, made, logprobs_format(request), str))

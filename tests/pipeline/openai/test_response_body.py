@@ -15,9 +15,14 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.openai.answers import chat_logprobs, chat_response, completion_logprobs, completion_response, token_text
+from pipeline.openai.answers import (
+    chat_logprobs,
+    completion_logprobs,
+    event,
+    response,
+    token_text,
+)
 from pipeline.openai.requests import OpenAIError, ParsedRequest, to_json
-from pipeline.openai.stream_events import event
 
 
 def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int) -> Generation:
@@ -28,7 +33,7 @@ def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int)
 def test_a_chat_of_two_choices() -> None:
     request = ParsedRequest("gpt", ([{"role": "user", "content": "x"}],), {}, n=2)
     made = [generation("a", 4, 10, 2, 9), generation("b", 3, 10, 1, 5)]
-    body = chat_response(request, made, "chatcmpl-1", 1700000000, str)
+    body = response(request, made, "chatcmpl-1", 1700000000, str)
     parsed = ChatCompletion.model_validate(body, strict=True)
     assert [(choice.index, choice.message.content) for choice in parsed.choices] == [(0, "a"), (1, "b")]
     assert (parsed.id, parsed.created, parsed.model) == ("chatcmpl-1", 1700000000, "gpt")
@@ -42,7 +47,7 @@ def test_a_chat_of_two_choices() -> None:
 def test_a_completion_of_two_prompts_with_two_choices_each() -> None:
     request = ParsedRequest("davinci", ("x", "y"), {}, n=2)
     made = [generation(text, 2, prompt, 0, 0) for text, prompt in (("a", 5), ("b", 5), ("c", 7), ("d", 7))]
-    parsed = Completion.model_validate(completion_response(request, made, "cmpl-1", 1, str), strict=True)
+    parsed = Completion.model_validate(response(request, made, "cmpl-1", 1, str), strict=True)
     assert [choice.text for choice in parsed.choices] == ["a", "b", "c", "d"]
     assert parsed.usage is not None
     assert (parsed.usage.prompt_tokens, parsed.usage.completion_tokens) == (12, 8)

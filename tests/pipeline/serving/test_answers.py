@@ -24,8 +24,8 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Pla
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
 from pipeline.io.staging import sample_seed
-from pipeline.serving.answers import Answers
 from pipeline.serving.config import LimitsConfig
+from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE, wait_until
@@ -118,7 +118,7 @@ def test_an_answer_may_be_longer_than_a_message(
     asked |= {} if logprobs is None else {"logprobs": logprobs}
     whole = client.completions.create(**asked)
     events = list(client.completions.create(**asked, stream=True))
-    monkeypatch.setattr("pipeline.serving.answers._LARGEST_MESSAGE", 7)
+    monkeypatch.setattr("pipeline.serving.replica._LARGEST_MESSAGE", 7)
     assert client.completions.create(**asked).choices == whole.choices
 
     def texts(chunks: list[Any]) -> list[str]:

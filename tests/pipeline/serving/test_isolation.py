@@ -12,9 +12,9 @@ from drafter import EngineConfig, SpeculativeLM
 from drafter.engine.config import EngineSettings
 from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.models import EngineSpec
-from pipeline.serving.answers import Answers
 from pipeline.serving.application import _engines
 from pipeline.serving.config import ApplicationConfig
+from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE

@@ -15,8 +15,8 @@ from drafter import EngineConfig, SpeculativeLM
 from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.drafter import Learning
 from drafter.methods.learning.settings import StartingHead
-from pipeline.serving.answers import Answers
-from pipeline.serving.config import Agreement
+from pipeline.serving.keys import Agreement
+from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE

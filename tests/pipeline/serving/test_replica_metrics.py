@@ -10,8 +10,8 @@ from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
 from pipeline.learning.record import learner_families
 from pipeline.progress.board import LearningReport
-from pipeline.serving.answers import ReplicaMetrics
-from pipeline.serving.http.handles import metrics_page
+from pipeline.serving.handles import metrics_page
+from pipeline.serving.replica import ReplicaMetrics
 from tests.support.paths import ROOT
 
 

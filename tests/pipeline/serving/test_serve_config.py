@@ -13,7 +13,7 @@ from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
 from pipeline.serving.config import ApplicationConfig, ServeConfig, parse_application, parse_config
-from pipeline.serving.http.keys import ENVIRONMENT
+from pipeline.serving.keys import ENVIRONMENT
 from tests.support.paths import ROOT
 
 

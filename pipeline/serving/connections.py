@@ -19,9 +19,40 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.openai.requests import OpenAIError, shown
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.keys import may_ask
-from pipeline.serving.http.work_limits import Turns
+from pipeline.serving.keys import may_ask
+from pipeline.serving.work_limits import Turns
 
+Reason = Literal["crowded", "late", "refused", "slow", "unread"]
+"""Reasons to cut a connection: there were too many; a request did not come, was no request or too large; an answer took
+too long; or the client does not read."""
+DISCARDED = 16
+"""Bodies up to this many times the limit are read and discarded, because many clients read the answer only then."""
+_BESIDE_BODY = 64 << 10
+"""Most bytes of a request that are not its body: request line, headers, sizes and extensions of chunks, trailers."""
+_HEADERS = 128
+_PIPELINED = 8
+"""Requests that may wait behind the one being answered. Clients hardly ever send any."""
+_PIECE = 16 << 10
+"""Bytes that the parser gets at once: limits are checked in between."""
+_GUEST_PIECE = 1 << 10
+"""Likewise of a guest, who sends the first one without waiting: the head of nearly every request."""
+_TURN_BYTES = 4 << 10
+"""Bytes beside the body that a guest may send at each of its turns; so many chunks of one byte take 3 ms to parse."""
+_BODY_BYTES = 16
+"""Bytes of a body which is discarded that cost as much as one of these."""
+_TURNS = 64.0
+"""These turns a second, of all connections together."""
+_SEND_BUFFER = 128 << 10
+"""Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
+_GUEST_TURNS = 50.0
+"""Answers to guests, and refusals, a second: of all connections together."""
+_LAST_SECONDS = 1.0
+"""Longest time for which a client may leave an answer unread once the server is to end."""
+_RAYS_OWN = frozenset(
+    b"serve-multiplexed-model-id x-request-disconnect-disabled x-request-id x-request-timeout-seconds "
+    b"x-session-id".split()
+)
+"""Headers by which clients could command Ray Serve: to keep the slot of a client that has left, for one."""
 _HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<name>[^:]+))(?::\d+)?")
 
 
@@ -48,21 +79,15 @@ class LoopbackHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not names_loopback(hosts := Headers(scope=scope).getlist("host")):
-            told = OpenAIError(
+            refusal = OpenAIError(
                 421,
                 "The endpoint listens on this machine's loopback address: the Host header must be localhost, 127.0.0.1 "
                 f"or [::1], with or without a port, not {shown(', '.join(hosts))}.",
                 code="wrong_host",
             )
-            await JSONResponse(told.body(), told.status)(scope, receive, send)
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-# Reading a request's body.
-
-DISCARDED = 16
-"""Bodies up to this many times the limit are read and discarded, because many clients read the answer only then."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -91,51 +116,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-# Per-connection limits on bytes, seconds and turns.
-
-Reason = Literal["crowded", "late", "refused", "slow", "unread"]
-"""Reasons to cut a connection: there were too many; a request did not come, was no request or too large; an answer took
-too long; or the client does not read."""
-_BESIDE_BODY = 64 << 10
-"""Most bytes of a request that are not its body: request line, headers, sizes and extensions of chunks, trailers."""
-_HEADERS = 128
-_PIPELINED = 8
-"""Requests that may wait behind the one being answered. Clients hardly ever send any."""
-_PIECE = 16 << 10
-"""Bytes that the parser gets at once: limits are checked in between."""
-_GUEST_PIECE = 1 << 10
-"""Likewise of a guest, who sends the first one without waiting: the head of nearly every request."""
-_TURN_BYTES = 4 << 10
-"""Bytes beside the body that a guest may send at each of its turns; so many chunks of one byte take 3 ms to parse."""
-_BODY_BYTES = 16
-"""Bytes of a body which is discarded that cost as much as one of these."""
-_TURNS = 64.0
-"""These turns a second, of all connections together."""
-_SEND_BUFFER = 128 << 10
-"""Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
-_GUEST_TURNS = 50.0
-"""Answers to guests, and refusals, a second: of all connections together."""
-_LAST_SECONDS = 1.0
-"""Longest time for which a client may leave an answer unread once the server is to end."""
-_RAYS_OWN = frozenset(
-    {
-        b"serve-multiplexed-model-id",
-        b"x-request-disconnect-disabled",
-        b"x-request-id",
-        b"x-request-timeout-seconds",
-        b"x-session-id",
-    }
-)
-"""Headers by which clients could command Ray Serve: to keep the slot of a client that has left, for one."""
-
-
 class Connections:
-    """All connections of one server.
-
-    Args:
-        limits: What clients may ask for.
-        digests: Digests of the keys, see `pipeline.serving.http.keys`; none takes everybody's requests.
-    """
+    """All connections of one server. Without digests of keys everybody's requests are taken."""
 
     def __init__(self, limits: LimitsConfig, digests: Sequence[bytes] = ()) -> None:
         self.limits, self.digests = limits, digests
@@ -162,7 +144,7 @@ class Connections:
         return {"open": len(self._open), "unread": unread} if self._listening else None
 
     def families(self) -> list[Metric]:
-        """Return the connection counts and the number of cut connections for Prometheus."""
+        """Return the connection counts for Prometheus."""
         state = self.state()
         if state is None:
             return []
@@ -225,9 +207,9 @@ class _RefusedError(Exception):
 class _Connection(HttpToolsProtocol):
     """Uvicorn's HTTP within the budget.
 
-    A connection waits for its client in two ways, each with a time limit. It waits for a request from its beginning,
-    and from the end of a response, until the request is there as a whole. And it waits for a reader from when the
-    buffer of what is to be sent is full until it is not, or from when nothing more is to come until all is sent.
+    A connection waits for its client in two ways, each with a time limit: for a request, from its own beginning or the
+    end of a response until the request is complete; and for a reader, while the send buffer is full, or from the end
+    of what is to be sent until all is sent.
     """
 
     budget: Connections
@@ -266,11 +248,9 @@ class _Connection(HttpToolsProtocol):
         super().eof_received()
         self._wait_for_reader()  # the transport closes once all is sent
 
-    # What comes
-
     def data_received(self, data: bytes) -> None:
         self._unparsed = memoryview(bytes(self._unparsed) + data)
-        if self._queues:  # whoever reads a body has let more come meanwhile
+        if self._queues:  # reading a body has resumed the flow
             self.flow.pause_reading()
         else:
             self._parse()
@@ -361,8 +341,6 @@ class _Connection(HttpToolsProtocol):
         else:
             self._stop_waiting("late")
 
-    # What goes
-
     def _is_guests(self, scope: Any) -> bool:
         given = (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
         return not (scope["path"].startswith("/v1/") and may_ask(next(given, None), self.budget.digests))
@@ -407,11 +385,9 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """True if a request has come and its response is not complete; further ones may be coming behind it."""
+        """True if a request has come and its response is not complete."""
         waiting: Any = self.cycle
         return bool(self.pipeline) or (waiting is not None and not waiting.response_complete and not waiting.more_body)
-
-    # The client's time
 
     def _wait_for_request(self) -> None:
         self._stop_waiting("late")

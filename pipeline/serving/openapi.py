@@ -1,7 +1,4 @@
-"""The OpenAPI description of each route. Clients and fuzzers are made from it, so it must be true.
-
-The schemas of bodies come from the classes that check them, those of answers from OpenAI's own client.
-"""
+"""The OpenAPI description of each route, which clients and fuzzers are made from."""
 
 from __future__ import annotations
 
@@ -68,6 +65,21 @@ _MEANING = {
     503: "There is no replica that works, for now.",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        status: {"model": ErrorBody, "description": _MEANING[status]}
+        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
+        for status in statuses
+    }
+
+
+MODELS: dict[str, Any] = {"responses": {200: {"model": ModelList}, **_errors(401)}}
+MODEL: dict[str, Any] = {"responses": {200: {"model": Model}, **_errors(401, 404), "4XX": {"model": ErrorBody}}}
+HEALTH: dict[str, Any] = {"responses": {200: {"model": Health}, **_errors(503)}}
+METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _errors(401)}
+LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 503)}}
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -118,31 +130,6 @@ def completions(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
     return _generation(Completion, body)
 
 
-def models() -> dict[str, Any]:
-    """Return the description of `/v1/models`."""
-    return {"responses": {200: {"model": ModelList}, **_errors(401)}}
-
-
-def model() -> dict[str, Any]:
-    """Return the description of `/v1/models/{model}`."""
-    return {"responses": {200: {"model": Model}, **_errors(401, 404), "4XX": {"model": ErrorBody}}}
-
-
-def health() -> dict[str, Any]:
-    """Return the description of `/health`."""
-    return {"responses": {200: {"model": Health}, **_errors(503)}}
-
-
-def metrics() -> dict[str, Any]:
-    """Return the description of `/metrics`."""
-    return {"response_class": PlainTextResponse, "responses": _errors(401)}
-
-
-def learning() -> dict[str, Any]:
-    """Return the description of `/learning`."""
-    return {"responses": {200: {"model": LearningReport}, **_errors(401, 503)}}
-
-
 def _generation(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
     success = {
         "model": kind,
@@ -156,18 +143,10 @@ def _generation(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {
-        status: {"model": ErrorBody, "description": _MEANING[status]}
-        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
-        for status in statuses
-    }
-
-
 def _body(
     kind: type[Body], models: Sequence[str], limits: LimitsConfig, **properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """Schema of a request's body: pydantic's own, with `properties` and other rules that are checked elsewhere."""
+    """Pydantic's schema of a request's body, with `properties` and other rules that are checked elsewhere."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs")
     given: dict[str, Any] = schema["properties"] | properties
@@ -190,7 +169,7 @@ def _body(
 
 
 def _needs(name: str, kind: str, other: str) -> dict[str, Any]:
-    """Return a schema by which property `name`, of JSON type `kind`, may be set only where `other` is true."""
+    """Schema by which property `name`, of JSON type `kind`, may be set only where `other` is true."""
     return {
         "if": {"required": [name], "properties": {name: {"type": kind}}},
         "then": {"required": [other], "properties": {other: {"const": True}}},

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter import SpeculativeLM
-from pipeline.serving.answers import Answers
+from pipeline.serving.app import create_app
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.app import create_app
-from pipeline.serving.http.connections import Connections
-from pipeline.serving.http.keys import ENVIRONMENT, read_keys
+from pipeline.serving.connections import Connections
+from pipeline.serving.keys import ENVIRONMENT, read_keys
+from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import LocalEngines, listening
 from tests.support.waiting import PATIENCE, wait_until

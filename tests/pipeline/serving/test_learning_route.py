@@ -9,11 +9,10 @@ import httpx2
 import pytest
 
 from pipeline.progress.board import LearningReport
+from pipeline.serving.app import create_app
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.app import create_app
-from pipeline.serving.http.connections import Connections
-from pipeline.serving.http.handles import LearnerHandle
-from pipeline.serving.messages import Snapshot
+from pipeline.serving.connections import Connections
+from pipeline.serving.handles import Snapshot
 from tests.support.local_endpoint import LocalEngines, listening
 
 REPORT = LearningReport("resting", "β no longer grows", version=4, beta=2.5, published_beta=2.25, steps=90)
@@ -43,7 +42,7 @@ def learner() -> Learner:
 @pytest.fixture
 def api(learner: Learner) -> Iterator[httpx2.Client]:
     connections, engines = Connections(LimitsConfig()), LocalEngines({"tiny": cast(Any, Replica())})
-    app = create_app(engines, connections, loopback=True, learner=cast(LearnerHandle, learner))
+    app = create_app(engines, connections, loopback=True, learner=learner.report)
     with listening(app, connections) as address, httpx2.Client(base_url=address) as client:
         yield client
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.serving.http import work_limits
-from pipeline.serving.http.work_limits import LargeWork, Turns
+from pipeline.serving import work_limits
+from pipeline.serving.work_limits import LargeWork, Turns
 
 
 def test_turns_are_given_in_order_and_not_to_those_who_have_gone() -> None:

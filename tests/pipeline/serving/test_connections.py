@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pipeline.serving import connections as module
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http import connections as module
-from pipeline.serving.http.connections import Connections
+from pipeline.serving.connections import Connections, names_loopback
 from tests.support.local_endpoint import listening
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -252,3 +252,30 @@ def test_a_guests_body_is_thrown_away(declared: bool) -> None:
         with pytest.raises(OSError, match=r"reset|pipe"):
             connection.sendall(piece * 1000)
         wait_until(lambda: budget.cuts["refused"] == 1, "it is cut")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "good"),
+    [
+        (["localhost"], True),
+        (["LOCALHOST:8000"], True),
+        (["127.0.0.1:1"], True),
+        (["127.4.5.6"], True),
+        (["[::1]"], True),
+        (["[::1]:8000"], True),
+        ([], False),
+        ([""], False),
+        (["evil.example"], False),
+        (["evil.example:8000"], False),
+        (["localhost.evil.example"], False),
+        (["127.0.0.1.evil.example"], False),
+        (["localhost:8000:8000"], False),
+        (["localhost:x"], False),
+        (["::1"], False),
+        (["[::2]"], False),
+        (["10.0.0.7"], False),
+        (["localhost", "evil.example"], False),
+    ],
+)
+def test_which_hosts_are_this_machine(hosts: list[str], good: bool) -> None:
+    assert names_loopback(hosts) == good

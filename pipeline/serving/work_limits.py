@@ -1,6 +1,4 @@
-"""Limits on the work that clients cause: turns at a limited rate, and large work one piece at a time with rests.
-Nothing is refused; expensive work waits.
-"""
+"""Limits on the work that clients cause: turns at a limited rate, and large work one piece at a time with rests."""
 
 from __future__ import annotations
 
@@ -19,11 +17,7 @@ _REST = 3.0
 
 
 class Turns(Generic[Holder]):
-    """Gives turns at a limited rate, first come, first served. A holder waits for one turn at a time.
-
-    Args:
-        per_second: Turns a second, and also how many there may be at once after a pause.
-    """
+    """Gives turns, `per_second` and at most as many at once, in order. A holder waits for one at a time."""
 
     def __init__(self, per_second: float) -> None:
         self._rate = self._left = per_second

@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.serving.answers import Answers
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.keys import ENVIRONMENT, read_keys
+from pipeline.serving.keys import ENVIRONMENT, read_keys
+from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE

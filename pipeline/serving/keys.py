@@ -1,4 +1,4 @@
-"""Bearer keys. Only digests are kept, so that no log, message or dump can show a key."""
+"""Bearer keys, and the clients who agreed to learning. Only digests are kept, so that nothing can show a key."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import hashlib
 import hmac
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pipeline.errors import InputError
+from pipeline.serving.config import EVERYBODY, KeyRule, ServingLearning
 
 ENVIRONMENT = "DRAFTER_API_KEYS"
 """Environment variable of the ingress with keys, separated by commas."""
-KeyRule = Literal["auto", "required", "none"]
-"""Whether clients need a key: they do (`required`), they do not (`none`), or they do if there are any (`auto`)."""
 _OR_NONE = ", or set keys to none to answer everybody"
 
 
@@ -23,11 +22,6 @@ def settle(rule: KeyRule, file: str | None, *, loopback: bool) -> KeyRule:
 
     `auto` stays only where this machine alone can connect and nothing here names a key. Everywhere else a key that is
     missing where the ingress runs is a mistake, and not a reason to answer everybody.
-
-    Args:
-        rule: The configured rule.
-        file: The configured file of keys.
-        loopback: Whether the endpoint listens on a loopback address.
     """
     if rule == "auto" and (not loopback or file is not None or ENVIRONMENT in os.environ):
         return "required"
@@ -39,10 +33,6 @@ def read_keys(file: str | None, rule: KeyRule) -> tuple[bytes, ...]:
 
     Keys come from the environment variable `DRAFTER_API_KEYS` (separated by commas) and from a file (one a line; `#`
     begins a comment).
-
-    Args:
-        file: The file; None for no file.
-        rule: See `KeyRule`.
 
     Raises:
         InputError: A source has no key or cannot be read, a key is needed and there is none, a key cannot be sent as a
@@ -66,19 +56,6 @@ def read_keys(file: str | None, rule: KeyRule) -> tuple[bytes, ...]:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise InputError(f"key {place} cannot be sent as a bearer token: use ASCII without spaces")
     return _digests(keys)
-
-
-def digests_in(file: str, name: str) -> tuple[bytes, ...]:
-    """Return SHA-256 digests of the keys in a file, one a line; `#` begins a comment.
-
-    Args:
-        file: The file.
-        name: What errors call it.
-
-    Raises:
-        InputError: It cannot be read, or has no key.
-    """
-    return _digests(_some(_lines(file, name), f"{name} has no key: write one on a line"))
 
 
 def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
@@ -112,3 +89,42 @@ def may_ask(authorization: str | None, digests: Sequence[bytes]) -> bool:
     given = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
     known = [hmac.compare_digest(given, digest) for digest in digests]
     return any(known) and scheme.lower() == "bearer"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Clients that agreed to learning: all, or those with one of some keys."""
+
+    everybody: bool = False
+    digests: tuple[bytes, ...] = ()
+
+    def covers(self, authorization: str | None) -> bool:
+        """Return whether the sender of a request with this `Authorization` header agreed."""
+        return self.everybody or (bool(self.digests) and may_ask(authorization, self.digests))
+
+
+def read_agreement(learning: ServingLearning, digests: Sequence[bytes]) -> Agreement:
+    """Return who agreed, by the configuration and a file of keys on this machine.
+
+    Args:
+        digests: Digests of all keys that the endpoint knows; none where it answers everybody.
+
+    Raises:
+        InputError: The file cannot be read or has no keys, has a key that the endpoint does not know, or there are no
+            keys to tell clients by.
+    """
+    if not learning.enabled:
+        return Agreement()
+    if learning.agreed == EVERYBODY:
+        return Agreement(everybody=True)
+    name = f"learning.agreed {learning.agreed}"
+    if not digests:
+        raise InputError(
+            f"{name} is a file of keys, but the endpoint has none, and cannot tell clients apart: set keys_file, or "
+            f"learning.agreed to {EVERYBODY}"
+        )
+    found = _digests(_some(_lines(learning.agreed, name), f"{name} has no key: write one on a line"))
+    for place, digest in enumerate(found, start=1):
+        if digest not in digests:
+            raise InputError(f"{name}: key {place} is none of the endpoint's: leave it out, or add it to keys_file")
+    return Agreement(digests=found)

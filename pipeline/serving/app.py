@@ -1,11 +1,13 @@
-"""The FastAPI application: routes, keys, limits, server-sent events, and errors in OpenAI's shape."""
+"""The ingress, which holds no model: FastAPI application with routes, keys, limits and errors in OpenAI's format."""
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -14,26 +16,131 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import Metric
+from ray import serve
+from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from pipeline.errors import InputError
 from pipeline.learning.record import learner_families
 from pipeline.openai.answers import wants_speculation
 from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion, parse_json
-from pipeline.serving.config import Agreement, LimitsConfig
-from pipeline.serving.http import openapi
-from pipeline.serving.http.connections import Connections, LoopbackHosts, read_body
-from pipeline.serving.http.handles import Answer, Engines, LearnerHandle, Method, metrics_page
-from pipeline.serving.http.keys import may_ask
-from pipeline.serving.http.work_limits import LargeWork
-from pipeline.serving.messages import Call, Failure, unavailable
+from pipeline.progress.board import LearningReport
+from pipeline.serving import openapi
+from pipeline.serving.config import KeyRule, LimitsConfig, ServingLearning
+from pipeline.serving.connections import Connections, LoopbackHosts, read_body
+from pipeline.serving.handles import (
+    Answer,
+    Call,
+    Engines,
+    Failure,
+    keep_to_this_machine,
+    learner_report,
+    metrics_page,
+    unavailable,
+)
+from pipeline.serving.keys import Agreement, may_ask, read_agreement, read_keys
+from pipeline.serving.work_limits import LargeWork
+
+_LARGE_BODY = 32 << 10
+"""Bodies from this many bytes on are parsed in another thread, one at a time."""
+_MESSAGES = {404: "There is nothing at this address.", 405: "This address does not take this method."}
+_PAGE_HEADERS = {  # a browser may run the page's own script and style and ask this server only; none can frame it
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_PAGE_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
+
+LearnerReport = Callable[[], Awaitable[LearningReport | None]]
+
+logger = logging.getLogger("ray.serve")
+
+
+@serve.ingress()
+class Ingress:
+    """Ray Serve deployment that clients reach. It imports no model code, so that it starts soon and is small.
+
+    The keys are read here, in the process that checks them, from its own environment and disk: another machine may
+    build the application, and may have no keys.
+
+    Args:
+        engines: Handles of the replicas, by the name of their model.
+        keys_file: File of keys on this machine.
+        rule: As `settle` returned it.
+        loopback: Whether Ray Serve listens on a loopback address.
+        learner: Handle of its keeper; None where no head learns.
+
+    Raises:
+        InputError: The keys cannot be used, or a key is needed and there is none.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, DeploymentHandle],
+        keys_file: str | None,
+        rule: KeyRule,
+        limits: LimitsConfig,
+        *,
+        loopback: bool,
+        learning: ServingLearning,
+        learner: DeploymentHandle | None,
+    ):
+        try:
+            digests = read_keys(keys_file, rule)
+            agreement = read_agreement(learning, digests)
+        except InputError as error:
+            raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
+        self._connections = Connections(limits, digests)
+        self._app = create_app(
+            Engines(engines),
+            self._connections,
+            loopback=loopback,
+            agreement=agreement,
+            learner=None if learner is None else partial(learner_report, learner),
+        )
+        _listen_with_limits(self._connections)
+        keep_to_this_machine()
+
+    def end(self) -> None:
+        """Stop waiting for clients that do not read, because the endpoint is shutting down."""
+        self._connections.end()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+
+def _listen_with_limits(connections: Connections) -> None:
+    """Change how Ray (2.60) has this process listen, which it has no settings for."""
+    from ray.serve._private import replica
+
+    listen = replica.start_asgi_http_server
+
+    async def listen_with_limits(*args: Any, **kwargs: Any) -> Any:
+        # The port may be shared: for a minute the kernel keeps the connections of an ingress that has died, and Ray
+        # would think that another program has the port, and would not try it again.
+        task, server = await listen(*args, **kwargs | {"enable_so_reuseport": True})
+        server.config.http = connections.protocol()  # the task has not begun, and will read these
+        server.config.ws = "none"
+        return task, server
+
+    replica.start_asgi_http_server = listen_with_limits
 
 
 class EventStream(Response):
     """Streams an answer as server-sent events.
 
-    When the client disconnects, Ray Serve cancels the task that runs this, and the replica is told at once.
+    When the client disconnects, Ray Serve cancels the task that runs this, and with it the request at the replica.
     """
 
     media_type = "text/event-stream"
@@ -53,28 +160,19 @@ class EventStream(Response):
             self._answer.cancel()
 
 
-# Routes.
-
-_LARGE_BODY = 32 << 10
-"""Bodies from this many bytes on are parsed in another thread, one at a time."""
-
-logger = logging.getLogger("ray.serve")
-
-
 def create_app(
     engines: Engines,
     connections: Connections,
     *,
     loopback: bool,
     agreement: Agreement | None = None,
-    learner: LearnerHandle | None = None,
+    learner: LearnerReport | None = None,
 ) -> FastAPI:
     """Return the application.
 
     Args:
         loopback: Whether only this machine can connect; requests for other hosts are then refused.
-        agreement: API keys that opted in to training on their requests; default: none.
-        learner: None where no head learns.
+        agreement: Clients that opted in to training on their requests; default: none.
     """
     digests, limits = connections.digests, connections.limits
     app = FastAPI(
@@ -83,10 +181,8 @@ def create_app(
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         redoc_url=None,
     )
-    app.add_exception_handler(OpenAIError, _refused)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (OpenAIError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _refused)
     if loopback:
         app.add_middleware(LoopbackHosts)
 
@@ -99,9 +195,8 @@ def create_app(
     _add_generation(app, engines, keyed, limits, agreement or Agreement())
     _add_models(app, engines, keyed)
     _add_state(app, engines, keyed, connections, learner)
-    if learner is not None:
-        _add_learning(app, keyed, learner)
-    _add_page(app)
+    for path, (name, media_type) in _PAGE_FILES.items():
+        app.add_api_route(path, _sender(name, media_type), include_in_schema=False)
     return app
 
 
@@ -110,7 +205,7 @@ def _add_generation(
 ) -> None:
     large_work = LargeWork()
 
-    async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
+    async def answer(request: Request, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
         given = await read_body(request, limits.body_bytes)
 
         def understand() -> tuple[ParsedRequest, bool]:
@@ -126,7 +221,7 @@ def _add_generation(
         if parsed.choices > limits.choices:
             raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
         may_teach = agreement.covers(request.headers.get("authorization"))
-        found = await engines.ask(method, Call(parsed, speculation, may_teach))
+        found = await engines.ask(Call(parsed, speculation, may_teach))
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
@@ -137,12 +232,12 @@ def _add_generation(
     @app.post("/v1/chat/completions", dependencies=keyed, **openapi.chat(engines.names, limits))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, "chat", parse_chat)
+        return await answer(request, parse_chat)
 
     @app.post("/v1/completions", dependencies=keyed, **openapi.completions(engines.names, limits))
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        return await answer(request, "completions", parse_completion)
+        return await answer(request, parse_completion)
 
 
 def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
@@ -151,12 +246,12 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "drafter"}
 
-    @app.get("/v1/models", dependencies=keyed, **openapi.models())
+    @app.get("/v1/models", dependencies=keyed, **openapi.MODELS)
     async def list_models() -> Response:
         """List the models."""
         return JSONResponse({"object": "list", "data": [described(name) for name in engines.names]})
 
-    @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
+    @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.MODEL)
     async def retrieve_model(model: str) -> Response:
         """Describe one model."""
         name = engines.called(model)
@@ -166,9 +261,9 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
 
 
 def _add_state(
-    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerHandle | None
+    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerReport | None
 ) -> None:
-    @app.get("/health", **openapi.health())
+    @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
         """Say whether every model has a replica that works."""
         replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
@@ -176,7 +271,7 @@ def _add_state(
             raise unavailable()
         return JSONResponse({"status": "ok", "replicas": replicas, "connections": connections.state()})
 
-    @app.get("/metrics", dependencies=keyed, **openapi.metrics())
+    @app.get("/metrics", dependencies=keyed, **openapi.METRICS)
     async def metrics() -> Response:
         """Give the metrics of all replicas, and of the learner, for Prometheus."""
         snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [({}, connections.families())]
@@ -185,45 +280,21 @@ def _add_state(
             for name, found in (await engines.snapshots()).items()
             for snapshot in found
         ]
-        report = None if learner is None else await learner.report()
+        report = None if learner is None else await learner()
         if report is not None:
             snapshots.append(({"model": engines.names[0]}, learner_families(report)))
         return Response(metrics_page(snapshots), media_type=CONTENT_TYPE_LATEST)
 
+    if learner is None:
+        return
 
-def _add_learning(app: FastAPI, keyed: list[Any], learner: LearnerHandle) -> None:
-    @app.get("/learning", dependencies=keyed, **openapi.learning())
+    @app.get("/learning", dependencies=keyed, **openapi.LEARNING)
     async def learning() -> Response:
         """Say what the learner does."""
-        report = await learner.report()
+        report = await learner()
         if report is None:
             raise OpenAIError(503, "The learner does not answer at the moment.", code="learner_unavailable")
         return JSONResponse(asdict(report))
-
-
-# The page at `/`: no build step, nothing loaded from elsewhere. Its headers let a browser run its own script and style
-# and ask this server only; no other page can frame it.
-
-_PAGE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-_PAGE_FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
-}
-
-
-def _add_page(app: FastAPI) -> None:
-    for path, (name, kind) in _PAGE_FILES.items():
-        app.add_api_route(path, _sender(name, kind), include_in_schema=False)
 
 
 def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
@@ -240,25 +311,13 @@ def _no_model(name: str) -> OpenAIError:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, OpenAIError)
+    if isinstance(error, HTTPException):
+        refusal = OpenAIError(error.status_code, _MESSAGES.get(error.status_code, "The request cannot be answered."))
+        return JSONResponse(refusal.body(), refusal.status, error.headers)
+    if isinstance(error, RequestValidationError):
+        error = OpenAIError(400, "The request cannot be read.")
+    elif not isinstance(error, OpenAIError):
+        logger.exception("A request failed", exc_info=error)
+        error = OpenAIError(500, "The server had an error.", code="internal_error")
     failure = Failure.of(error)
     return JSONResponse(failure.body, failure.status, failure.headers)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = {
-        404: "There is nothing at this address.",
-        405: "This address does not take this method.",
-    }.get(error.status_code, "The request cannot be answered.")
-    told = OpenAIError(error.status_code, message)
-    return JSONResponse(told.body(), error.status_code, error.headers)
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    return await _refused(request, OpenAIError(400, "The request cannot be read."))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    logger.exception("A request failed", exc_info=error)
-    return await _refused(request, OpenAIError(500, "The server had an error.", code="internal_error"))
