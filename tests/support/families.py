@@ -113,15 +113,15 @@ def _config(family: str) -> Any:
 
 
 def _refused(family: str, error: LoadError) -> Tried:
-    return Tried(family, "refused", reason(str(error).removeprefix(f"{family}: "), family))
+    return Tried(family, "refused", _short(_differing(str(error).removeprefix(f"{family}: "), family)))
 
 
-def reason(message: str, family: str) -> str:
+def _differing(message: str, family: str) -> str:
     """Return the part of a refusal that differs between families."""
     message = message.removeprefix(f"{family} ").split(";")[0].split(", whose state")[0]
     if message.startswith("gives other logits"):
         return "other logits"
-    return _short(message.replace("does not run with a tree mask and a slot cache", "does not run"))
+    return message.replace("does not run with a tree mask and a slot cache", "does not run")
 
 
 def _short(error: BaseException | str) -> str:
@@ -142,9 +142,11 @@ def table(tried: Iterable[Tried]) -> Iterator[str]:
         "tree mask, explicit positions and a slot cache, and give the same logits with them as alone.\n\n"
         "`python -m tests.support.families docs/families.md` writes this page, and `make test-slow` checks it.\n\n"
     )
-    yield "| `model_type` | outcome | reason |\n|---|---|---|\n"
-    for one in rows:
-        yield f"| `{one.family}` | {one.outcome} | {one.reason} |\n"
+    yield "| outcome | reason | `model_type` |\n|---|---|---|\n"
+    outcomes = sorted({(one.outcome, one.reason) for one in rows})
+    for outcome, reason in outcomes:
+        families = [f"`{one.family}`" for one in rows if (one.outcome, one.reason) == (outcome, reason)]
+        yield f"| {outcome} | {reason} | {', '.join(families)} |\n"
 
 
 def main() -> None:
