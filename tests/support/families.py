@@ -113,10 +113,18 @@ def _config(family: str) -> Any:
 
 
 def _refused(family: str, error: LoadError) -> Tried:
-    return Tried(family, "refused", _short(error).removeprefix(f"{family}: "))
+    return Tried(family, "refused", _short(_differing(str(error).removeprefix(f"{family}: "), family)))
 
 
-def _short(error: BaseException) -> str:
+def _differing(message: str, family: str) -> str:
+    """Return the part of a refusal that differs between families."""
+    message = message.removeprefix(f"{family} ").split(";")[0].split(", whose state")[0]
+    if message.startswith("gives other logits"):
+        return "other logits"
+    return message.replace("does not run with a tree mask and a slot cache", "does not run")
+
+
+def _short(error: BaseException | str) -> str:
     return one_line(error, 160).replace("|", "/")
 
 
@@ -126,16 +134,19 @@ def table(tried: Iterable[Tried]) -> Iterator[str]:
     count = {outcome: sum(one.outcome == outcome for one in rows) for outcome in ("equal", "refused", "not built")}
     yield "# Families of models\n\n"
     yield (
-        f"Every configuration of a causal LM that transformers {transformers.__version__} has ({len(rows)}), as a "
-        "small random model: two rows of 40 and 15 tokens, longer than each of its windows, decoded together, plainly "
-        f"and by trees, and compared with `generate`, token by token. {count['equal']} are equal and "
-        f"{count['refused']} are refused at load with the reason; of {count['not built']} the default "
-        "configuration builds no model here. "
+        f"The {len(rows)} causal language models of transformers {transformers.__version__}, each as a small random "
+        "model: two rows of 40 and 15 tokens, longer than its windows, are decoded together, plainly and with draft "
+        f"trees. {count['equal']} give the tokens of `generate`, {count['refused']} are refused at load, and for "
+        f"{count['not built']} the default configuration builds no model here. A target model needs softmax attention "
+        "in every layer, because the state of others cannot be rolled back to an accepted path; it must run with a "
+        "tree mask, explicit positions and a slot cache, and give the same logits with them as alone.\n\n"
         "`python -m tests.support.families docs/families.md` writes this page, and `make test-slow` checks it.\n\n"
     )
-    yield "| `model_type` | outcome | reason |\n|---|---|---|\n"
-    for one in rows:
-        yield f"| `{one.family}` | {one.outcome} | {one.reason} |\n"
+    yield "| outcome | reason | `model_type` |\n|---|---|---|\n"
+    outcomes = sorted({(one.outcome, one.reason) for one in rows})
+    for outcome, reason in outcomes:
+        families = [f"`{one.family}`" for one in rows if (one.outcome, one.reason) == (outcome, reason)]
+        yield f"| {outcome} | {reason} | {', '.join(families)} |\n"
 
 
 def main() -> None:
