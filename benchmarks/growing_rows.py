@@ -129,7 +129,7 @@ def measure(way: str, engine: Engine, requests: Sequence[Request]) -> tuple[Cell
     start = perf_counter()
     while not engine.idle:
         if 2 * ended < len(handles):
-            together.append(engine.active)
+            together.append(len(engine.scheduler.active))
             ended = sum(handle.future.done() for handle in handles)
         engine.step()
     seconds = perf_counter() - start
@@ -138,7 +138,7 @@ def measure(way: str, engine: Engine, requests: Sequence[Request]) -> tuple[Cell
     cell = Cell(
         way=way,
         slots=state.slots,
-        gib=engine.nbytes / 2**30,
+        gib=engine.batch.cache.nbytes / 2**30,
         together=mean(together),
         most=max(together),
         preemptions=state.preemptions,

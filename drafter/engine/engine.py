@@ -153,16 +153,6 @@ class Engine:
         """The error that stopped decoding; None while the engine works."""
         return self.scheduler.waiting.closed
 
-    @property
-    def active(self) -> int:
-        """Requests being decoded."""
-        return len(self.scheduler.active)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the KV cache."""
-        return self.batch.cache.nbytes
-
     def fail(self, error: BaseException) -> None:
         """End every request with `error`; later ones are refused."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")

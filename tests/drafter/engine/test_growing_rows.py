@@ -75,7 +75,7 @@ def check_tokens(family: str) -> None:
         most = 0
         while not engine.idle:
             engine.step()
-            most = max(most, engine.active)
+            most = max(most, len(engine.scheduler.active))
         assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
         assert most >= 3
         assert not engine.batch.cache.blocks.any()  # all memory has been given back
@@ -134,4 +134,6 @@ def test_memory_that_holds_no_row_is_refused(tiny_base: BaseModel) -> None:
 def test_memory_for_all_is_not_shared(tiny_base: BaseModel) -> None:
     config = EngineConfig(max_num_seqs=2, max_model_len=MAX_LENGTH, kv_gib=1.0)
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
-    assert engine.nbytes == engine.batch.cache.slots * engine.batch.capacity * tiny_base.new_cache(1, 1).nbytes
+    assert (
+        engine.batch.cache.nbytes == engine.batch.cache.slots * engine.batch.capacity * tiny_base.new_cache(1, 1).nbytes
+    )

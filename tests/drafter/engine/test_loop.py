@@ -49,7 +49,7 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
     engine = Engine(
         tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=8)
     )
-    before = engine.nbytes
+    before = engine.batch.cache.nbytes
     pointers = [buffer.data_ptr() for buffer in engine.batch.cache.buffers]
 
     def live_bytes() -> int:
@@ -66,7 +66,7 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
         assert all(handle.result(0).token_ids for handle in handles)
         del handles
         sizes.append(live_bytes())
-    assert engine.nbytes == before
+    assert engine.batch.cache.nbytes == before
     assert [buffer.data_ptr() for buffer in engine.batch.cache.buffers] == pointers
     # The last step's own tensors stay, which differ by a little; 150 requests must not leave 50 bytes each.
     assert sizes[-1] - sizes[0] < 150 * 50, sizes
@@ -184,7 +184,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
     # for the beginning that it shares with the one before it, and is then there as a whole.
     assert sizes == [[6, 4, 6], [13], [11]]
     assert engine.state().shared_tokens == 10
-    assert engine.active == 6
+    assert len(engine.scheduler.active) == 6
     finish(engine)
     monkeypatch.undo()
     check_alone(tiny_base, handles)
@@ -210,7 +210,7 @@ def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: 
     ]
     engine.step()
     assert short.future.done()
-    assert (engine.active, engine.state().active) == (2, 5)
+    assert (len(engine.scheduler.active), engine.state().active) == (2, 5)
     handles[3].cancel()
     finish(engine)
     assert handles.pop(3).result(0).token_ids == []
@@ -225,11 +225,11 @@ def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monk
     engine.step()
     long, after = engine.submit(Request(list(range(3, 63)), settings)), engine.submit(Request([6, 7], settings))
     engine.step()
-    assert (engine.active, engine.state().active, engine.state().waiting) == (1, 2, 1)
+    assert (len(engine.scheduler.active), engine.state().active, engine.state().waiting) == (1, 2, 1)
     long.cancel()
     engine.step()
     assert long.result(0).token_ids == []
-    assert (engine.active, engine.state().active) == (2, 2)
+    assert (len(engine.scheduler.active), engine.state().active) == (2, 2)
     finish(engine)
     assert len(watched.result(0).token_ids) == len(after.result(0).token_ids) == 9
 
@@ -261,7 +261,7 @@ def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:
     assert first.result(0).finish_reason == "cancelled"
     assert len(first.result(0).token_ids) == 3
     assert waiting.result(0).token_ids == []
-    assert engine.active == 1
+    assert len(engine.scheduler.active) == 1
     finish(engine)
     assert len(second.result(0).token_ids) == 100
 
@@ -293,7 +293,7 @@ def test_a_request_that_runs_over_ends_alone(tiny_base: BaseModel, clock: Callab
         with pytest.raises(RequestTimeoutError, match=rf"within its {seconds:g} seconds \({tokens} tokens"):
             handle.result(0)
     assert list(waiting) == []
-    assert (engine.active, engine.state().waiting) == (1, 0)
+    assert (len(engine.scheduler.active), engine.state().waiting) == (1, 0)
     finish(engine)
     assert len(free.result(0).token_ids) == 60
 
@@ -470,7 +470,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
     first = engine.submit(Request([3, 4, 5], settings))
     engine.step()
     assert late[0].future.done()
-    assert (engine.active, engine.state().row_steps) == (2, 3)
+    assert (len(engine.scheduler.active), engine.state().row_steps) == (2, 3)
     finish(engine)
     assert first.result(0).token_ids == generate_reference(tiny_base.model, [3, 4, 5], 8)
     for handle in late:

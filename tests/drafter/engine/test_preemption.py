@@ -109,7 +109,7 @@ def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
         handles = submit_all(engine, requests)
         while not engine.idle:
             engine.step()
-            assert engine.active <= 9
+            assert len(engine.scheduler.active) <= 9
         check_results(handles, expected)
         # 9 rows, then 5, then 3, which is what fits.
         assert (engine.state().slots, engine.state().preemptions) == (3, 6)
@@ -205,6 +205,6 @@ def test_a_row_that_does_not_fit_alone_is_an_error(tiny_base: BaseModel) -> None
     submit_all(engine, requests_of(4))
     engine.step()
     engine.step()
-    assert engine.active == 1
+    assert len(engine.scheduler.active) == 1
     with pytest.raises(torch.OutOfMemoryError):
         engine.step()
