@@ -250,7 +250,9 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed = memoryview(bytes(self._unparsed) + data)
-        if self._queues:  # reading a body has resumed the flow
+        if self._refused:
+            self._unparsed = memoryview(b"")
+        if self._queues or self._refused:  # reading a body has resumed the flow
             self.flow.pause_reading()
         else:
             self._parse()
