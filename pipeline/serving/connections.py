@@ -249,12 +249,12 @@ class _Connection(HttpToolsProtocol):
         self._wait_for_reader()  # the transport closes once all is sent
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed = memoryview(bytes(self._unparsed) + data)
-        if self._refused:
-            self._unparsed = memoryview(b"")
-        if self._queues or self._refused:  # reading a body has resumed the flow
+        if self._refused or self._queues:  # uvicorn reads on when a body is read, and after an answer
             self.flow.pause_reading()
-        else:
+        if self._refused:
+            return
+        self._unparsed = memoryview(bytes(self._unparsed) + data)
+        if not self._queues:
             self._parse()
 
     def _parse(self) -> None:

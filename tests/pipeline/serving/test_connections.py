@@ -7,7 +7,7 @@ import hashlib
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx2
@@ -154,6 +154,24 @@ def test_what_has_no_end_is_cut_off(before: bytes, endless_part: bytes, keyed: b
                 connection.sendall(endless_part * (64_000_000 // len(endless_part)))
         key = {"Authorization": "Bearer right"}
         assert httpx2.get(f"{address}/v1/short", headers=key, timeout=PATIENCE).text == "0"
+
+
+def test_what_is_refused_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an answer takes the refusal's turn, after which uvicorn reads on until it gives the client up."""
+    monkeypatch.setattr(module, "_GUEST_TURNS", 1.0)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(SECONDS / 4)  # meanwhile the trailers are refused
+        await PlainTextResponse("no", 415)(scope, receive, send)
+
+    with budgeted(answer, keys=True) as (address, _), connect(address) as connection:
+        assert httpx2.get(f"{address}/", timeout=PATIENCE).status_code == 415  # which takes the only turn for now
+        connection.sendall(CHUNKED.replace(b"\r\n", b"\r\nAuthorization: Bearer right\r\n", 1) + b"0\r\n")
+        sent = 0
+        with suppress(ConnectionResetError, BrokenPipeError):
+            while True:
+                sent += connection.send(b"X-More: of the same\r\n" * 4096)
+        assert sent < 16 << 20  # which the kernel holds
 
 
 def test_there_are_not_too_many_headers(echoing: str) -> None:
