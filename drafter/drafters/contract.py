@@ -255,7 +255,6 @@ class MergedDrafter(Drafter):
 
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters
-        self._members: list[tuple[Drafter, ...]] = [drafters]
         self._chosen = 0
         specs = [drafter.spec for drafter in drafters]
         self.spec = DraftSpec(
@@ -271,9 +270,14 @@ class MergedDrafter(Drafter):
         )
 
     @property
+    def _groups(self) -> Sequence[tuple[Drafter, ...]]:
+        """Groups of drafters, by member; one of them proposes at a time."""
+        return (self.drafters,)
+
+    @property
     def version(self) -> int | None:
         """Version of the first of the drafting ones whose weights change."""
-        return next((one.version for one in self._members[self._chosen] if one.version is not None), None)
+        return next((one.version for one in self._groups[self._chosen] if one.version is not None), None)
 
     @property
     def memory(self) -> DraftMemory:
@@ -286,7 +290,7 @@ class MergedDrafter(Drafter):
         )
 
     def prepare(self, context: DraftContext) -> None:
-        for drafter in self._members[self._chosen]:
+        for drafter in self._groups[self._chosen]:
             drafter.prepare(self._seen_by(drafter, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
@@ -294,7 +298,7 @@ class MergedDrafter(Drafter):
             drafter.propose(
                 self._seen_by(drafter, context), replace(ask, nodes=min(ask.nodes, drafter.spec.max_nodes), member=0)
             )
-            for drafter in self._members[self._chosen]
+            for drafter in self._groups[self._chosen]
         ]
         whole = len(trees) == 1 and trees[0].size > ask.nodes
         return trees[0] if whole else merge(trees, self.spec.max_depth, ask.nodes + 1)
@@ -304,7 +308,7 @@ class MergedDrafter(Drafter):
         changed = [drafter for drafter, renewal in renewals if renewal is not None]
         if not changed:
             return None
-        members = (place for place, parts in enumerate(self._members) if any(one in parts for one in changed))
+        members = (place for place, parts in enumerate(self._groups) if any(one in parts for one in changed))
         return Renewal(next(renewal.version for _, renewal in renewals if renewal is not None), tuple(members))
 
     def _seen_by(self, drafter: Drafter, context: DraftContext) -> DraftContext:
@@ -328,12 +332,16 @@ class ChoosingDrafter(MergedDrafter):
     def __init__(self, drafters: Mapping[str, Drafter], together: Sequence[tuple[str, ...]] = ()) -> None:
         super().__init__(*drafters.values())
         self.members = (*drafters, *map("+".join, together))
-        self._members = [(one,) for one in self.drafters]
-        self._members += [tuple(drafters[name] for name in names) for names in together]
+        self._of_members: list[tuple[Drafter, ...]] = [(one,) for one in self.drafters]
+        self._of_members += [tuple(drafters[name] for name in names) for names in together]
+
+    @property
+    def _groups(self) -> Sequence[tuple[Drafter, ...]]:
+        return self._of_members
 
     @property
     def withheld(self) -> tuple[int, ...]:
-        return tuple(place for place, member in enumerate(self._members) if not all(one.drafts for one in member))
+        return tuple(place for place, member in enumerate(self._groups) if not all(one.drafts for one in member))
 
     def select(self, member: int) -> None:
         self._chosen = member

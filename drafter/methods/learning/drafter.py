@@ -153,7 +153,6 @@ class ChangingHead(MergedDrafter):
             ready, self._ready = self._ready, None
         if ready.drafter is not None:
             self.drafters = (ready.drafter,)
-            self._members = [self.drafters]
         else:
             for name, tensor in ready.weights.items():
                 self._own[name].copy_(tensor, non_blocking=True)
