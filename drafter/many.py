@@ -125,7 +125,8 @@ def make_requests(
             ids, problem = encode(prompt), None
         except RequestError as error:
             ids, problem = [], error
-        if not warned and params.max_new_tokens is not None and ids and len(ids) + params.max_new_tokens > max_length:
+        room = max_length - len(ids)
+        if not warned and params.max_new_tokens is not None and ids and 0 < room < params.max_new_tokens:
             warned = True
             logger.warning(
                 "max_new_tokens %s is more than there is room for: prompt and output together may have %s tokens",

@@ -90,7 +90,7 @@ def refuse_long(prompt_tokens: int, max_length: int) -> None:
 def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
     """Call a tokeniser; raise `RequestError` if it panics on one of the texts."""
     with refuse_panics():
-        return tokenizer(texts, **settings)
+        return tokenizer(texts, verbose=False, **settings)  # which would warn of long texts: they are refused
 
 
 @contextmanager

@@ -371,6 +371,10 @@ def test_settings_have_the_names_of_columns_and_of_other_libraries(
     (found,) = lm.generate(QUESTION, stop="a", max_new_tokens=100_000)
     assert "a" not in found.text
     assert "max_new_tokens 100000 is more than there is room for" in caplog.text
+    caplog.clear()
+    (refused,) = lm.generate([[5] * 100_000], max_new_tokens=2)
+    assert refused.error is not None
+    assert not caplog.text  # the error says it
     assert found.num_prompt_tokens == len(lm.encode(QUESTION))
     counts = found.counts
     assert found.mean_acceptance_length == counts.num_output_tokens / counts.num_decode_steps
