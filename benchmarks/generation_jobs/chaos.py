@@ -29,11 +29,12 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.target.loading import load_base
+from pipeline.engines.engine_actor import EngineActor
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
-_ENGINE = "EngineProcess"
+_ENGINE = EngineActor.__name__
 """Part of the title of an engine's process."""
-_KEPT = {"data", "errors", "run.json", "status.json", "_staged", "_temporary"}
+_KEPT = {"data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}
 """All that may be in the output of a finished job."""
 _LOOK_SECONDS = 0.2
 
