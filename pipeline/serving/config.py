@@ -16,7 +16,7 @@ from pipeline.generate.config import LoadingConfig
 from pipeline.learning.config import LearningConfig
 
 KeyRule = Literal["auto", "required", "none"]
-"""Whether clients need a key: always, never, or (`auto`) if there are any."""
+"""Rule on keys: clients need one always, never, or (`auto`) if there are any."""
 NOBODY, EVERYBODY = "none", "all"
 
 

@@ -183,7 +183,7 @@ class _Worker:
 
     @property
     def context(self) -> dict[str, Any]:
-        """What Ray's own first script is to prepare."""
+        """Return the settings that Ray passes to its own first script."""
         for argument in self.arguments:
             if argument.startswith(_CONTEXT):
                 context: dict[str, Any] = json.loads(argument.removeprefix(_CONTEXT))

@@ -47,7 +47,7 @@ def environment(name: str) -> Path:
 
 @pytest.fixture
 def run(local: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """What a client's script has printed."""
+    """Run a client's script; return the JSON that it prints."""
     name = request.param
     command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT, str(model)]
     settings = QUIET | {"HOME": str(tmp_path)}
@@ -59,13 +59,13 @@ def run(local: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def chat(plain: SpeculativeLM) -> str:
-    """What plain decoding answers."""
+    """Plain decoding's answer."""
     return plain.chat([PROMPT], max_new_tokens=20)[0].text
 
 
 @pytest.fixture(scope="module")
 def text(plain: SpeculativeLM) -> str:
-    """How plain decoding continues the prompt."""
+    """Plain decoding's continuation of the prompt."""
     return plain.generate([PROMPT], max_new_tokens=20)[0].text
 
 

@@ -19,7 +19,7 @@ class Count(BaseModel):
 
 
 def refusal(mode: instructor.Mode) -> str:
-    """What the endpoint says to a way of asking for structured output."""
+    """Ask for structured output in one of instructor's ways; return the refusal."""
     asked = instructor.from_openai(client, mode=mode)
     try:
         asked.chat.completions.create(model=model, messages=messages, response_model=Count, max_retries=0)
