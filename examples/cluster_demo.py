@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.cluster.local_cluster import LocalCluster, NodeType
+from examples.local_cluster import LocalCluster, NodeType
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "build" / "cluster-demo"

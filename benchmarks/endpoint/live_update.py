@@ -23,7 +23,8 @@ from typing import Any
 
 import httpx2
 
-from pipeline.cluster.local_cluster import LOOPBACK, LocalCluster, NodeType, free_ports
+from examples.local_cluster import LocalCluster, NodeType
+from pipeline.cluster.ray_cluster import LOOPBACK, free_ports
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE = 120.0

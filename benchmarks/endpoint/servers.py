@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx2
 
-from pipeline.cluster.local_cluster import LOOPBACK, free_ports
+from pipeline.cluster.ray_cluster import LOOPBACK, free_ports
 
 _START_SECONDS = 300.0
 

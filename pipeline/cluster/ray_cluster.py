@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,6 +25,7 @@ from pipeline.command_line import say
 from pipeline.errors import InputError, JobError
 from pipeline.settings import ResourcesConfig
 
+LOOPBACK = "127.0.0.1"
 HELPER_CPUS = 0.25
 """Cores of a task that reads, tokenises or writes in short bursts beside the engines."""
 _RESERVED_CPUS = 0.5
@@ -173,6 +174,13 @@ def _keep_to_this_machine() -> None:
             file.write(secrets.token_hex(32))
     if token.stat().st_uid == os.getuid():
         token.chmod(0o600)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that are free now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in sockets]
 
 
 @contextmanager

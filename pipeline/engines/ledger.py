@@ -7,7 +7,6 @@ entries are dropped once the part is committed.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import ray
 
+from pipeline.command_line import say
 from pipeline.errors import RowError
 from pipeline.io.files import parquet_rows
 from pipeline.output.folder import OutputFolder
@@ -201,7 +201,7 @@ def read_unfinished(output: OutputFolder) -> list[SavedRow]:
     if not output.unfinished.exists:
         return []
     if parquet_rows(output.unfinished) is None:
-        print(f"{output.unfinished.path} is damaged: its rows are generated again", file=sys.stderr, flush=True)
+        say(f"{output.unfinished.path} is damaged: its rows are generated again")
         return []
     return [SavedRow(**row) for row in output.unfinished.read_parquet().to_pylist()]
 

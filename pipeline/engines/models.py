@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.errors import LoadError, one_line
 from drafter.requests import GENERATION_FILE, read_generation_file
+from pipeline.command_line import say
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads nothing
@@ -243,7 +243,7 @@ class EngineSpec:
             except LoadError as error:
                 if start == self.learning.start:
                     raise
-                print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
+                say(f"the head that was learnt is left out: {one_line(error)}")
                 return self._load(self.learning.start, on_stage)
 
     def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:

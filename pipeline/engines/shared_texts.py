@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 import uuid
 from collections import deque
@@ -22,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drafter.drafters.text_queue import Text, TextQueue
 from drafter.errors import one_line
 from drafter.requests import Generation, Request
+from pipeline.command_line import say
 from pipeline.io.files import Location
 from pipeline.progress.watch import Pulse
 
@@ -49,7 +49,7 @@ def _newest_first(data: Location) -> Iterator[Text]:
     try:
         files = data.parquets().values()
     except OSError as error:
-        print(f"{data.path} is not remembered: {one_line(error)}", file=sys.stderr, flush=True)
+        say(f"{data.path} is not remembered: {one_line(error)}")
         return
     for info in sorted(files, key=lambda info: (info.mtime_ns or 0, info.path), reverse=True):
         try:
@@ -60,7 +60,7 @@ def _newest_first(data: Location) -> Iterator[Text]:
                 for group in reversed(range(file.num_row_groups)):
                     yield from _texts(file.read_row_group(group, list(_COLUMNS)))[::-1]
         except (OSError, pa.ArrowException) as error:  # it may also have been merged into another one meanwhile
-            print(f"{info.path} is not remembered: {one_line(error)}", file=sys.stderr, flush=True)
+            say(f"{info.path} is not remembered: {one_line(error)}")
 
 
 def _texts(rows: pa.Table) -> list[Text]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError
 from drafter.requests import DRAW, described, sampling_defaults
+from pipeline.command_line import say
 from pipeline.engines.models import (
     classifier_fingerprints,
     generation_settings,
@@ -77,7 +77,7 @@ class Job:
 
 def checked_job(config: GenerateConfig) -> Job:
     """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
-    print(f"checking {config.input} and the model", file=sys.stderr, flush=True)
+    say(f"checking {config.input} and the model")
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     prompts = find_prompts(listing, reading)
@@ -106,7 +106,7 @@ def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfi
     except LoadError as error:
         raise InputError(str(error)) from error
     if line := described(settings, name):
-        print(line, file=sys.stderr, flush=True)
+        say(line)
     return replace(config, sampling=config.sampling.over(defaults))
 
 

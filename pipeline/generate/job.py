@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from pipeline.cluster.ray_cluster import (
     share_out,
     takes,
 )
+from pipeline.command_line import say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
 from pipeline.engines.models import EngineSpec, fed, model_name
 from pipeline.errors import InputError, JobError
@@ -185,7 +185,7 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
     """Generate the missing parts, show progress, and return the final progress."""
     wanted = f"an engine takes {takes(work.resources)}"
-    print(f"{work.rows} of {work.staged.rows} rows to generate; {wanted}", file=sys.stderr, flush=True)
+    say(f"{work.rows} of {work.staged.rows} rows to generate; {wanted}")
     quiet_ray_data()
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
@@ -202,7 +202,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
         counts: LedgerCounts = ray.get(ledger.counts.remote())
         if counts.engine_deaths:
             deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
-            print(f"{deaths}; {counts.rows_again} rows were generated again", file=sys.stderr, flush=True)
+            say(f"{deaths}; {counts.rows_again} rows were generated again")
     except Exception as error:
         raise _explained(error, watch.last) from error
     finally:
@@ -321,7 +321,7 @@ def _tally(job: Job, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
 
 def _drain(ledger: Any, seconds: float) -> None:
     """Stop admitting rows, and wait until rows inside engines are finished and complete parts committed."""
-    print("stopping: rows that have begun are finished first", file=sys.stderr, flush=True)
+    say("stopping: rows that have begun are finished first")
     deadline = time.monotonic() + seconds
     ray.get(ledger.drain.remote())
     while time.monotonic() < deadline:
@@ -336,4 +336,4 @@ def _keep_unfinished(job: Job, ledger: Any) -> None:
     try:
         write_unfinished(job.output, ray.get(ledger.save.remote(), timeout=_SAVE_SECONDS))
     except (ray.exceptions.RayError, OSError) as error:
-        print(f"finished rows of unfinished parts are lost: {one_line(error)}", file=sys.stderr, flush=True)
+        say(f"finished rows of unfinished parts are lost: {one_line(error)}")

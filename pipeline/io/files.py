@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,16 +67,15 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
 
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
+_READERS = 16
 _COPY_BYTES = 8 << 20
 _COPY = ".copy"
 _PARTIAL = ".partial"
 _PARQUET_MARK = b"PAR1"
-_FOOTER_BYTES = 64 << 10
-"""Covers most files' footers; a longer one needs a second read."""
-_NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of mounted stores that cannot sync, above all folders."""
+_FOOTER_BYTES = 64 << 10  # covers most files' footers; a longer one needs a second read
+_NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of mounted stores that cannot sync, above all folders
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -197,39 +198,44 @@ def _parent(path: str) -> str:
     return path.rstrip("/").rpartition("/")[0] or "/"
 
 
-def write_twice(file: Location, text: str) -> None:
-    """Write a small, irreplaceable file and a copy of it; see `read_either`."""
+def write_twice(file: Location, values: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write a small, irreplaceable JSON file and a copy of it; see `read_either`."""
+    text = json.dumps(values, indent=indent, ensure_ascii=False) + "\n"
     _copy_of(file).write_text(text)
     file.write_text(text)
 
 
-def read_either(file: Location, parse: Callable[[str], T]) -> T:
-    """Read a file of `write_twice`, from the copy if the file is damaged.
-
-    Args:
-        parse: Parses a text, or raises `ValueError`, `KeyError` or `TypeError` for a damaged one.
+def read_either(file: Location, keys: Collection[str]) -> dict[str, Any]:
+    """Read a file of `write_twice` with these keys, from the copy if the file is damaged.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is damaged, and the copy is damaged or missing.
     """
     try:
-        return parse(file.read_text())
-    except (ValueError, KeyError, TypeError) as damage:
+        return _parsed(file.read_text(), keys)
+    except ValueError as damage:
         try:
-            return parse(_copy_of(file).read_text())
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return _parsed(_copy_of(file).read_text(), keys)
+        except (FileNotFoundError, ValueError):
             raise ValueError(f"{file.path} is damaged ({one_line(damage)})") from damage
 
 
-def mend(file: Location, parse: Callable[[str], Any]) -> None:
+def mend(file: Location, keys: Collection[str]) -> None:
     """Restore a damaged file of `write_twice` from an intact copy."""
     try:
-        parse(file.read_text())
-    except (ValueError, KeyError, TypeError):
+        _parsed(file.read_text(), keys)
+    except ValueError:
         text = _copy_of(file).read_text()
-        parse(text)
+        _parsed(text, keys)
         file.write_text(text)
+
+
+def _parsed(text: str, keys: Collection[str]) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict) or not values.keys() >= set(keys):
+        raise ValueError("it is not what a job wrote")
+    return values
 
 
 def delete_twice(file: Location) -> None:
@@ -290,6 +296,28 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
         probe.filesystem.delete_file(probe.path)
     except OSError as error:
         raise InputError(f"{what} {output.path} cannot be written to: {one_line(error)}") from error
+
+
+def in_parallel(read: Callable[[S], T], files: Iterable[S]) -> list[T]:
+    """Read files in threads, and return the results in order."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(read, files))
+
+
+def batches(
+    items: Iterable[T], size: Callable[[T], int], most_bytes: int, most: int | None = None
+) -> Iterator[list[T]]:
+    """Yield consecutive items, in batches that end with the item that reaches `most_bytes`, or at `most` items."""
+    held: list[T] = []
+    total = 0
+    for item in items:
+        held.append(item)
+        total += size(item)
+        if total >= most_bytes or len(held) == most:
+            yield held
+            held, total = [], 0
+    if held:
+        yield held
 
 
 def locate(uri: str) -> Location:

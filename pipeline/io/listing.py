@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -18,12 +17,11 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
-from pipeline.io.files import Location, is_pattern, locate, pattern_base, pattern_regex
+from pipeline.io.files import Location, in_parallel, is_pattern, locate, pattern_base, pattern_regex
 from pipeline.io.reading import InputFile, read_file
 from pipeline.settings import Format, ReadingConfig
 
 _SAMPLE_BYTES = 1 << 20
-_READERS = 16
 
 
 def input_fingerprints(listing: InputListing) -> list[list[Any]]:
@@ -36,12 +34,10 @@ def input_fingerprints(listing: InputListing) -> list[list[Any]]:
         except OSError as error:
             raise InputError(f"input {one.path} cannot be read: {one_line(error)}") from error
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(fingerprint, listing.files))
+    return in_parallel(fingerprint, listing.files)
 
 
 def _sample(file: Any, size: int) -> bytes:
-    """Read a file of up to 2 MiB; of a larger one the first and the last MiB."""
     if size <= 2 * _SAMPLE_BYTES:
         return bytes(file.read())
     beginning = bytes(file.read(_SAMPLE_BYTES))
@@ -52,7 +48,6 @@ def _sample(file: Any, size: int) -> bytes:
 # Hugging Face datasets: the files of a split.
 
 HUB = "hf://"
-"""Prefix of hub URIs: `hf://datasets/OWNER/NAME[@REVISION][/PATH]`."""
 _KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -79,15 +74,13 @@ def dataset_files(
     if "dataset_dict.json" in names:
         _refuse_subset(uri, subset)
         folder = _choose(uri, "split", json.loads((root / "dataset_dict.json").read_text())["splits"], split)
-        if f"{folder}/state.json" not in names:
-            raise InputError(f"input {uri} is incomplete: it has no {folder}/state.json. {_SAVE_AGAIN}")
-        return _all_there(uri, names, [f"{folder}/{name}" for name in _saved_files(root / folder)])
+        return _saved_files(uri, root, names, f"{folder}/")
     if "state.json" in names:
         _refuse_subset(uri, subset)
         own = json.loads((root / "state.json").read_text()).get("_split")
         if split is not None and split != own:
             raise InputError(f"input {uri} is one split, {own or 'which has no name'}: leave out reading.split")
-        return _all_there(uri, names, _saved_files(root))
+        return _saved_files(uri, root, names)
     subsets = _declared_subsets(root) if "README.md" in names else {}
     if subsets:
         chosen = subsets[_choose(uri, "subset", subsets, subset)]
@@ -114,7 +107,11 @@ def dataset_files(
     return chosen_split
 
 
-def _all_there(uri: str, names: Sequence[str], listed: list[str]) -> list[str]:
+def _saved_files(uri: str, root: Location, names: Sequence[str], folder: str = "") -> list[str]:
+    if f"{folder}state.json" not in names:
+        raise InputError(f"input {uri} is incomplete: it has no {folder}state.json. {_SAVE_AGAIN}")
+    state = json.loads((root / f"{folder}state.json").read_text())
+    listed = [f"{folder}{one['filename']}" for one in state["_data_files"]]
     if missing := sorted(set(listed).difference(names)):
         raise InputError(
             f"input {uri} is incomplete: it has no {missing[0]}, and {len(missing)} of the {len(listed)} files that "
@@ -124,7 +121,6 @@ def _all_there(uri: str, names: Sequence[str], listed: list[str]) -> list[str]:
 
 
 def _refuse_missing_shards(uri: str, names: Sequence[str]) -> None:
-    """Refuse an incomplete split, by the count in names such as `train-00000-of-00002`."""
     shards: dict[tuple[str, int], set[int]] = {}
     for name in names:
         if numbered := _NUMBERED.fullmatch(name):
@@ -150,10 +146,6 @@ def _split_in(text: str) -> str | None:
     return next((split for split, keywords in _KEYWORDS.items() if any(word in keywords for word in words)), None)
 
 
-def _saved_files(folder: Location) -> list[str]:
-    return [one["filename"] for one in json.loads((folder / "state.json").read_text())["_data_files"]]
-
-
 def _declared_subsets(root: Location) -> dict[str, dict[str, list[str]]]:
     try:
         matter = _FRONT_MATTER.match((root / "README.md").read_text())
@@ -168,7 +160,7 @@ def _declared_subsets(root: Location) -> dict[str, dict[str, list[str]]]:
 
 
 def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return patterns of files by split; `data_files` may be one pattern, several, or several with their splits."""
+    # Patterns by split. `data_files` may be one pattern, several, or several with their splits.
     folder = str(config.get("data_dir", "")).strip("/")
     files = config.get("data_files", "**" if folder else None)
     entries = files if isinstance(files, list) else [files]
@@ -230,23 +222,23 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
         InputError: The input does not exist, holds no readable file, or its names do not tell their format.
     """
     wanted = "jsonl" if format == "openai" else format
-    found = _find(uri)
-    names = None
-    if found.is_folder:
-        there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
+    root, is_folder, found = _find(uri)
+    of_split = None
+    if is_folder:
+        there = [name for name, info in found.items() if info.type == fs.FileType.File or format_of(name)]
         with _errors_name(uri):
-            names = dataset_files(uri, found.root, there, split, subset)
+            of_split = dataset_files(uri, root, there, split, subset)
     elif split is not None or subset is not None:
         raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
-    of_split = None if names is None else set(names)
+    if of_split is not None:
+        chosen_names = set(of_split)
+        found = {name: info for name, info in found.items() if name in chosen_names}
     files = []
-    for name, info in found.files.items():
-        if of_split is not None and name not in of_split:
-            continue
+    for name, info in found.items():
         guess = format_of(name)
         chosen = guess if wanted == "auto" else wanted
         may_be_folder = info.type == fs.FileType.NotFound and "." not in info.base_name
-        if found.is_folder and of_split is None and (guess is None or guess != chosen) and not may_be_folder:
+        if is_folder and of_split is None and (guess is None or guess != chosen) and not may_be_folder:
             continue  # a folder may hold other files beside its data
         if info.type != fs.FileType.File:
             what = "is a link to nothing" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
@@ -257,11 +249,11 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
     if not files:
         suffixes = [suffix for one, some in _SUFFIXES.items() if wanted in ("auto", one) for suffix in some]
         looked = f"holds no readable file (looked for {', '.join(suffixes)})"
-        raise InputError(f"input {uri} {looked if found.is_folder else 'matches no file'}")
+        raise InputError(f"input {uri} {looked if is_folder else 'matches no file'}")
     formats = sorted({file.format for file in files})
-    if found.is_folder and len(formats) > 1:
+    if is_folder and len(formats) > 1:
         raise InputError(f"input {uri} holds files of several formats ({', '.join(formats)}): set reading.format")
-    return InputListing(found.root.filesystem, tuple(files))
+    return InputListing(root.filesystem, tuple(files))
 
 
 def format_of(name: str) -> Format | None:
@@ -272,16 +264,8 @@ def format_of(name: str) -> Format | None:
     return next((found for found, suffixes in _SUFFIXES.items() if lower.endswith(suffixes)), None)
 
 
-@dataclass(frozen=True)
-class _Found:
-    # `is_folder`: neither a file nor a pattern. `files`: by their path below `root`, sorted, without hidden ones.
-
-    root: Location
-    is_folder: bool
-    files: dict[str, fs.FileInfo]
-
-
-def _find(uri: str) -> _Found:
+def _find(uri: str) -> tuple[Location, bool, dict[str, fs.FileInfo]]:
+    # The root, whether the URI names a folder, and the files by their path below the root, without hidden ones.
     by_pattern = is_pattern(uri) and ("://" in uri or locate(uri).type == fs.FileType.NotFound)
     root = locate(pattern_base(uri) if by_pattern else uri)
     with _errors_name(uri):
@@ -289,7 +273,7 @@ def _find(uri: str) -> _Found:
         if info.type == fs.FileType.NotFound:
             raise InputError(f"input {uri} does not exist")
         if info.type == fs.FileType.File:
-            return _Found(root, False, {root.name: info})
+            return root, False, {root.name: info}
         if info.type != fs.FileType.Directory:
             raise InputError(f"input {uri} is neither a file nor a folder")
         infos = _below(root)
@@ -300,17 +284,14 @@ def _find(uri: str) -> _Found:
         hidden = any(part[0] in "._" for part in name.split("/"))
         if info.type != fs.FileType.Directory and not hidden and (pattern is None or pattern.fullmatch(info.path)):
             files[name] = info
-    return _Found(root, not by_pattern, files)
+    return root, not by_pattern, files
 
 
 def _below(root: Location) -> list[fs.FileInfo]:
-    """List everything below a folder, following links.
-
-    On a local disk, pyarrow leaves out broken links, and follows circular ones again and again.
-    """
     if not isinstance(root.filesystem, fs.LocalFileSystem):
         return list(root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True)))
 
+    # On a local disk, pyarrow leaves out broken links, and follows circular ones again and again.
     def refuse(error: OSError) -> NoReturn:
         raise error
 
@@ -368,7 +349,6 @@ class NoIdsError(InputError):
 
 
 BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
-"""Lines of an OpenAI batch."""
 
 
 def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
@@ -395,13 +375,14 @@ def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) ->
     own = config.sampling_column in schema.names
     found = config.id_column is None and _ID_COLUMN in schema.names and _may_be_ids(schema.field(_ID_COLUMN).type)
     ids = _ID_COLUMN if found else config.id_column
-    if config.messages_column is not None:
-        source = PromptSource(config.messages_column, "messages", ids, own, found)
-    elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
-        source = PromptSource("messages", "messages", ids, own, found)
+    messages = config.messages_column
+    if messages is None and config.prompt_column is None and "prompt" not in schema.names:
+        messages = "messages" if "messages" in schema.names else None
+    if messages is not None:
+        source = PromptSource(messages, "messages", ids, own, found)
     else:
         source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found)
-    setting = "messages_column" if source.kind == "messages" else "prompt_column"
+    setting = "prompt_column" if messages is None else "messages_column"
     for column, name in ((source.column, setting), (source.id_column, "id_column")):
         if column is not None and column not in schema.names:
             raise InputError(

@@ -6,11 +6,8 @@ A part is the unit of one engine call, one atomic commit and one retry.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, update_wrapper
 from typing import Any
 
 import pyarrow as pa
@@ -19,12 +16,10 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from pipeline.io.column_types import conform_struct, replace_column, whole
-from pipeline.io.files import Location, mend, parquet_rows, read_either, write_twice
+from pipeline.io.files import Location, in_parallel, mend, parquet_rows, read_either, write_twice
 
-_READERS = 16
-
-STAGED_LIST = "parts.json"
-"""The list of staged parts. It is written last: if it exists, staging is complete."""
+STAGED_LIST = "parts.json"  # written last: if it exists, staging is complete
+_LIST_KEYS = ("row_type", "rows_per_part", "parts")
 STAGED_FORMAT = 2
 """Format 1 lacked the column `asked`: chat messages of several rows shared one Arrow column and changed one another."""
 PROBLEM_TYPE = pa.struct(
@@ -85,9 +80,8 @@ class StagedInput:
     def damaged(self, parts: Iterable[Part]) -> list[Part]:
         """Return the parts whose file is missing or incomplete."""
         parts = list(parts)
-        with ThreadPoolExecutor(_READERS) as pool:
-            rows = pool.map(parquet_rows, map(self.file, parts))
-            return [part for part, found in zip(parts, rows, strict=True) if found != part.rows]
+        rows = in_parallel(parquet_rows, map(self.file, parts))
+        return [part for part, found in zip(parts, rows, strict=True) if found != part.rows]
 
     def request_ids(self) -> Iterator[str]:
         for part in self.parts:
@@ -103,13 +97,13 @@ class StagedInput:
             "source": self.source,
             "revision": self.revision,
         }
-        write_twice(self.folder / STAGED_LIST, json.dumps(saved))
+        write_twice(self.folder / STAGED_LIST, saved)
 
     @classmethod
     def load(cls, folder: Location) -> StagedInput | None:
         """Load an earlier submission's staging; None if it is incomplete or its list is lost."""
         try:
-            saved = read_either(folder / STAGED_LIST, _parse)
+            saved = read_either(folder / STAGED_LIST, _LIST_KEYS)
         except (FileNotFoundError, ValueError):
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
@@ -125,14 +119,7 @@ class StagedInput:
 
 
 def mend_list(folder: Location) -> None:
-    mend(folder / STAGED_LIST, _parse)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads(text)
-    if not isinstance(saved, dict) or not {"row_type", "rows_per_part", "parts"} <= saved.keys():
-        raise ValueError("it is no list of parts")
-    return saved
+    mend(folder / STAGED_LIST, _LIST_KEYS)
 
 
 def problem_column(problems: Sequence[Mapping[str, Any] | None]) -> pa.Array:
@@ -150,12 +137,11 @@ def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
 
 def pack(parts: Iterable[tuple[str, pa.Table]]) -> pa.Table:
     """Make a block for Ray Data: one row per part, with the part's rows as a list."""
-    return pa.concat_tables([_packed(name, rows) for name, rows in parts])
-
-
-def _packed(name: str, rows: pa.Table) -> pa.Table:
-    structs = pa.StructArray.from_arrays([whole(column) for column in rows.columns], fields=list(rows.schema))
-    return pa.table({"part": [name], "rows": pa.ListArray.from_arrays([0, len(structs)], structs)})
+    blocks = []
+    for name, rows in parts:
+        structs = whole(rows.to_struct_array())
+        blocks.append(pa.table({"part": [name], "rows": pa.ListArray.from_arrays([0, len(structs)], structs)}))
+    return pa.concat_tables(blocks)
 
 
 def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
@@ -189,11 +175,9 @@ class StagedParts(Datasource):
 
 
 def _read_task(name: str, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
-    """Bind the part alone, so that the task is not serialized with the list of all parts."""
-    read = partial(_read_part, name, file, row_type)
-    return update_wrapper(read, _read_part)  # Ray warns of large tasks by their names
+    # It binds the part alone, so that it is not serialized with the list of all parts.
+    def read_part() -> list[pa.Table]:
+        rows = file.read_parquet(["request_id", "asked", "row", "problem"])
+        return [pack([(name, with_row_type(rows, row_type))])]
 
-
-def _read_part(name: str, file: Location, row_type: pa.StructType) -> list[pa.Table]:
-    rows = file.read_parquet(["request_id", "asked", "row", "problem"])
-    return [pack([(name, with_row_type(rows, row_type))])]
+    return read_part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -21,6 +22,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.column_types import as_text, infer_column, refuse_many_columns, text_column
+from pipeline.io.files import batches
 from pipeline.settings import Format
 
 
@@ -63,15 +65,10 @@ class Chunk:
         if name not in self.columns.column_names:
             return [None] * len(self.numbers)
         column = self.columns.column(name)
-        values = _all_values(column) if most_bytes is None or column.nbytes <= most_bytes else None
-        return values if values is not None else [_value(column, row, most_bytes) for row in range(len(column))]
-
-
-def _all_values(column: pa.ChunkedArray) -> list[Any] | None:
-    try:
-        return [_without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
-    except Exception:  # Arrow raises what Python's own types raise, each in its own way
-        return None
+        if most_bytes is None or column.nbytes <= most_bytes:
+            with suppress(Exception):  # Arrow raises what Python's own types raise, each in its own way
+                return [_without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+        return [_value(column, row, most_bytes) for row in range(len(column))]
 
 
 def _value(column: pa.ChunkedArray, row: int, most_bytes: int | None) -> Any:
@@ -82,7 +79,7 @@ def _value(column: pa.ChunkedArray, row: int, most_bytes: int | None) -> Any:
         return _without_nulls(column[row].as_py(maps_as_pydicts="strict"))
     except UnicodeDecodeError as error:
         return UnreadableValueError(f"it is not UTF-8: byte {error.start + 1} is {error.object[error.start]:#04x}")
-    except Exception as error:  # see `_all_values`
+    except Exception as error:  # see `values`
         return UnreadableValueError(f"{type(error).__name__}: {error}")
 
 
@@ -98,24 +95,21 @@ def _without_nulls(value: Any) -> Any:
 
 # Tables: Parquet, CSV and Arrow. Either all of their rows can be read, or none.
 
-_CSV_BLOCK_BYTES = 32 << 20
-"""Block size of the CSV parser, and so the longest row."""
+_CSV_BLOCK_BYTES = 32 << 20  # also the longest row
 _BATCH_BYTES = 64 << 20  # approximately; a single row may be larger
 _LARGEST_DICTIONARY = 256 << 20
-_SMALL_COLUMN = 512 << 10
-"""A column chunk this small needs no second look, which costs another request in an object store."""
+_SMALL_COLUMN = 512 << 10  # such a column chunk needs no second look, another request in an object store
 _PAGE_HEADER_BYTES = 32
 _NEXT_INT32 = b"\x15"  # in Thrift's compact protocol: the next field, an int32
 _VIEW_BYTES = 16
-_ARROW_FILE = b"ARROW1"
-"""First bytes of Arrow's file format; its stream format has none."""
+_ARROW_FILE = b"ARROW1"  # first bytes of Arrow's file format; its stream format has none
 
 
 def _read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
     with filesystem.open_input_file(file.path) as stream:
         parquet = pa.parquet.ParquetFile(stream)
         refuse_many_columns(parquet.metadata.num_columns, file.path)
-        _refuse_duplicate_names(file, parquet.schema_arrow.names)
+        _check_names(file, parquet.schema_arrow.names)
         yield from _chunks(_parquet_batches(file, parquet, stream, rows), rows)
 
 
@@ -169,8 +163,7 @@ def _read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterat
         is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
         stream.seek(0)
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream) as reader:
-            refuse_many_columns(len(reader.schema.names), file.path)
-            _refuse_duplicate_names(file, reader.schema.names)
+            _check_names(file, reader.schema.names)
             yield from _chunks(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader, rows)
 
 
@@ -182,14 +175,14 @@ def _read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator
     parse = pa.csv.ParseOptions(newlines_in_values=True)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
         names = pa.csv.open_csv(stream, read, parse).schema.names
-    refuse_many_columns(len(names), file.path)
-    _refuse_duplicate_names(file, names)
+    _check_names(file, names)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
         yield from _chunks(pa.csv.open_csv(stream, read, parse, convert), rows)
 
 
-def _refuse_duplicate_names(file: InputFile, names: list[str]) -> None:
+def _check_names(file: InputFile, names: list[str]) -> None:
+    refuse_many_columns(len(names), file.path)
     duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
         raise InputError(f"{file.path} has several columns named {', '.join(map(repr, duplicates))}")
@@ -207,7 +200,7 @@ def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
 
 
 def _largest_row(column: pa.Array) -> int:
-    """Return approximately the largest size of a decoded row; 0 where the encoding repeats nothing."""
+    # The approximate size of a decoded row; 0 where the encoding repeats nothing.
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _largest_value(column.dictionary)
@@ -253,23 +246,17 @@ def plain(column: pa.Array) -> pa.Array:
             return column.cast(pa.timestamp("ms", kind.tz))
         except pa.ArrowInvalid:
             return text_column(column)
-    if not pa.types.is_nested(kind):
+    if not pa.types.is_nested(kind) or pa.types.is_union(kind) or (pa.types.is_struct(kind) and not kind.num_fields):
         return column
     if pa.types.is_struct(kind):
-        if not kind.num_fields:
-            return column
         fields = [plain(one) for one in column.flatten()]
         if all(one.type == field.type for one, field in zip(fields, kind, strict=True)):
             return column
         return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=column.is_null())
-    if pa.types.is_map(kind) or pa.types.is_fixed_size_list(kind):
-        if pa.types.is_map(kind):
-            target = pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
-        else:
-            target = pa.list_(_plain_type(kind.value_type), kind.list_size)
-        return column if target == kind else column.cast(target)
-    if pa.types.is_union(kind):
-        return column
+    if pa.types.is_map(kind):
+        return column.cast(pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return column.cast(pa.list_(_plain_type(kind.value_type), kind.list_size))
     large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
     values = plain(column.flatten())
     if values.type == kind.value_type and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -283,7 +270,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return the offsets of lists, `[N + 1]`, with null for a null list."""
+    # `[N + 1]`, with null for a null list.
     lengths = pa.compute.list_value_length(lists)
     ends = pa.compute.cumulative_sum(pa.compute.fill_null(lengths.cast(kind), 0))
     begins = pa.concat_arrays([pa.array([0], kind), ends])
@@ -295,20 +282,17 @@ def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
 
 _TEXT_COLUMN = "prompt"
 _BUFFER_BYTES = 1 << 20
-_CHUNK_BYTES = 32 << 20
-"""A chunk this large takes no further line."""
-_LONGEST_LINE = 256 << 20
-"""Most bytes of a line. Arrow's text columns end at 2 GiB, and a row is held in memory several times."""
+_CHUNK_BYTES = 32 << 20  # a chunk this large takes no further line
+_LONGEST_LINE = 256 << 20  # Arrow's text columns end at 2 GiB, and a row is held in memory several times
 _KEPT_OF_LINE = 1 << 20  # if it is too long
-_DEEPEST = 200
-"""Deepest nesting of objects and lists. Python's JSON reader and writer fail at about 1000."""
+_DEEPEST = 200  # levels of objects and lists; Python's JSON reader and writer fail at about 1000
 
 
 def _read_lines(
     filesystem: fs.FileSystem, file: InputFile, rows: int, parse: Callable[[bytes], dict[str, Any]]
 ) -> Iterator[Chunk]:
     names: dict[str, None] = {}
-    for some in _some_lines(_numbered_lines(filesystem, file), rows):
+    for some in batches(_numbered_lines(filesystem, file), lambda one: len(one[1]), _CHUNK_BYTES, rows):
         records: list[dict[str, Any]] = []
         problems = {}
         for index, (number, line) in enumerate(some):
@@ -329,21 +313,8 @@ def _read_lines(
         yield Chunk(table, [number for number, _ in some], problems, records)
 
 
-def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[tuple[int, bytes]]]:
-    some: list[tuple[int, bytes]] = []
-    size = 0
-    for number, line in lines:
-        some.append((number, line))
-        size += len(line)
-        if len(some) == most or size >= _CHUNK_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
-
-
 def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tuple[int, bytes]]:
-    """Yield non-blank lines, numbered from 1; one that is too long is cut, at a length above `_LONGEST_LINE`."""
+    # Lines are numbered from 1, and blank ones left out. One that is too long is cut, above `_LONGEST_LINE`.
     with filesystem.open_input_stream(file.path, compression="detect", buffer_size=_BUFFER_BYTES) as stream:
         number, line = 0, bytearray()
         while data := stream.read(_BUFFER_BYTES):
@@ -403,8 +374,7 @@ def _decode(line: bytes) -> str:
 
 
 _ALWAYS_READ = 1 << 30
-_MOST_EXPANDED = 1000
-"""Most bytes of rows per byte of file. Beyond it a file is a decompression bomb that would fill the disk."""
+_MOST_EXPANDED = 1000  # bytes of rows per byte of file; beyond it a decompression bomb would fill the disk
 
 
 def read_file(

@@ -19,6 +19,7 @@ import ray
 
 from drafter.errors import one_line
 from drafter.requests import hashed_seed
+from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowProblem
 from pipeline.io.column_types import (
     SeenType,
@@ -29,7 +30,7 @@ from pipeline.io.column_types import (
     unify,
     whole,
 )
-from pipeline.io.files import Location
+from pipeline.io.files import Location, batches
 from pipeline.io.listing import InputListing, NoIdsError, PromptSource, check_types
 from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, with_row_type
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
@@ -40,11 +41,8 @@ from pipeline.settings import ReadingConfig
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
 SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
-"""Columns of a row's sample index, from 0, and of its own seed."""
-_MOST_SETTINGS = 1 << 20
-"""Most bytes of a row's own sampling settings."""
-_GROUP_BYTES = 256 << 20
-"""Approximate input size of one task."""
+_MOST_SETTINGS = 1 << 20  # bytes of a row's own sampling settings
+_GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
 _EXAMPLES = 3
 
@@ -82,7 +80,7 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     try:
         return _stage(listing, plan, before)
     except NoIdsError as why:
-        print(f"{one_line(why)}: rows are named by file and line", file=sys.stderr, flush=True)
+        say(f"{one_line(why)}: rows are named by file and line")
         return _stage(listing, replace(plan, prompts=replace(plan.prompts, id_column=None, ids_found=False)), before)
 
 
@@ -90,7 +88,8 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     plan.folder.make_folder()
     task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
     # `skip` and `limit` count rows over all files, so one task has to read them all.
-    groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
+    one_task = plan.reading.limit or plan.reading.skip
+    groups = batches(listing.files, lambda file: file.size, sys.maxsize if one_task else _GROUP_BYTES)
     prefix = f"{plan.revision:03d}-" if plan.revision else ""
     work = [
         task.remote(InputListing(listing.filesystem, tuple(files)), f"{prefix}{index:05d}", plan)
@@ -121,31 +120,19 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     return staged
 
 
-def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
-    groups: list[list[InputFile]] = []
-    size = _GROUP_BYTES
-    for file in files:
-        if size >= _GROUP_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(file)
-        size += file.size
-    return groups
-
-
 def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:
-    """Stage the files of `listing` as parts named after `group`. Runs as a task on a worker.
+    """Stage the files of `listing` as parts named after `group`, as a task on a worker; see `stage` for errors.
 
     Returns:
         The parts, and the types of their columns, for `unify`.
-
-    Raises:
-        InputError: A file is damaged, lacks a column, or has one incompatible with another file's.
     """
     parts: list[Part] = []
     seen: dict[SeenType, None] = {}
     for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
-        here = dict.fromkeys(one for table in tables for one in _seen_types(table))
+        here: dict[SeenType, None] = {}
+        for table in tables:
+            file = table["place"][0].as_py().rpartition(":")[0]
+            here |= dict.fromkeys(seen_types(pa.Table.from_struct_array(table["row"]), file))
         row_type = unify(here, json_objects=listing.of_json)
         rows = pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
         part = Part(f"{group}-{len(parts):06d}", rows.num_rows, rows.nbytes)
@@ -155,10 +142,6 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
         seen |= here
         refuse_many_columns(len({one.name for one in seen}), "the input")
     return parts, list(seen)
-
-
-def _seen_types(rows: pa.Table) -> list[SeenType]:
-    return seen_types(pa.Table.from_struct_array(rows["row"]), rows["place"][0].as_py().rpartition(":")[0])
 
 
 def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
@@ -198,15 +181,12 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
     asked = _asked(chunk, prompts, sampling_column, problems)
-    row = pa.StructArray.from_arrays(
-        [whole(column) for column in chunk.columns.columns], fields=list(chunk.columns.schema)
-    )
     return pa.table(
         {
             "request_id": pa.array(ids, pa.string()),
             "place": pa.array(places, pa.string()),
             "asked": pa.array(asked, pa.string()),
-            "row": row,
+            "row": whole(chunk.columns.to_struct_array()),
             "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
         }
     )
@@ -215,7 +195,6 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
 def _asked(
     chunk: Chunk, prompts: PromptSource, sampling_column: str, problems: dict[int, RowProblem]
 ) -> list[str | None]:
-    """Return the fields of each row that the job reads; a row with an unreadable field gets a problem instead."""
     kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
@@ -262,7 +241,7 @@ def row_name(sample: str) -> str:
 
 
 def _with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_bytes: int) -> Iterator[pa.Table]:
-    """Repeat each row for its samples, an OpenAI request for its own number; a row with a problem stays one."""
+    # An OpenAI request is repeated for its own number, and a row with a problem stays one.
     problems = rows["problem"].to_pylist()
     if prompts.kind != "openai":
         counts = [samples if one is None else 1 for one in problems]
@@ -290,17 +269,9 @@ def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator
         All these rows, in pieces.
     """
     sizes = [table.slice(row, 1).nbytes for row in range(table.num_rows)]
-    held: list[tuple[int, int]] = []
-    size = 0
-    for row, count in enumerate(counts):
-        for sample in range(count):
-            held.append((row, sample))
-            size += sizes[row]
-            if size >= piece_bytes:
-                yield _repeated(table, held)
-                held, size = [], 0
-    if held:
-        yield _repeated(table, held)
+    wanted = ((row, sample) for row, count in enumerate(counts) for sample in range(count))
+    for some in batches(wanted, lambda one: sizes[one[0]], piece_bytes):
+        yield _repeated(table, some)
 
 
 def _repeated(table: pa.Table, held: Sequence[tuple[int, int]]) -> pa.Table:
@@ -349,7 +320,6 @@ def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
 
 
 def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None:
-    """Report columns of tables that become text because their types differ between files."""
     types: dict[str, list[SeenType]] = {}
     for one in seen:
         types.setdefault(one.name, []).append(one)
@@ -357,7 +327,7 @@ def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None
         kinds = {one_line(str(one.type), 80): one.file for one in some if not pa.types.is_null(one.type)}
         if pa.types.is_string(row_type.field(name).type) and len(kinds) > 1:
             found = ", ".join(f"{kind} in {file}" for kind, file in list(kinds.items())[:_EXAMPLES])
-            print(f"column {name!r} is kept as text: it has {found}", file=sys.stderr, flush=True)
+            say(f"column {name!r} is kept as text: it has {found}")
 
 
 def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:

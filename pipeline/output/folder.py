@@ -27,13 +27,8 @@ from pipeline.io.files import (
 )
 
 RUN_FILE = "run.json"
-"""Configuration, versions and state, in every job's output."""
 LEASE_FILE = "_lease.json"
-"""The lease of the submission that works on an output."""
-STATUS_FILE = "status.json"
-"""Progress of a generation job, in its output."""
 HEAD_CONFIG = "config.json"
-"""Configuration of a draft head, in its folder."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,6 @@ class CompactionPlan:
 
 
 class _Below:
-    """A place in an output's folder, as an attribute."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -77,7 +70,7 @@ class OutputFolder:
     lease = _Below(LEASE_FILE)
     compaction_file = _Below("_compaction.json")
     run_file = _Below(RUN_FILE)
-    status_file = _Below(STATUS_FILE)
+    status_file = _Below("status.json")
     learner_state = _Below("_learner.safetensors")
     learning_file = _Below("learning.json")
     batch_output = _Below("batch_output.jsonl")
@@ -112,7 +105,7 @@ class OutputFolder:
     def compaction(self) -> CompactionPlan | None:
         """Read the plan of compaction; None if there is none. `InputError` if it and its copy are damaged."""
         try:
-            return read_either(self.compaction_file, lambda text: CompactionPlan(**json.loads(text)))
+            return CompactionPlan(**read_either(self.compaction_file, ("data", "errors")))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -134,6 +127,7 @@ FORMAT = 3
 """Incremented when outputs of earlier releases cannot be resumed. In format 1, fingerprints of models did not cover
 every tensor; in format 2, rows did not name their drafter.
 """
+_RUN_KEYS = ("meaning", "state")
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 
 
@@ -144,18 +138,11 @@ def read_run(run_file: Location) -> dict[str, Any]:
         FileNotFoundError: There is no `run.json`.
         ValueError: It is damaged, and so is its copy.
     """
-    return read_either(run_file, _parse)
+    return read_either(run_file, _RUN_KEYS)
 
 
 def mend_run(run_file: Location) -> None:
-    mend(run_file, _parse)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    run: dict[str, Any] = json.loads(text)
-    if not isinstance(run, dict) or not {"meaning", "state"} <= run.keys():
-        raise ValueError("it is not what a job wrote")
-    return run
+    mend(run_file, _RUN_KEYS)
 
 
 def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], **facts: Any) -> None:
@@ -169,7 +156,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
-    write_twice(run_file, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+    write_twice(run_file, run, indent=2)
 
 
 def versions(*more: str) -> dict[str, str | None]:
@@ -183,24 +170,20 @@ def versions(*more: str) -> dict[str, str | None]:
     return found
 
 
-_LONGEST_CHANGE = 120
-"""Most characters of two values shown in a message."""
+_LONGEST_CHANGE = 120  # characters of two values in a message
 _SHOWN_CHANGES = 3
 _OTHER_DRAW = "the version that began it draws other tokens from the same seeds"
 
 
 class JobFolder(Protocol):
-    """Interface of a job's output."""
+    """A job's output, as in `OutputFolder`."""
 
     @property
-    def root(self) -> Location:
-        """The output that was asked for."""
+    def root(self) -> Location: ...
 
-    def has_results(self) -> bool:
-        """Return whether there are results that another job could not use."""
+    def has_results(self) -> bool: ...
 
-    def forget_job(self) -> None:
-        """Delete the remains of a job without results, except `run.json`."""
+    def forget_job(self) -> None: ...
 
 
 def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
@@ -260,14 +243,13 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
 
 
 def _holds_nothing(found: Location) -> bool:
-    """Return whether an entry may stem from a submission that ended before it wrote `run.json`."""
+    # The entry may stem from a submission that ended before it wrote `run.json`.
     of_lease = found.name == LEASE_FILE or is_copy(found.name, LEASE_FILE)  # the caller's own, or that of a dead one
     of_run = is_copy(found.name, RUN_FILE)
     return of_lease or of_run or (found.type == fs.FileType.Directory and not found.children())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield differences between two meanings, as `name was X, is now Y`."""
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):

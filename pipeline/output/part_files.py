@@ -7,9 +7,8 @@ A part's errors are written first, then its rows: the file of rows commits the p
 from __future__ import annotations
 
 import json
-import sys
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +21,9 @@ import pyarrow.parquet
 from ray.data.datasource import Datasink
 
 from drafter.errors import printable
+from pipeline.command_line import say
 from pipeline.io.column_types import free_name, python_rows, whole
-from pipeline.io.files import Location, parquet_rows, write_twice
+from pipeline.io.files import Location, batches, in_parallel, parquet_rows, write_twice
 from pipeline.io.parts import Part, unpack
 from pipeline.output.folder import CompactionPlan, OutputFolder
 
@@ -109,7 +109,6 @@ def error_table(rows: pa.Table) -> pa.Table:
 
 # Checks of result files: a power loss or an aborted copy leaves incomplete ones.
 
-_READERS = 16
 _SHOWN = 3
 
 
@@ -137,7 +136,7 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
         return
     names = ", ".join(file.place.path.removeprefix(f"{output.root.path}/") for file in torn[:_SHOWN])
     more = f" and {len(torn) - _SHOWN} others" if len(torn) > _SHOWN else ""
-    print(f"results that are not whole are made again: {printable(names)}{more}", file=sys.stderr, flush=True)
+    say(f"results that are not whole are made again: {printable(names)}{more}")
     for file in torn:
         file.place.delete()
 
@@ -149,9 +148,8 @@ def result_files(output: OutputFolder) -> list[ResultFile]:
         for folder, merges, commits in ((output.data, plan.data, True), (output.errors, plan.errors, False))
         for name in folder.parquets()
     ]
-    with ThreadPoolExecutor(_READERS) as pool:
-        rows = pool.map(parquet_rows, (place for place, _, _ in found))
-        return [ResultFile(*facts, count) for facts, count in zip(found, rows, strict=True)]
+    rows = in_parallel(parquet_rows, (place for place, _, _ in found))
+    return [ResultFile(*facts, count) for facts, count in zip(found, rows, strict=True)]
 
 
 def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[ResultFile]:
@@ -211,7 +209,7 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
         if target_bytes is None:
             return
         plan = CompactionPlan(merges(_sizes(output.data), target_bytes), merges(_sizes(output.errors), target_bytes))
-        write_twice(output.compaction_file, json.dumps(vars(plan)))
+        write_twice(output.compaction_file, vars(plan))
     with ThreadPoolExecutor(_THREADS) as threads:
         for folder, planned in ((output.data, plan.data), (output.errors, plan.errors)):
             merge = partial(_merge, folder, folder.parquets().keys(), output.temporary)
@@ -220,14 +218,7 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
 
 def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
     """Plan merged files of at least `target_bytes`, but for the last: the names of their sources, by their names."""
-    groups: list[list[str]] = []
-    held = target_bytes
-    for name, size in sizes:
-        if held >= target_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(name)
-        held += size
+    groups = [[name for name, _ in group] for group in batches(sizes, lambda one: one[1], target_bytes)]
     # A name that begins with its first part's keeps the files in the order of their rows.
     return {f"{group[0]}-to-{group[-1]}": group for group in groups if len(group) > 1}
 
@@ -240,22 +231,12 @@ def _merge(folder: Location, there: Collection[str], aside: Location, merged: st
     place = folder / f"{merged}.parquet"
     if merged not in there:
         with place.open_whole(aside / f"{folder.name}-{merged}.parquet") as stream:
-            tables = _gathered(folder / f"{part}.parquet" for part in parts)
-            first = next(tables)
+            tables = ((folder / f"{part}.parquet").read_parquet() for part in parts)
+            groups = map(pa.concat_tables, batches(tables, lambda table: table.nbytes, _ROW_GROUP_BYTES))
+            first = next(groups)
             with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:
-                for table in chain([first], tables):
+                for table in chain([first], groups):
                     writer.write_table(table)
     for part in parts:
         if part in there:
             folder.filesystem.delete_file((folder / f"{part}.parquet").path)
-
-
-def _gathered(files: Iterable[Location]) -> Iterator[pa.Table]:
-    held: list[pa.Table] = []
-    for file in files:
-        held.append(file.read_parquet())
-        if sum(table.nbytes for table in held) >= _ROW_GROUP_BYTES:
-            yield pa.concat_tables(held)
-            held = []
-    if held:
-        yield pa.concat_tables(held)

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from pipeline.cluster.local_cluster import LOOPBACK
+from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.openai.answers import error_event
 from pipeline.openai.requests import NOT_FINITE, OpenAIError, ParsedRequest
 from pipeline.progress.board import LearningReport

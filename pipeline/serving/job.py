@@ -16,8 +16,7 @@ from dataclasses import replace
 from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.local_cluster import free_ports
-from pipeline.cluster.ray_cluster import connect, will_start
+from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
 from pipeline.engines.models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from drafter.errors import one_line
-from pipeline.cluster.local_cluster import LocalCluster, NodeType, end_cluster
+from examples.local_cluster import LocalCluster, NodeType, end_cluster
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
 from recipes.paper.paper_config import PaperConfig

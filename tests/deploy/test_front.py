@@ -16,7 +16,7 @@ import httpx2
 import pytest
 import yaml
 
-from pipeline.cluster.local_cluster import free_ports
+from pipeline.cluster.ray_cluster import free_ports
 from pipeline.serving.config import LimitsConfig
 from tests.deploy.manifests import load
 from tests.support.local_endpoint import served

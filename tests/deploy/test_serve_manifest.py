@@ -14,7 +14,8 @@ import httpx2
 import pytest
 import yaml
 
-from pipeline.cluster.local_cluster import LOOPBACK, LocalCluster, NodeType, free_ports
+from examples.local_cluster import LocalCluster, NodeType
+from pipeline.cluster.ray_cluster import LOOPBACK, free_ports
 from tests.deploy.manifests import environment, load, pod_templates
 from tests.pipeline.conftest import model as model
 from tests.support.paths import ROOT

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from drafter.source_commit import ROOT, for_a_copy
+from examples.local_cluster import LocalCluster, NodeType
 from jobs.submit import main
-from pipeline.cluster.local_cluster import LocalCluster, NodeType
 from pipeline.cluster.submit_job import SubmitConfig
 from pipeline.errors import InputError
 from tests.pipeline.conftest import read_rows, write_jsonl

@@ -184,19 +184,19 @@ def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 def test_a_file_that_is_kept_twice_survives_the_damage_of_one(tmp_path: Path, damage: Damage) -> None:
     file = locate(str(tmp_path / "x.json"))
     with pytest.raises(FileNotFoundError):
-        read_either(file, json.loads)
-    write_twice(file, json.dumps({"a": "first"}))
-    write_twice(file, json.dumps({"a": "second"}))
+        read_either(file, ["a"])
+    write_twice(file, {"a": "first"})
+    write_twice(file, {"a": "second"})
     assert is_copy("x.json.copy", "x.json")
     assert files_below(tmp_path) == {"x.json", "x.json.copy"}
     damage(tmp_path / "x.json")
-    assert read_either(file, json.loads) == {"a": "second"}
-    mend(file, json.loads)
+    assert read_either(file, ["a"]) == {"a": "second"}
+    mend(file, ["a"])
     assert json.loads(file.read_text()) == {"a": "second"}
     for path in tmp_path.iterdir():
         damage(path)
     with pytest.raises(ValueError, match=r"x\.json is damaged"):
-        read_either(file, json.loads)
+        read_either(file, ["a"])
 
 
 def test_text_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

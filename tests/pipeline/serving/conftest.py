@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.cluster.local_cluster import free_ports
+from pipeline.cluster.ray_cluster import free_ports
 from pipeline.serving.replica import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from ray import serve
 
-from pipeline.cluster.local_cluster import free_ports
+from pipeline.cluster.ray_cluster import free_ports
 from pipeline.serving.job import take_down
 from tests.pipeline.serving.conftest import KEY, NAME, started
 from tests.support.waiting import PATIENCE, wait_until

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cluster.local_cluster import end_cluster
+from examples.local_cluster import end_cluster
 from pipeline.cluster.submit_job import SubmitConfig
 from pipeline.errors import InputError, JobError
 from recipes.paper import __main__ as command

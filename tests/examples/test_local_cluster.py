@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import local_cluster
-from pipeline.cluster.local_cluster import end_cluster
+from examples import local_cluster
+from examples.local_cluster import end_cluster
 from tests.support.waiting import wait_until
 
 

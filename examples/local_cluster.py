@@ -8,29 +8,20 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
+from pipeline.cluster.ray_cluster import LOOPBACK, free_ports
 from pipeline.errors import JobError
-
-LOOPBACK = "127.0.0.1"
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]
-
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
 _PREFIX = "ray-"
