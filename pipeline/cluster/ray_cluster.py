@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 from ray._private.services import find_bootstrap_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drafter.errors import one_line
 from drafter.source_commit import ROOT
@@ -26,13 +27,10 @@ from pipeline.errors import InputError, JobError
 from pipeline.settings import ResourcesConfig
 
 LOOPBACK = "127.0.0.1"
-HELPER_CPUS = 0.25
-"""Cores of a task that reads, tokenises or writes in short bursts beside the engines."""
-_RESERVED_CPUS = 0.5
-"""Cores per node that engines leave to such tasks."""
+HELPER_CPUS = 0.25  # of a task that reads, tokenises or writes in short bursts beside the engines
+_RESERVED_CPUS = 0.5  # of a node, which engines leave to such tasks
 _PACKAGES = ("drafter", "jobs", "pipeline")
-_NO_PROGRESS_SECONDS = 6 * 3600
-"""Time without progress, such as after losing all machines, until a job fails."""
+_NO_PROGRESS_SECONDS = 6 * 3600  # such as after losing all machines; then a job fails
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def will_start() -> bool:
 
 
 def _join_or_start() -> bool:
-    """Return whether the cluster existed before."""
+    # True if the cluster existed before.
     if ray.is_initialized():
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -133,11 +131,8 @@ def _join_or_start() -> bool:
 
 
 def _own_packages() -> dict[str, Any] | None:
-    """Return a runtime environment in which workers import our packages; None where Ray's own suffices.
-
-    Ray puts the driver's working directory first on its workers' path, where a folder may have one of our packages'
-    names.
-    """
+    # Ray puts the driver's working directory first on its workers' path, where a folder may have one of our packages'
+    # names. None where Ray's own environment suffices.
     root, here = str(ROOT), [os.getcwd()]
     if Path.cwd() == ROOT or not any(PathFinder.find_spec(name, here) for name in _PACKAGES):
         return None
@@ -154,11 +149,8 @@ def _own_packages() -> dict[str, Any] | None:
 
 
 def _keep_to_this_machine() -> None:
-    """Bind the cluster that `ray.init` starts to the loopback address, with a token that only this user can read.
-
-    By default Ray (2.60) uses the machine's own address, where two of its processes give metrics to anyone, and writes
-    its token to a file that all users can read.
-    """
+    # By default Ray (2.60) uses the machine's own address, where two of its processes give metrics to anyone, and
+    # writes its token to a file that all users can read.
     from ray._private import ray_constants
 
     # The setting by which Ray keeps to the loopback address on macOS. This process has read it already.
@@ -185,7 +177,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _held_back_stderr() -> Iterator[None]:
-    """Hold back native code's stderr, and show it only if the block fails."""
+    # Native code's stderr, which is shown only if the block fails.
     sys.stderr.flush()
     original = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -212,10 +204,11 @@ def quiet_ray_data() -> None:
     context.max_consecutive_actor_init_deaths = 3
 
 
-def beside_driver() -> Any:
-    """Return the scheduling strategy for an actor on the driver's node, the one node that a job cannot outlive."""
-    node = ray.get_runtime_context().get_node_id()
-    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+def start_beside_driver(actor: type, *arguments: Any) -> Any:
+    """Start an actor without a core on the driver's node, the one node that a job cannot outlive."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "scheduling_strategy": here, "max_restarts": -1, "max_task_retries": -1}
+    return ray.remote(**options)(actor).remote(*arguments)
 
 
 def share_out(
@@ -258,7 +251,7 @@ def share_out(
 
 
 def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
-    """Return cores per actor: one beside its GPUs; without GPUs, the smallest node's, divided among its actors."""
+    # One core beside its GPUs; without GPUs, the smallest node's, divided among its actors.
     if gpu_share:
         shares = [(node.cpus - _RESERVED_CPUS) * gpu_share / node.gpus for node in nodes if node.gpus >= gpu_share]
         return max(min([1.0, *shares]), 0.0)
@@ -268,11 +261,8 @@ def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
 
 
 def _leave_room(nodes: Sequence[Node], cpu_share: float, gpu_share: float) -> float:
-    """Return cores per actor such that a node full of actors has room for one helper task.
-
-    Ray reserves no cores. If nodes were lost and the others had none to spare, engines would wait for input and helpers
-    for cores, forever.
-    """
+    # Ray reserves no cores. If nodes were lost and the others had none to spare for a helper task, engines would wait
+    # for input and helpers for cores, forever.
     shares = [cpu_share]
     for node in nodes:
         fit = math.floor(node.cpus / cpu_share) if cpu_share else 0

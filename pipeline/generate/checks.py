@@ -26,12 +26,10 @@ from pipeline.learning.config import NEW, SHIPPED
 from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
 
-LEARNING = "learning"
-"""Key in `run.json`: results, costs and savings of a head that learns from the rows."""
-SPECULATION = "speculation"
-"""Key in `run.json`: the gain from drafting and the choices made; see `speculation_record`."""
-DRAFTERS = "drafters"
-"""Key in `run.json`: the drafter of each submission that generated, and the fingerprints of its heads, by name."""
+LEARNING, SPECULATION, DRAFTERS = "learning", "speculation", "drafters"
+"""Keys in `run.json`: results, costs and savings of a head that learns from the rows; `speculation_record`; the drafter
+of each submission that generated, and the fingerprints of its heads by name.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,8 @@ def checked_job(config: GenerateConfig) -> Job:
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
     """Fill unset sampling settings from the model's own, or raise `InputError`; `drawn` rows are sampled by default."""
-    name, settings = model_name(config.model), {}
-    if config.loading.generation_config == "auto":
-        settings = generation_settings(name)
+    name = model_name(config.model)
+    settings = generation_settings(name) if config.loading.generation_config == "auto" else {}
     try:
         defaults = sampling_defaults(settings, name, drawn=drawn)
     except LoadError as error:
@@ -120,15 +117,13 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
         "reading.samples": reading.samples > 1,
         "sampling.temperature": config.sampling.temperature is not None,
     }
-    for name, is_set in given.items():
-        if is_set:
-            raise InputError(
-                f"input {config.input} is an OpenAI batch, whose requests say it themselves: leave out {name}"
-            )
+    if found := [name for name, is_set in given.items() if is_set]:
+        said = "whose requests say it themselves"
+        raise InputError(f"input {config.input} is an OpenAI batch, {said}: leave out {found[0]}")
 
 
 def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
-    """Refuse a model without a tokeniser or a needed chat template; return whether its template reads the clock."""
+    # It returns whether the chat template reads the clock.
     from drafter.text.chat import reads_clock
     from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import: no check before waits for it
 
@@ -259,5 +254,4 @@ def _bound(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _rule(setting: str) -> str:
-    """Return the entry of `SETTINGS` for a setting such as `sampling.top_k`, or for its group."""
     return SETTINGS.get(setting) or _rule(setting.rpartition(".")[0])

@@ -17,10 +17,10 @@ from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import (
     HELPER_CPUS,
     ActorResources,
-    beside_driver,
     connect,
     quiet_ray_data,
     share_out,
+    start_beside_driver,
     takes,
 )
 from pipeline.command_line import say
@@ -104,7 +104,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
-    """Stage and generate missing rows, and complete the output. The caller must hold the lease."""
+    # The caller holds the lease.
     output, last = job.output, Progress()
     staged = reopen(job)
     if staged is None or staged.source != job.source or staged.without(output.committed()) or is_damaged(job, staged):
@@ -134,7 +134,6 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
 def _stage_and_generate(
     job: Job, staged: StagedInput | None, stopping: Stopping, status: StatusFile
 ) -> tuple[StagedInput, Progress]:
-    """Join the cluster, stage the input and generate the missing parts."""
     learning = job.config.learning
     job.save_run("running", **job.engine_facts())
     cluster = connect()
@@ -156,7 +155,7 @@ def _stage_and_generate(
 
 
 def _stage(job: Job, before: StagedInput | None) -> StagedInput:
-    """Stage the input if it is not staged, is damaged, or has changed."""
+    # The input is staged if it is not yet, is damaged, or has changed.
     rows, source = job.config.writing.rows_per_file, job.source
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source)
     if before is None:
@@ -183,15 +182,13 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
-    """Generate the missing parts, show progress, and return the final progress."""
-    wanted = f"an engine takes {takes(work.resources)}"
-    say(f"{work.rows} of {work.staged.rows} rows to generate; {wanted}")
+    say(f"{work.rows} of {work.staged.rows} rows to generate; an engine takes {takes(work.resources)}")
     quiet_ray_data()
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
-    ledger = _start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
-    board = _start_beside_driver(StatusBoard)
+    ledger = start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
+    board = start_beside_driver(StatusBoard)
     viewers = [display(), status, JobMetrics(job.config.output)]
     learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look
@@ -201,8 +198,10 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
             _stream(job, work, board, ledger, None if learner is None else learner.name)
         counts: LedgerCounts = ray.get(ledger.counts.remote())
         if counts.engine_deaths:
-            deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
-            say(f"{deaths}; {counts.rows_again} rows were generated again")
+            say(
+                f"{counts.engine_deaths} times an engine's process ended and was replaced; "
+                f"{counts.rows_again} rows were generated again"
+            )
     except Exception as error:
         raise _explained(error, watch.last) from error
     finally:
@@ -213,7 +212,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
 
 
 def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
-    """Generate and commit the missing parts. A row of the Ray dataset is a part. `learner` names a `LearnerActor`."""
+    # A row of the Ray dataset is a part. `learner` names a `LearnerActor`.
     # Late, because they import torch, which no check waits for.
     from pipeline.engines.engine_actor import EngineActor, engine_pool
     from pipeline.engines.shared_texts import OtherTexts
@@ -269,12 +268,6 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
 
 
-def _start_beside_driver(actor: type, *arguments: Any) -> Any:
-    """Start an actor without a core on the driver's node, the one node that a job cannot outlive."""
-    options = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
-    return ray.remote(**options)(actor).remote(*arguments)
-
-
 def _start_learner(job: Job, begins: Beginning) -> JobLearner:
     from pipeline.learning.config import LearnerSpec
     from pipeline.learning.job_learner import JobLearner
@@ -287,7 +280,6 @@ def _start_learner(job: Job, begins: Beginning) -> JobLearner:
 
 
 def _explained(error: Exception, last: Progress) -> Exception:
-    """Return the error to raise for a failed pipeline: unloadable models are a mistake in the input."""
     if last.failure is not None:
         return InputError(last.failure)
     cause = getattr(error, "cause", None) or error
@@ -296,13 +288,12 @@ def _explained(error: Exception, last: Progress) -> Exception:
 
 
 def _note_facts(job: Job, now: Progress) -> None:
-    """Write the engines' facts to `run.json` as soon as they are known, because training on the rows relies on them."""
-    if now.facts is not None:
+    if now.facts is not None:  # as soon as they are known, because training on the rows relies on them
         job.save_run("running", **job.engine_facts() | asdict(now.facts))
 
 
 def _tally(job: Job, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
-    """Count the rows that are done: those of committed parts, and by part those that engines will report again."""
+    # Rows that are done: those of committed parts, and by part those that engines will report again.
     kept: dict[str, PartReport] = {}
     for row in unfinished:
         done = PartReport()
@@ -320,7 +311,7 @@ def _tally(job: Job, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
 
 
 def _drain(ledger: Any, seconds: float) -> None:
-    """Stop admitting rows, and wait until rows inside engines are finished and complete parts committed."""
+    # Rows inside engines are finished, and complete parts committed.
     say("stopping: rows that have begun are finished first")
     deadline = time.monotonic() + seconds
     ray.get(ledger.drain.remote())
@@ -332,7 +323,6 @@ def _drain(ledger: Any, seconds: float) -> None:
 
 
 def _keep_unfinished(job: Job, ledger: Any) -> None:
-    """Save the finished rows of uncommitted parts for the next submission."""
     try:
         write_unfinished(job.output, ray.get(ledger.save.remote(), timeout=_SAVE_SECONDS))
     except (ray.exceptions.RayError, OSError) as error:

@@ -20,13 +20,13 @@ from drafter.errors import PromptTooLongError, RequestError, shown
 from drafter.requests import SEEDS, SamplingParams, hashed_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
-from pipeline.errors import RowError
+from pipeline.errors import RowError, RowProblem
 from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.io.staging import SAMPLE_COLUMN, SEED_COLUMN, sample_seed
 from pipeline.openai.batch import parse_line
-from pipeline.openai.requests import OpenAIError, is_messages
+from pipeline.openai.requests import OpenAIError, Prompt, is_messages
 from pipeline.settings import ReadingConfig
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -75,9 +75,7 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
 
 
 def _plain_setting(setting: Any) -> Any:
-    """Return a table's setting as in JSON, without null entries, which are other rows' keys, and whole floats as
-    integers.
-    """
+    # As in JSON: a table has null entries, which are other rows' keys, and whole floats for integers.
     if isinstance(setting, dict):
         return {name: value for name, value in setting.items() if value is not None}
     return _integer_if_whole(setting)
@@ -88,7 +86,7 @@ def _integer_if_whole(value: Any) -> Any:
 
 
 def _column_seed(value: Any) -> Any:
-    """Return the seed of a column: text in a CSV, and a float where pandas found missing values."""
+    # It is text in a CSV, and a float where pandas found missing values.
     if isinstance(value, str):
         return int(value) if _INTEGER.fullmatch(value) else value or None
     return _integer_if_whole(value)
@@ -96,7 +94,7 @@ def _column_seed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Settings of `row_request`.
+    """Settings of `to_requests`.
 
     Args:
         max_length: Most tokens of prompt and output together that any engine of the run takes.
@@ -112,34 +110,37 @@ class PromptSettings:
     now: datetime | None = None
 
 
-@dataclass(frozen=True)
-class RowRequest:
-    prompt: str | Chat | list[int]
-    sampling: SamplingParams
-
-
-def row_request(
-    request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int = 0
-) -> RowRequest:
-    """Return a row's request, or raise `RowError`; `sample` is the index among the row's samples."""
+def _row_request(
+    request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
+) -> tuple[str | list[int] | Chat, SamplingParams]:
+    prompt: Prompt
     if settings.source.kind == "openai":
-        return _batch_request(request_id, row, settings, tokenizer, sample)
-    reading, column = settings.reading, settings.source.column
-    sampling = row_sampling(settings.sampling, request_id, row, reading.sampling_column, sample)
+        prompt, sampling = _batch_request(request_id, row, settings.sampling, sample)
+    else:
+        sampling = row_sampling(settings.sampling, request_id, row, settings.reading.sampling_column, sample)
+        prompt = _prompt_of(row, settings, tokenizer)
+    if not is_messages(prompt):
+        return prompt, sampling
+    try:
+        return render_chat(tokenizer, prompt, settings.now), sampling
+    except RequestError as error:
+        raise RowError("BadPrompt", str(error)) from error
+
+
+def _prompt_of(row: dict[str, Any], settings: PromptSettings, tokenizer: Any) -> Prompt:
+    chat, column = settings.reading.chat, settings.source.column
     value = row.get(column)
     if settings.source.kind == "messages":
-        return RowRequest(_chat(row_messages(value, column), tokenizer, settings.now), sampling)
+        return row_messages(value, column)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
-    if tokenizer.chat_template is None if reading.chat is None else not reading.chat:
-        return RowRequest(value, sampling)
-    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer, settings.now), sampling)
+    through_template = tokenizer.chat_template is not None if chat is None else chat
+    return [{"role": "user", "content": value}] if through_template else value
 
 
 def _batch_request(
-    request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
-) -> RowRequest:
-    defaults = settings.sampling
+    request_id: str, line: dict[str, Any], defaults: SamplingParams, sample: int
+) -> tuple[Prompt, SamplingParams]:
     try:
         asked = parse_line(line)
         sampling = asked.sampling(defaults)
@@ -147,11 +148,7 @@ def _batch_request(
         raise RowError("BadRequest", error.message) from error
     own_seed = asked.settings.get("seed")
     seed = hashed_seed(defaults.seed, request_id) if own_seed is None else sample_seed(own_seed, sample)
-    sampling = dataclasses.replace(sampling, seed=seed)
-    prompt = asked.prompts[sample // asked.n]
-    if is_messages(prompt):
-        return RowRequest(_chat(prompt, tokenizer, settings.now), sampling)
-    return RowRequest(prompt, sampling)
+    return asked.prompts[sample // asked.n], dataclasses.replace(sampling, seed=seed)
 
 
 def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
@@ -171,8 +168,8 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
     for number, given in enumerate(value, start=1):
         if not isinstance(given, dict):
             raise RowError("BadPrompt", f"message {number} must be an object with role and content, not {shown(given)}")
-        messages.append({name: field for name, field in given.items() if field is not None})
-    for number, message in enumerate(messages, start=1):
+        message = {name: field for name, field in given.items() if field is not None}
+        messages.append(message)
         for name in ("role", "content"):
             if name not in message:
                 raise RowError("BadPrompt", f"message {number} has no {name}")
@@ -190,13 +187,6 @@ def _is_content(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _chat(messages: list[dict[str, Any]], tokenizer: Any, now: datetime | None) -> Chat:
-    try:
-        return render_chat(tokenizer, messages, now)
-    except RequestError as error:
-        raise RowError("BadPrompt", str(error)) from error
-
-
 # Tokens.
 
 
@@ -211,55 +201,53 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     """
     tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
     problems = rows["problem"].to_pylist()
-    requests: dict[int, RowRequest] = {}
+    prompts: dict[int, str | list[int] | Chat] = {}
+    samplings: dict[int, str] = {}
     samples = [0] * rows.num_rows
     if settings.source.kind == "openai" or settings.reading.samples > 1:
         structs = whole(rows["row"])
         samples = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
     columns = (rows["request_id"].to_pylist(), rows["asked"].to_pylist(), samples)
     for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
-        if problems[index] is None:
-            try:
-                request = row_request(name, json.loads(asked), settings, tokenizer, sample)
-                text = request.prompt.text if isinstance(request.prompt, Chat) else request.prompt
-                if isinstance(text, str):
-                    refuse_endless(text, settings.max_length, longest_token(tokenizer))
-                requests[index] = request
-            except RowError as error:
-                problems[index] = vars(error.problem)
-            except PromptTooLongError as error:
-                problems[index] = vars(RowError("Refused", str(error)).problem)
-    ids: dict[int, list[int]] = {}
-    for index, found in _tokenise(requests, tokenizer, special_tokens=settings.reading.special_tokens):
-        if isinstance(found, RequestError):
-            problems[index] = vars(RowError("BadPrompt", str(found)).problem)
+        if problems[index] is not None:
             continue
-        try:  # their numbers would travel on, only to be refused by an engine
+        try:
+            prompt, sampling = _row_request(name, json.loads(asked), settings, tokenizer, sample)
+            text = prompt.text if isinstance(prompt, Chat) else prompt
+            if isinstance(text, str):
+                refuse_endless(text, settings.max_length, longest_token(tokenizer))
+        except RowError as error:
+            problems[index] = vars(error.problem)
+        except PromptTooLongError as error:
+            problems[index] = vars(RowProblem("Refused", str(error)))
+        else:
+            prompts[index], samplings[index] = prompt, json.dumps(dataclasses.asdict(sampling))
+    ids: dict[int, list[int]] = {}
+    for index, found in _tokenise(prompts, tokenizer, special_tokens=settings.reading.special_tokens):
+        try:  # the numbers of a long prompt would travel on, only to be refused by an engine
+            if isinstance(found, RequestError):
+                raise RowError("BadPrompt", str(found))
             refuse_long(len(found), settings.max_length)
+        except RowError as error:
+            problems[index] = vars(error.problem)
         except RequestError as error:
-            problems[index] = vars(RowError("Refused", str(error)).problem)
+            problems[index] = vars(RowProblem("Refused", str(error)))
         else:
             ids[index] = found
-    samplings = {index: json.dumps(dataclasses.asdict(requests[index].sampling)) for index in ids}
+    numbers = range(len(problems))
     rows = with_problems(rows, problems).drop_columns(["asked"])
-    rows = rows.append_column("prompt_ids", pa.array(map(ids.get, range(len(problems))), pa.list_(pa.int32())))
-    return rows.append_column("sampling", pa.array(map(samplings.get, range(len(problems))), pa.string()))
+    rows = rows.append_column("prompt_ids", pa.array(map(ids.get, numbers), pa.list_(pa.int32())))
+    texts = [samplings[index] if index in ids else None for index in numbers]
+    return rows.append_column("sampling", pa.array(texts, pa.string()))
 
 
 def _tokenise(
-    requests: dict[int, RowRequest], tokenizer: Any, *, special_tokens: bool
+    prompts: dict[int, str | list[int] | Chat], tokenizer: Any, *, special_tokens: bool
 ) -> Iterator[tuple[int, list[int] | RequestError]]:
-    """Yield each prompt's token ids or error. Texts are tokenised together, in parallel."""
-    texts: dict[int, str] = {}
-    chats: dict[int, Chat] = {}
-    for index, request in requests.items():
-        match request.prompt:
-            case str(text):
-                texts[index] = text
-            case Chat() as chat:
-                chats[index] = chat
-            case ids:
-                yield index, ids
+    # Texts are tokenised together, in parallel.
+    texts = {index: prompt for index, prompt in prompts.items() if isinstance(prompt, str)}
+    chats = {index: prompt for index, prompt in prompts.items() if isinstance(prompt, Chat)}
+    yield from ((index, prompt) for index, prompt in prompts.items() if isinstance(prompt, list))
     yield from zip(texts, _encode_texts(tokenizer, list(texts.values())), strict=True)
     yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
 

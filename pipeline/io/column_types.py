@@ -19,18 +19,15 @@ import pyarrow.parquet
 
 from pipeline.errors import InputError
 
+# Parquet reads 100 levels, and a list takes two. Arrow between processes reads 64, some taken by a part's own structs.
 _DEEPEST = 48
-"""Deepest nesting of a column. Parquet reads 100 levels, and a list takes two. Arrow between processes reads 64, some
-of them taken by a part's own lists and structs.
-"""
-_MOST_COLUMNS = 10_000
-"""Most columns of an input, and fields of an object kept as one. Each part has its own copy of their names."""
+_MOST_COLUMNS = 10_000  # also of an object's fields; each part has its own copy of their names
 _EXACT_FLOATS = 2**53  # integers up to this are exact as float64
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 class _NoCommonTypeError(Exception):
-    """No type holds the values of two types."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def _python_value(cell: pa.Scalar) -> Any:
         kind = cell.type
         if pa.types.is_struct(kind):
             return {field.name: _python_value(cell[index]) for index, field in enumerate(kind)}
-        if _is_list(kind):
+        if is_list(kind):
             return [_python_value(one) for one in cell.values]
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind):
             return f"{cell.value} {getattr(kind, 'unit', 'days')} since 1970"
@@ -101,7 +98,6 @@ def infer_column(values: Sequence[Any]) -> pa.Array:
 
 
 def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
-    """Return the type of a JSON value."""
     if isinstance(value, list):
         common = partial(_common_json, in_object=in_object)
         return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
@@ -116,11 +112,8 @@ _SCALARS = {type(None): pa.null(), bool: pa.bool_(), int: pa.int64(), float: pa.
 
 
 def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = False) -> pa.DataType:
-    """Return a type that holds JSON values of both types.
-
-    Objects match only with the same fields in the same order. Numbers within an object keep their types, because a chat
-    template writes 1 and 1.0 as different texts.
-    """
+    # Objects match only with the same fields in the same order. Numbers within an object keep their types, because a
+    # chat template writes 1 and 1.0 as different texts.
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -148,7 +141,7 @@ def seen_types(table: pa.Table, file: str) -> list[SeenType]:
 
 def _is_exact(column: pa.Array) -> bool:
     kind = column.type
-    if _is_list(kind):
+    if is_list(kind):
         return _is_exact(column.flatten())
     if pa.types.is_struct(kind):
         return all(map(_is_exact, column.flatten()))
@@ -218,12 +211,11 @@ def _has_floats(kind: pa.DataType) -> bool:
 
 
 def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.DataType:
-    """Return the type that holds all values of two Arrow types unchanged; see `SeenType` for `exact`."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
         return other
-    if _is_list(one) and _is_list(other):
+    if is_list(one) and is_list(other):
         item = _common_type(one.value_type, other.value_type, exact=exact)
         return pa.large_list(item) if pa.types.is_large_list(one) or pa.types.is_large_list(other) else pa.list_(item)
     if pa.types.is_map(one) and pa.types.is_map(other) and one.key_type == other.key_type:
@@ -247,14 +239,14 @@ def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.Dat
 
 
 def _differ_in_kind(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether pyarrow's common type loses or reinterprets values."""
+    # pyarrow's common type would lose or reinterpret values.
     if pa.types.is_integer(one) and pa.types.is_integer(other):
         unsigned = [pa.types.is_unsigned_integer(kind) for kind in (one, other)]
         return pa.uint64() in (one, other) and not all(unsigned)
     if pa.types.is_decimal(one) or pa.types.is_decimal(other):
         return not (pa.types.is_decimal(one) and pa.types.is_decimal(other))
-    if _is_string(one) or _is_string(other):
-        return not (_is_string(one) and _is_string(other))
+    if is_text(one) or is_text(other):
+        return not (is_text(one) and is_text(other))
     units = {getattr(kind, "unit", "day") for kind in (one, other)}
     return "ns" in units and len(units) > 1  # nanoseconds reach from 1677 to 2262, and coarser units farther
 
@@ -263,11 +255,11 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
-def _is_string(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
@@ -309,7 +301,7 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
         return column
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), target)
-    if pa.types.is_string(target) and not _is_string(column.type):
+    if pa.types.is_string(target) and not is_text(column.type):
         return text_column(column)
     try:
         return column.cast(target)

@@ -75,7 +75,8 @@ _PARQUET_MARK = b"PAR1"
 _FOOTER_BYTES = 64 << 10  # covers most files' footers; a longer one needs a second read
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of mounted stores that cannot sync, above all folders
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)

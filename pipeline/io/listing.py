@@ -17,6 +17,7 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
+from pipeline.io.column_types import is_list, is_text
 from pipeline.io.files import Location, in_parallel, is_pattern, locate, pattern_base, pattern_regex
 from pipeline.io.reading import InputFile, read_file
 from pipeline.settings import Format, ReadingConfig
@@ -401,8 +402,7 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
             problem = f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})"
             raise NoIdsError(problem) if source.ids_found and column == source.id_column else InputError(problem)
     kind = schema.field(source.column).type
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    messages = source.kind == "messages" and lists
+    messages = source.kind == "messages" and is_list(kind)
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
         wanted = "chat messages" if source.kind == "messages" else "text"
         raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
@@ -416,4 +416,4 @@ def _may_be_ids(kind: pa.DataType) -> bool:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType))
+    return is_text(kind) or isinstance(kind, pa.JsonType)

@@ -24,8 +24,8 @@ from pipeline.output.columns import logprobs_of
 from pipeline.output.folder import OutputFolder
 
 _ROWS = 256
+# Errors of the request itself, which OpenAI would have answered with status 400.
 _REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused")
-"""Errors of the request itself, which OpenAI would have answered with status 400."""
 
 Row = dict[str, Any]
 
@@ -42,8 +42,14 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
     """
 
     @cache
-    def text(token: int) -> str:  # only of answers that have log-probabilities
-        return token_text(_tokenizer(model), token)
+    def tokenizer() -> Any:  # only answers with log-probabilities need it
+        from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import
+
+        return load_tokenizer(model)
+
+    @cache
+    def text(token: int) -> str:
+        return token_text(tokenizer(), token)
 
     with ExitStack() as files:
         answers = files.enter_context(output.batch_output.open_whole())
@@ -54,13 +60,6 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
             else:
                 stream = errors = errors or files.enter_context(output.batch_errors.open_whole())
             stream.write(to_json(line).encode() + b"\n")
-
-
-@cache
-def _tokenizer(model: str) -> Any:
-    from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import
-
-    return load_tokenizer(model)
 
 
 def _lines(output: OutputFolder, staged: StagedInput, text: TokenText) -> Iterator[dict[str, Any]]:
@@ -75,7 +74,7 @@ def _lines(output: OutputFolder, staged: StagedInput, text: TokenText) -> Iterat
 
 
 def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
-    """Yield finished rows and errors together, in the order of the input."""
+    # Finished rows and errors together, in the order of the input.
     finished, errors = _rows(output.data), _rows(output.errors)
     row, error = next(finished, None), next(errors, None)
     for name in staged.request_ids():

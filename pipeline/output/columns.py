@@ -14,11 +14,10 @@ from drafter.statistics import draft_acceptance_rate, mean_acceptance_length
 from pipeline.settings import WritingConfig
 
 _TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
-LOGPROBS_TYPE = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
-"""Arrow type of the column `logprobs`: each token's log-probability and those of the most probable tokens."""
+_LOGPROBS = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
 
 
-def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
+def _logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
     if logprobs is None:
         return None
     return [
@@ -28,6 +27,7 @@ def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] 
 
 
 def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None:
+    """Read a value of the column `logprobs`."""
     if value is None:
         return None
     return [
@@ -69,7 +69,7 @@ class OutputColumn:
 
 
 def slot_seconds(generation: Generation) -> float:
-    """Return a request's time in its slot in seconds, including its prefill and any wait after a preemption."""
+    """Return a request's seconds in its slot, including its prefill and any wait after a preemption."""
     timing = generation.timing
     return timing.total - timing.queued if timing.queued is not None else 0.0
 
@@ -105,8 +105,8 @@ COLUMNS = (
     OutputColumn("finished_at", pa.timestamp("ms", "UTC"), lambda g, r, run: datetime.now(UTC), repeatable=False),
     OutputColumn(
         "logprobs",
-        LOGPROBS_TYPE,
-        lambda g, r, run: logprobs_value(g.logprobs),
+        _LOGPROBS,
+        lambda g, r, run: _logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
     ),
     OutputColumn("drafter", _TEXT, lambda g, r, run: run.drafter, repeatable=False),

@@ -49,32 +49,24 @@ class _Below:
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """A job's output folder.
-
-    Attributes:
-        unfinished: Finished rows of uncommitted parts, left by a submission that was stopped.
-        head: The newest version of a head that learns from the rows: a head's folder.
-        learner_state: State for resuming a learner, whose record is `learning_file`.
-        batch_output: Answers to the requests of an OpenAI batch, one a line.
-        batch_errors: Its unanswered requests with the reasons, one a line.
-    """
+    """A job's output folder."""
 
     root: Location
 
     data = _Below("data")
     errors = _Below("errors")
-    head = _Below("head")
+    head = _Below("head")  # the newest version of a head that learns from the rows
     staged = _Below("_staged")
     temporary = _Below("_temporary")
-    unfinished = _Below("_unfinished.parquet")
+    unfinished = _Below("_unfinished.parquet")  # finished rows of uncommitted parts, of a stopped submission
     lease = _Below(LEASE_FILE)
     compaction_file = _Below("_compaction.json")
     run_file = _Below(RUN_FILE)
     status_file = _Below("status.json")
-    learner_state = _Below("_learner.safetensors")
+    learner_state = _Below("_learner.safetensors")  # for resuming; its record is `learning_file`
     learning_file = _Below("learning.json")
-    batch_output = _Below("batch_output.jsonl")
-    batch_errors = _Below("batch_errors.jsonl")
+    batch_output = _Below("batch_output.jsonl")  # answers to the requests of an OpenAI batch
+    batch_errors = _Below("batch_errors.jsonl")  # its unanswered requests with the reasons
 
     def create(self) -> None:
         """Make the folders, or raise `InputError`."""
@@ -115,10 +107,9 @@ class OutputFolder:
         delete_twice(self.compaction_file)
 
     def committed(self) -> set[str]:
-        names = set(self.data.parquets())
         plan = self.compaction()
         merges = {} if plan is None else plan.data
-        return names.difference(merges).union(*(merges[merged] for merged in names.intersection(merges)))
+        return {part for name in self.data.parquets() for part in merges.get(name, [name])}
 
 
 # `run.json`.

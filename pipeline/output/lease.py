@@ -20,9 +20,7 @@ from pipeline.errors import InputError
 from pipeline.io.files import Location, partials
 
 BEAT_SECONDS = 5.0
-"""Seconds between the holder's changes of the file."""
-_PATIENCE_BEATS = 3
-"""Beats without a change after which the holder counts as dead."""
+_PATIENCE_BEATS = 3  # without a change of the file the holder counts as dead
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,10 @@ class Holder:
 
 
 class Lease:
-    """A lease, held for a `with` block. `lost` is called from another thread if another submission takes it."""
+    """A lease, held for a `with` block, which raises `InputError` if another submission works on the output.
+
+    `lost` is called from another thread if another submission takes it.
+    """
 
     def __init__(self, file: Location, lost: Callable[[Holder], None], beat_seconds: float = BEAT_SECONDS) -> None:
         self._file, self._lost, self._seconds = file, lost, beat_seconds
@@ -57,7 +58,6 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Take the lease, or raise `InputError` if another submission works on the output."""
         held = self._read()
         if held is not None and not held.known_dead:
             deadline = time.monotonic() + _PATIENCE_BEATS * self._seconds
@@ -92,10 +92,8 @@ class Lease:
 
     def _refuse_unless(self, free: bool, holder: Holder) -> None:
         if not free:
-            raise InputError(
-                f"another submission works on output {self._file.path.rpartition('/')[0]} ({holder}): "
-                "wait for its end, or stop it"
-            )
+            output = self._file.path.rpartition("/")[0]
+            raise InputError(f"another submission works on output {output} ({holder}): wait for its end, or stop it")
 
     def _run(self) -> None:
         while not self._end.wait(self._seconds):
@@ -109,12 +107,10 @@ class Lease:
                 continue  # the next sign of life makes up for one that failed
 
     def _read(self) -> Holder | None:
-        if not self._file.exists:
-            return None
         try:
             return Holder(**json.loads(self._file.read_text()))
         except (FileNotFoundError, ValueError, TypeError):
-            return None  # it is being given up, or is no lease
+            return None  # there is none, or it is no lease
 
     def _write(self) -> None:
         self._me = replace(self._me, beat=self._me.beat + 1)

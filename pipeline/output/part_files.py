@@ -78,14 +78,9 @@ def data_table(rows: pa.Table) -> pa.Table:
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
     taken = {"request_id", *ours}
     columns = {"request_id": finished["request_id"]}
-    columns |= {free_name(name, taken, theirs): column for name, column in zip(theirs, _fields(given), strict=True)}
-    columns |= dict(zip(ours, _fields(generated), strict=True))
+    columns |= zip((free_name(name, taken, theirs) for name in theirs), given.flatten(), strict=True)
+    columns |= zip(ours, generated.flatten(), strict=True)
     return pa.table(columns)
-
-
-def _fields(structs: pa.StructArray) -> list[pa.Array]:
-    """Return the fields of structs, by number because names may hold dots."""
-    return [pa.compute.struct_field(structs, [index]) for index in range(structs.type.num_fields)]
 
 
 def error_table(rows: pa.Table) -> pa.Table:
@@ -95,16 +90,8 @@ def error_table(rows: pa.Table) -> pa.Table:
         problem["input"] if problem["input"] is not None else json.dumps(row, ensure_ascii=False, default=str)
         for problem, row in zip(problems, python_rows(whole(failed["row"])), strict=True)
     ]
-    return pa.table(
-        {
-            "request_id": failed["request_id"],
-            "input": inputs,
-            "error_type": [problem["type"] for problem in problems],
-            "message": [problem["message"] for problem in problems],
-            "attempts": [problem["attempts"] for problem in problems],
-        },
-        schema=ERROR_SCHEMA,
-    )
+    columns = [[problem[name] for problem in problems] for name in ("type", "message", "attempts")]
+    return pa.table([failed["request_id"], inputs, *columns], schema=ERROR_SCHEMA)
 
 
 # Checks of result files: a power loss or an aborted copy leaves incomplete ones.

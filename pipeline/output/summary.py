@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -34,10 +34,8 @@ _COUNTS = (
     "acceptance_histogram",
 )
 _BAR = 40
-_LONG = 100.0
-"""Seconds from which tenths are not shown."""
-_ALIKE = 0.995
-"""Relative speed from which a member counts as equally fast."""
+_LONG = 100.0  # seconds from which tenths are not shown
+_ALIKE = 0.995  # relative speed from which a member counts as equally fast
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,9 @@ class OutputTotals:
 
 
 def read_totals(output: OutputFolder) -> OutputTotals:
-    rows = 0
-
-    def counts() -> Iterator[DecodeCounts]:
-        nonlocal rows
-        for batch in _dataset(output.data).to_batches(columns=list(_COUNTS)):
-            rows += batch.num_rows
-            yield total(DecodeCounts(**row) for row in batch.to_pylist())
-
-    summed = total(counts())
-    return OutputTotals(rows, _dataset(output.errors).count_rows(), summed)
+    batches = _dataset(output.data).to_batches(columns=list(_COUNTS))
+    counts = total(DecodeCounts(**row) for batch in batches for row in batch.to_pylist())
+    return OutputTotals(*count_rows(output), counts)
 
 
 def count_rows(output: OutputFolder) -> tuple[int, int]:
@@ -203,10 +194,10 @@ def _unused_sentence(choices: Sequence[BatchChoice]) -> list[str]:
     best: dict[str, tuple[MemberView, int]] = {}
     for choice in choices:
         for view in choice.members:
-            if view.name not in used and "+" not in view.name:
-                known = best.get(view.name)
-                if known is None or view.relative > known[0].relative:
-                    best[view.name] = view, choice.rows
+            if view.name in used or "+" in view.name:
+                continue
+            if view.name not in best or view.relative > best[view.name][0].relative:
+                best[view.name] = view, choice.rows
     if not best:
         return []
     return ["Not chosen in the end: " + ", ".join(_unused(view, rows) for view, rows in best.values()) + "."]
@@ -241,9 +232,8 @@ def _times(sums: StepSums) -> str:
 def _basis(sums: StepSums) -> str:
     if not sums.timed:
         return "an estimate from latencies measured at start"
-    if not sums.plain:
-        return f"an estimate from {sums.timed:,} steps, and from plain steps at start"
-    return f"an estimate from {sums.timed:,} steps, {sums.plain:,} of them plain"
+    plain = f"{sums.plain:,} of them plain" if sums.plain else "and from plain steps at start"
+    return f"an estimate from {sums.timed:,} steps, {plain}"
 
 
 def _span(seconds: float) -> str:
