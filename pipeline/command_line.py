@@ -27,8 +27,7 @@ Config = TypeVar("Config")
 _SETTINGS = """\
 Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
 _MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
-_ALIKE = 0.7
-"""Similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one."""
+_ALIKE = 0.7  # similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one
 
 
 def job_main(
@@ -224,10 +223,8 @@ def parse_object(config_class: type[Config], parser: JobParser, settings: Mappin
 
 
 def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
-    """Expand `--verifier NAME` to `--verifier.name NAME`, and `--learning true` to `--learning.enabled true`.
-
-    A group may also be given whole, as `{name: NAME, …}`.
-    """
+    # `--verifier NAME` is `--verifier.name NAME`, and `--learning true` is `--learning.enabled true`. A group may also
+    # be given whole, as `{name: NAME, …}`.
     groups = {
         f"--{name}": field.name
         for name, kind in get_type_hints(config_class).items()
@@ -254,24 +251,20 @@ def _checked(config_class: type[Config], parser: JobParser, read: Callable[[], N
 
 
 def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of a dataclass, nested groups as dataclasses, without the config paths of jsonargparse."""
+    # Without the config paths of jsonargparse.
     values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
     for name, inner in get_type_hints(kind).items():
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            values[name] = _group(f"{prefix}{name}", inner, values[name])
+        if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
+            continue
+        if not isinstance(values[name], Namespace):
+            raise InputError(f"{prefix}{name} must be a group of settings, not {values[name]!r}")
+        try:
+            values[name] = inner(**_values(inner, values[name], f"{prefix}{name}."))
+        except InputError:
+            raise
+        except ValueError as error:  # which lacks the group's name
+            raise InputError(f"{prefix}{name}.{error}") from error
     return values
-
-
-def _group(name: str, kind: type, settings: Any) -> Any:
-    """Return a group of settings as its dataclass, whose `ValueError` lacks the group's name."""
-    if not isinstance(settings, Namespace):
-        raise InputError(f"{name} must be a group of settings, not {settings!r}")
-    try:
-        return kind(**_values(kind, settings, f"{name}."))
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{name}.{error}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -287,7 +280,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _unknown_option(message: str, parser: JobParser) -> str | None:
-    """Return a message for an unknown setting; None if jsonargparse's message is about something else."""
+    # None if jsonargparse's message is about something else.
     settings = parser.settings()
     if found := re.search(r"unrecognized arguments: (.*)", message):
         options = [f"--{name}" for name, action in settings.items() if action.option_strings]

@@ -21,12 +21,10 @@ from drafter.source_commit import ROOT, for_a_copy
 from pipeline.command_line import at_least, make_parser, parse, program, say
 from pipeline.errors import InputError, JobError
 
-_MISTAKE = 2
-"""Exit code of a job whose configuration or input cannot be used, which is not retried."""
+_MISTAKE = 2  # exit code of a job whose configuration or input cannot be used, which is not retried
 _EXCLUDED = (".git", ".venv", "build")
 _POLL_SECONDS = 2.0
-_PATIENCE = 30
-"""Most consecutive failures of the cluster to answer."""
+_PATIENCE = 30  # consecutive failures of the cluster to answer
 
 
 @dataclass(frozen=True)
@@ -143,11 +141,8 @@ def _connect(address: str | None) -> Any:
 
 
 def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str | None) -> tuple[str, bool]:
-    """Submit once, with retries: a head that has just been started may not be ready yet.
-
-    Returns:
-        The submission's id, and whether it is new: with a name, it may be a running one.
-    """
+    # The submission's id, and whether it is new: with a name, it may be a running one. A head that has just been
+    # started may not be ready yet.
     for failures in range(_PATIENCE):
         try:
             chosen = None

@@ -21,8 +21,7 @@ from pipeline.errors import RowError
 from pipeline.io.files import parquet_rows
 from pipeline.output.folder import OutputFolder
 
-_HOPELESS = 20
-"""Most engine processes without a finished row. Then the machine or this program is at fault, not a row."""
+_HOPELESS = 20  # engine processes without a finished row; then the machine or this program is at fault, not a row
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,6 @@ class Ledger:
         self._parts.pop(part, None)
 
     def drain(self) -> None:
-        """Admit no more rows to engines."""
         self._open = False
 
     def counts(self) -> LedgerCounts:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from drafter.errors import LoadError, one_line
 from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.command_line import say
 from pipeline.errors import InputError
+from pipeline.io.files import batches
 
 if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads nothing
     from drafter.llm import SpeculativeLM
@@ -27,13 +28,10 @@ if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads no
     from pipeline.learning.config import Beginning
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
-"""Suffixes of files that affect a model's computation or its input texts."""
+# The only nested files that transformers reads. A model with weights in a subfolder is refused at load.
 _TEMPLATES = "additional_chat_templates/*"
-"""The only nested files that transformers reads. A model with weights in a subfolder is refused at load."""
-_WHOLE_BYTES = 256 << 20
-"""Files up to this size are hashed completely, which takes a fraction of a second."""
-_BLOCK, _EVERY = 4 << 10, 1 << 20
-"""Of each tensor of a larger file, `_BLOCK` bytes of every `_EVERY` bytes are hashed."""
+_WHOLE_BYTES = 256 << 20  # files up to this size are hashed completely, which takes a fraction of a second
+_BLOCK, _EVERY = 4 << 10, 1 << 20  # of each tensor of a larger file, a block of every 1 MiB is hashed
 _READERS = 16
 _BLOCKS_AT_ONCE = 256
 _LENGTH_BYTES = 8  # of the header's size, at the beginning of a safetensors file
@@ -86,22 +84,19 @@ def _digest(path: Path) -> bytes:
             spans = []
         header = spans[0][0] if spans else 0
         digest = hashlib.sha256(os.pread(file.fileno(), header, 0))
-        blocks = list(_blocks(spans or [(0, size)]))
-        groups = [blocks[first : first + _BLOCKS_AT_ONCE] for first in range(0, len(blocks), _BLOCKS_AT_ONCE)]
+        blocks = (
+            (place, min(place + _BLOCK, end))
+            for begin, end in spans or [(0, size)]
+            for place in range(begin, end, _EVERY)
+        )
 
         def read(group: list[Span]) -> bytes:
             return b"".join(os.pread(file.fileno(), end - begin, begin) for begin, end in group)
 
         with ThreadPoolExecutor(_READERS) as pool:
-            for content in pool.map(read, groups):
+            for content in pool.map(read, batches(blocks, lambda _: 1, _BLOCKS_AT_ONCE)):
                 digest.update(content)
         return digest.digest()
-
-
-def _blocks(spans: list[Span]) -> Iterator[Span]:
-    for begin, end in spans:
-        for place in range(begin, end, _EVERY):
-            yield place, min(place + _BLOCK, end)
 
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
@@ -115,14 +110,17 @@ def model_name(model: str | None) -> str:
 
 def model_fingerprint(name: str) -> str:
     """Return a target model's identity, or raise `InputError`: its folder's fingerprint, or its hub id and commit."""
-    folder = Path(name).expanduser()
+    return _fingerprint("model", name, Path(name).expanduser(), "a model")
+
+
+def _fingerprint(what: str, name: str, folder: Path, content: str) -> str:
     if folder.is_dir():
         if not (folder / _CONFIG).is_file():
-            raise InputError(f"model {name} is not a model's folder: it has no {_CONFIG}")
+            raise InputError(f"{what} {name} is not {content}'s folder: it has no {_CONFIG}")
         return folder_fingerprint(folder)
     if folder.exists() or name.startswith(_PATH_BEGINNINGS) or name.count("/") > 1:
-        raise InputError(f"model {name} is not a folder with a model")
-    return _on_hub("model", name)
+        raise InputError(f"{what} {name} is not a folder with {content}")
+    return _on_hub(what, name)
 
 
 def generation_settings(name: str) -> dict[str, Any]:
@@ -164,14 +162,8 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
             continue
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
-        if folder.is_dir():
-            if not (folder / _CONFIG).is_file():
-                raise InputError(f"drafter {name} is not a draft head's folder: it has no {_CONFIG}")
-            found[name] = folder_fingerprint(folder)
-        elif folder.exists() or name.startswith(_PATH_BEGINNINGS):
-            raise InputError(f"drafter {name} is not a folder with a draft head")
-        elif "/" in name:  # other drafters have names without
-            found[name] = _on_hub("drafter", name)
+        if folder.exists() or name.startswith("~") or "/" in name:  # other drafters have names without
+            found[name] = _fingerprint("drafter", name, folder, "a draft head")
     return found
 
 

@@ -74,8 +74,7 @@ def _split(column: pa.ChunkedArray) -> list[npt.NDArray[np.int32]]:
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
 
-_KEPT_TOKENS = 1 << 18
-"""Far more than the engines of a node generate between two exchanges."""
+_KEPT_TOKENS = 1 << 18  # far more than the engines of a node generate between two exchanges
 
 
 class NodeTexts:
@@ -112,8 +111,7 @@ def texts_of_node(run: str) -> Any:
 
 _PULSE_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
-_UNTOLD_TOKENS = 1 << 16
-"""Most tokens that wait to be sent to the other engines; older ones are dropped."""
+_UNTOLD_TOKENS = 1 << 16  # that wait to be sent to the other engines; older ones are dropped
 
 
 @dataclass(frozen=True)
