@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.requests import GenerationRule, SamplingParams
@@ -95,10 +93,6 @@ class GenerateConfig:
             values["sampling"][name] = list(values["sampling"][name])
         values["sampling"]["logit_bias"] = [list(pair) for pair in values["sampling"]["logit_bias"]]
         return values
-
-    def as_yaml(self) -> str:
-        """Return the configuration as YAML for `--config`."""
-        return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
 COMMON = (

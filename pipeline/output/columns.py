@@ -55,17 +55,12 @@ class RunTraits:
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """A column that generation adds to a row.
-
-    Args:
-        repeatable: Whether a row that is generated again has the same value.
-    """
+    """A column that generation adds to a row."""
 
     name: str
     type: pa.DataType
     value: Callable[[Generation, Request, RunTraits], Any]
     wanted: Callable[[RunTraits], bool] = lambda run: True
-    repeatable: bool = True
 
 
 def slot_seconds(generation: Generation) -> float:
@@ -101,21 +96,20 @@ COLUMNS = (
     ),
     OutputColumn("mean_acceptance_length", _FLOAT, lambda g, r, run: mean_acceptance_length(g.counts)),
     OutputColumn("draft_acceptance_rate", _FLOAT, lambda g, r, run: draft_acceptance_rate(g.counts)),
-    OutputColumn("generation_seconds", _FLOAT, lambda g, r, run: slot_seconds(g), repeatable=False),
-    OutputColumn("finished_at", pa.timestamp("ms", "UTC"), lambda g, r, run: datetime.now(UTC), repeatable=False),
+    OutputColumn("generation_seconds", _FLOAT, lambda g, r, run: slot_seconds(g)),
+    OutputColumn("finished_at", pa.timestamp("ms", "UTC"), lambda g, r, run: datetime.now(UTC)),
     OutputColumn(
         "logprobs",
         _LOGPROBS,
         lambda g, r, run: _logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
     ),
-    OutputColumn("drafter", _TEXT, lambda g, r, run: run.drafter, repeatable=False),
+    OutputColumn("drafter", _TEXT, lambda g, r, run: run.drafter),
     OutputColumn(
         "drafter_version",
         _INTEGER,
         lambda g, r, run: g.drafter_versions[-1] if g.drafter_versions else None,
         wanted=lambda run: run.learning,
-        repeatable=False,
     ),
     OutputColumn("lossless", pa.bool_(), lambda g, r, run: g.lossless, wanted=_lenient),
     OutputColumn("verifier", _TEXT, lambda g, r, run: g.verifier, wanted=_lenient),
@@ -123,9 +117,6 @@ COLUMNS = (
     OutputColumn("lenient_positions", _INTEGERS, lambda g, r, run: g.lenient, wanted=_lenient),
 )
 """All columns, in the order of the output; `g` is the generation, `r` its request and `run` the traits of its run."""
-
-TIMING_COLUMNS = tuple(column.name for column in COLUMNS if not column.repeatable)
-"""Names of the columns that differ when a row is generated again."""
 
 
 def wanted_columns(run: RunTraits) -> tuple[OutputColumn, ...]:

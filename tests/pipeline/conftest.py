@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from jobs.generate import main
-from pipeline.output.columns import TIMING_COLUMNS
 from tests.support.prepared_workers import prepared_workers
 
 TEMPLATE = (
@@ -159,6 +158,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """A Parquet file's rows."""
     rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(path).read().to_pylist()
     return rows
+
+
+TIMING_COLUMNS = ("generation_seconds", "finished_at", "drafter", "drafter_version")
+"""Columns that differ when a row is generated again."""
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:

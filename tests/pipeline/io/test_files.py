@@ -17,9 +17,8 @@ import pytest
 from pyarrow import fs
 
 from pipeline.io.files import Location, is_copy, locate, mend, read_either, write_twice
-from pipeline.output.columns import TIMING_COLUMNS
 from pipeline.output.folder import OutputFolder
-from tests.pipeline.conftest import Run
+from tests.pipeline.conftest import TIMING_COLUMNS, Run
 from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.waiting import wait_until
 
