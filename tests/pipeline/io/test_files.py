@@ -1,4 +1,4 @@
-"""Files on this machine and on S3, which is a server on this machine."""
+"""Files on this machine and on S3, which is a server on this machine; patterns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,32 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import fs
 
-from pipeline.io.files import Location, is_copy, locate, mend, read_either, write_twice
+from pipeline.io.files import (
+    Location,
+    is_copy,
+    is_pattern,
+    locate,
+    mend,
+    pattern_base,
+    pattern_regex,
+    read_either,
+    write_twice,
+)
 from pipeline.output.folder import OutputFolder
 from tests.pipeline.conftest import TIMING_COLUMNS, Run
 from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.waiting import wait_until
+
+# Files on this machine and on S3, which is a server on this machine.
+
 
 PROMPTS = [f"how many apples {n}" for n in range(6)]
 
@@ -204,3 +220,26 @@ def test_text_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file.write_text("two")
     assert file.read_text() == "two"
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+# What patterns match, and where they begin.
+
+
+@given(st.text("ab/.", max_size=8))
+def test_patterns_without_wildcards_match_only_themselves(path: str) -> None:
+    assert pattern_regex(path).fullmatch(path)
+    assert not pattern_regex(path).fullmatch(path + "a")
+
+
+@pytest.mark.parametrize(
+    ("uri", "base"),
+    [
+        ("s3://bucket/in/*.jsonl?region=eu", "s3://bucket/in?region=eu"),
+        ("s3://bucket/in?region=eu", None),
+        ("in/a?.jsonl", "in"),
+    ],
+)
+def test_a_query_is_no_pattern(uri: str, base: Any) -> None:
+    assert is_pattern(uri) is (base is not None)
+    if base is not None:
+        assert pattern_base(uri) == base

@@ -1,4 +1,4 @@
-"""Which files an input has."""
+"""Files of an input, and where its prompts are looked for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.io.listing import input_fingerprints, list_input
+from pipeline.io.listing import PromptSource, find_prompts, input_fingerprints, list_input
 from pipeline.io.reading import read_file
+from pipeline.settings import ReadingConfig
+from tests.pipeline.conftest import write_jsonl
 from tests.support.staging import staged, write_input
+
+# Which files an input has.
 
 
 def test_a_folder_a_pattern_and_a_uri(tmp_path: Path) -> None:
@@ -103,3 +108,23 @@ def test_a_file_that_vanishes_is_missed(tmp_path: Path) -> None:
         list(read_file(listing.filesystem, listing.files[1], 10))
     with pytest.raises(InputError, match=r"b\.jsonl cannot be read"):
         input_fingerprints(listing)
+
+
+# Where prompts are looked for.
+
+
+def test_where_prompts_are_looked_for(tmp_path: Path) -> None:
+    def source(row: dict[str, Any], **settings: Any) -> PromptSource:
+        listing = list_input(str(write_jsonl(tmp_path / "a.jsonl", [row])))
+        return find_prompts(listing, ReadingConfig(**settings))
+
+    chat = [{"role": "user", "content": "x"}]
+    assert source({"prompt": "x", "messages": chat}) == PromptSource("prompt")
+    assert source({"messages": chat}) == PromptSource("messages", "messages")
+    assert source({"prompt": "x", "messages": chat}, messages_column="messages") == PromptSource("messages", "messages")
+    assert source({"q": "x"}, prompt_column="q") == PromptSource("q")
+    own = {"prompt": "x", "sampling": {"temperature": 1}}
+    assert source(own) == PromptSource("prompt", own_sampling=True)
+    assert source(own, sampling_column="settings") == PromptSource("prompt")
+    with pytest.raises(InputError, match=r"has no column 'prompt' \(it has q\): set reading.prompt_column"):
+        source({"q": "x"})

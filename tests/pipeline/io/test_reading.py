@@ -1,12 +1,23 @@
-"""Files of every format become the same rows."""
+"""Files of every format become the same rows; damaged ones, and lines that are no records, are told."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
 import pytest
 
+from pipeline.errors import InputError
+from pipeline.io.listing import InputListing, list_input
+from pipeline.io.reading import read_file
+from tests.pipeline.conftest import write_jsonl
 from tests.support.staging import staged, write_input
+
+# Files of every format become the same rows.
+
 
 PROMPTS = [f"prompt {number}" for number in range(7)]
 
@@ -18,3 +29,146 @@ def test_every_format_gives_the_same_rows_and_names(tmp_path: Path, name: str) -
     assert ids == [[f"{name}:{n}" for n in some] for some in ((1, 2, 3), (4, 5, 6), (7,))]
     assert rows == [{"prompt": prompt} for prompt in PROMPTS]
     assert not problems
+
+
+# Lines become rows, and lines that are no records keep their place.
+
+
+def test_json_columns_take_the_type_that_holds_all_values(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "a", "n": 1, "mixed": 1, "late": None, "sampling": {"top_k": 1}},
+        {"prompt": "b", "n": 0.5, "mixed": "one", "late": None, "sampling": {"top_k": 1.0}},
+        {"prompt": "c", "n": None, "mixed": [1], "late": {"x": 1}},
+        {"prompt": "d", "extra": True},
+    ]
+    _, rows, problems = staged(write_jsonl(tmp_path / "a.jsonl", lines), tmp_path / "staged", rows_per_part=1)
+    assert not problems
+    assert [row["n"] for row in rows] == [1.0, 0.5, None, None]
+    assert [row["mixed"] for row in rows] == ["1", "one", "[1]", None]
+    assert [row["late"] for row in rows] == [None, None, {"x": 1}, None]
+    assert [row["extra"] for row in rows] == [None, None, None, True]
+    # As Arrow numbers, the two would have become equal.
+    assert [row["sampling"] for row in rows] == ['{"top_k": 1}', '{"top_k": 1.0}', None, None]
+
+
+def test_lines_that_are_no_records_are_kept_with_their_place(tmp_path: Path) -> None:
+    lines: list[Any] = [
+        {"prompt": "good"},
+        "{broken",
+        b'{"prompt": "\xff"}',
+        "[1]",
+        {"prompt": 5},
+        "",
+        '{"prompt": "\\ud800"}',
+        "[" * 100_000,
+        {"prompt": "good too"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", lines)
+    ids, rows, problems = staged(path, tmp_path / "staged", rows_per_part=100)
+    assert ids == [[f"a.jsonl:{n}" for n in (1, 2, 3, 4, 5, 7, 8, 9)]]
+    assert [row["prompt"] for row in rows] == ["good", *[None] * 6, "good too"]
+    reasons = ["not JSON", "not UTF-8: byte 13 is 0xff", "not a JSON object", "is 5, not text", "surrogate", "deeply"]
+    for problem, reason in zip(problems.values(), reasons, strict=True):
+        assert reason in problem
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
+def test_line_ends_and_blank_lines(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "a.txt").write_bytes(f"\ufeffone\n\ntwo{ending}".encode())
+    ids, rows, _ = staged(tmp_path / "a.txt", tmp_path / "staged")
+    assert ids == [["a.txt:1", "a.txt:3"]]
+    assert [row["prompt"] for row in rows] == ["one", "two"]
+
+
+def test_long_lines_cross_buffers(tmp_path: Path) -> None:
+    prompts = ["x" * 3_000_000, "y", "z" * 2_000_000]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in prompts])
+    listing: InputListing = list_input(str(path))
+    chunks = list(read_file(listing.filesystem, listing.files[0], 2))
+    assert [chunk.numbers for chunk in chunks] == [[1, 2], [3]]
+    assert [prompt for chunk in chunks for prompt in chunk.columns["prompt"].to_pylist()] == prompts
+
+
+def test_columns_without_end_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", **{f"column {n * 100 + m}": 1 for m in range(100)}} for n in range(101)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(InputError, match=r"a\.jsonl up to line 100 has more than 10000 different columns: put what"):
+        staged(path, tmp_path / "staged", rows_per_part=20)
+
+
+# Tables keep their types, and damaged ones are refused.
+
+
+def test_parquet_types_pass_through_and_csv_values_stay_text(tmp_path: Path) -> None:
+    nested = pa.table(
+        {
+            "prompt": pa.array(["a", "b"]).dictionary_encode(),
+            "when": pa.array([0, 1], pa.timestamp("us")),
+            "tags": pa.array([["x"], []], pa.list_(pa.string())),
+            "small": pa.array([1, None], pa.int8()),
+        }
+    )
+    pa.parquet.write_table(nested, tmp_path / "a.parquet")
+    listing = list_input(str(tmp_path / "a.parquet"))
+    (chunk,) = read_file(listing.filesystem, listing.files[0], 10)
+    types = {one.name: one.type for one in chunk.columns.schema}
+    assert types["when"] == pa.timestamp("us")
+    assert types["small"] == pa.int8()
+    assert types["prompt"] == pa.string()
+    (tmp_path / "b.csv").write_text('prompt,code\n"two\nlines",007\n,\n')
+    _, rows, _ = staged(tmp_path / "b.csv", tmp_path / "staged")
+    assert rows == [{"prompt": "two\nlines", "code": "007"}, {"prompt": "", "code": ""}]
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_files(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"prompt": pa.array(["a", "b", "c"]).dictionary_encode()})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        writer = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with writer(sink, table.schema) as out:
+            out.write_table(table)
+    ids, read, _ = staged(tmp_path / "a.arrow", tmp_path / "staged", rows_per_part=2)
+    assert ids == [["a.arrow:1", "a.arrow:2"], ["a.arrow:3"]]
+    assert read == [{"prompt": text} for text in "abc"]
+
+
+def test_arrow_that_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(b"plain text")
+    with pytest.raises(InputError, match="cannot be read as arrow"):
+        staged(tmp_path / "a.arrow", tmp_path / "staged")
+
+
+def test_a_repeated_value_is_decoded_a_few_times_at_once(tmp_path: Path) -> None:
+    """A file of a kilobyte may say a value of megabytes any number of times."""
+    large = pa.array(["a" * (8 << 20), "b"])
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0] * 10), large)
+    pa.parquet.write_table(pa.table({"prompt": column}), tmp_path / "typed.parquet", compression="zstd")
+    pa.parquet.write_table(
+        pa.table({"prompt": column}), tmp_path / "plain.parquet", compression="zstd", store_schema=False
+    )
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        table = pa.table({"prompt": column})
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    for name in ("typed.parquet", "plain.parquet", "a.arrow"):
+        listing = list_input(str(tmp_path / name))
+        lengths = []
+        for chunk in read_file(listing.filesystem, listing.files[0], 128):
+            assert chunk.columns.nbytes < 70 << 20
+            lengths += pa.compute.binary_length(chunk.columns["prompt"]).to_pylist()
+        assert lengths == [8 << 20, 1, 8 << 20] * 10
+
+
+def test_a_file_that_is_all_repetition_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.io.reading._ALWAYS_READ", 1 << 20)
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 40), pa.array(["a" * (1 << 20)]))
+    pa.parquet.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(InputError, match=r"a\.parquet has [0-9]+ bytes and expands to more than [0-9]+ MiB of rows"):
+        staged(tmp_path / "a.parquet", tmp_path / "staged")
+
+
+def test_a_dictionary_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.io.reading._LARGEST_DICTIONARY", 1 << 20)
+    pa.parquet.write_table(pa.table({"prompt": ["x"], "image": ["a" * (2 << 20)]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"column 'image' of .*a\.parquet has a dictionary of 2 MiB, and up to 1 MiB"):
+        staged(tmp_path / "a.parquet", tmp_path / "staged")

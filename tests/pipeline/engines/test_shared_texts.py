@@ -1,8 +1,9 @@
-"""A drafter is told of rows in the output and of those of the node's other engines, and harmed by nothing of it."""
+"""Texts of the output's rows and of the node's other engines reach a drafter's memory, and nothing of it does harm."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,17 +11,92 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import ray
 
 from drafter.drafters.contract import DraftMemory, PlainDecoding
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
-from pipeline.engines.shared_texts import MemoryFeed, OtherTexts, texts_of_node
+from pipeline.engines.shared_texts import MemoryFeed, NodeTexts, OtherTexts, earlier_texts, texts_of_node
 from pipeline.io.files import locate
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed
-from tests.pipeline.engines.test_earlier_texts import write
 from tests.support.waiting import wait_until
+
+# What is remembered of an output: its newest rows, oldest first, as far as its files can be read.
+
+
+def write(file: Path, first: int, age: int, rows: int = 3, group: int = 1) -> None:
+    """Write rows `[first, first + 100]`, … that are `age` seconds old."""
+    prompts = [[first + row] for row in range(rows)]
+    table = pa.table(
+        {"prompt_token_ids": prompts, "token_ids": [[row[0] + 100] for row in prompts], "text": ["x"] * rows}
+    )
+    pa.parquet.write_table(table, file, row_group_size=group)
+    os.utime(file, (10_000 - age, 10_000 - age))
+
+
+def texts(folder: Path, tokens: int) -> list[list[int]]:
+    return [text.tolist() for text in earlier_texts(locate(str(folder)), tokens)]
+
+
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_the_newest_rows_come_last(tmp_path: Path, group: int) -> None:
+    write(tmp_path / "a.parquet", 10, age=1, group=group)
+    write(tmp_path / "b.parquet", 50, age=2, group=group)
+    expected = [[50, 150], [51, 151], [52, 152], [10, 110], [11, 111], [12, 112]]
+    assert texts(tmp_path, 100) == expected
+    assert texts(tmp_path, 9) == expected[-4:]
+    assert texts(tmp_path, 1) == []
+
+
+def test_what_cannot_be_read_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.parquet", 10, age=1)
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    pa.parquet.write_table(pa.table({"text": ["x"]}), tmp_path / "other.parquet")
+    pa.parquet.write_table(
+        pa.table({"prompt_token_ids": [[1], None], "token_ids": [None, [2]]}), tmp_path / "c.parquet"
+    )
+    assert sorted(texts(tmp_path, 100)) == [[1], [2], [10, 110], [11, 111], [12, 112]]
+    assert "torn.parquet is not remembered: " in capsys.readouterr().err
+    assert texts(tmp_path / "none", 100) == []
+
+
+# Each engine gets what the others have said since it looked last, once, and never its own.
+
+
+def exchange(node: NodeTexts, engine: str, said: Sequence[list[int]]) -> list[list[int]]:
+    return [text.tolist() for text in node.exchange(engine, [np.array(text, np.int32) for text in said])]
+
+
+def test_each_gets_what_the_others_have_said() -> None:
+    node = NodeTexts()
+    assert exchange(node, "a", [[1]]) == []
+    assert exchange(node, "b", []) == []
+    assert exchange(node, "a", [[2], [3]]) == []
+    assert exchange(node, "b", [[4]]) == [[2], [3]]
+    assert exchange(node, "b", []) == []
+    assert exchange(node, "a", []) == [[4]]
+
+
+def test_the_newest_are_kept() -> None:
+    node = NodeTexts(capacity=4)
+    exchange(node, "b", [])
+    exchange(node, "a", [[1, 1], [2, 2], [3, 3]])
+    assert exchange(node, "b", []) == [[2, 2], [3, 3]]
+
+
+def test_an_engine_begins_again_in_another_process() -> None:
+    exchange(NodeTexts(), "b", [[1]] * 9)
+    node = NodeTexts()
+    exchange(node, "a", [[1]])
+    assert exchange(node, "b", []) == []
+    exchange(node, "a", [[2]])
+    assert exchange(node, "b", []) == [[2]]
+
+
+# A drafter is told of rows in the output and of those of the node's other engines, and harmed by nothing of it.
 
 
 @dataclass
