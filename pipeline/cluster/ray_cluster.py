@@ -62,11 +62,7 @@ class ActorResources:
 
 
 def connect() -> Cluster:
-    """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here, without Ray's messages.
-
-    Raises:
-        JobError: No cluster answers at the address.
-    """
+    """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here; `JobError` if neither."""
     may_grow = _join_or_start()
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return Cluster(tuple(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive), may_grow)
@@ -84,11 +80,9 @@ def takes(resources: ActorResources) -> str:
 
 
 def cluster_here(patience: float = 5.0) -> bool:
-    """Return whether a cluster on this machine can be joined.
-
-    Ray leaves its address in a file that only a private function of Ray reads. If all its processes were killed, the
-    file stays, and `ray.init` would wait for minutes.
-    """
+    """Return whether a cluster on this machine can be joined."""
+    # Ray leaves its address in a file that only this private function reads. If all its processes were killed, the file
+    # stays, and `ray.init` would wait for minutes.
     address = find_bootstrap_address(None)
     if not address:
         return False

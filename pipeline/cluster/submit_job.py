@@ -81,11 +81,7 @@ Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too oft
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
-    """Parse a command line into the submission's settings and the command to run.
-
-    Raises:
-        InputError: A setting cannot be used, or there is no command.
-    """
+    """Parse a command line into the submission's settings and the command to run; `InputError` without a command."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
     parser = make_parser(SubmitConfig, "jobs.submit", "", _DESCRIPTION)

@@ -40,17 +40,12 @@ class RowKey:
 
 @dataclass
 class PartRecord:
-    """An uncommitted part.
+    """An uncommitted part."""
 
-    Args:
-        wanted: Number of rows that engines must process; None before an engine began the part.
-        deaths: Per row, how often an engine died with the row inside.
-    """
-
-    wanted: int | None = None
+    wanted: int | None = None  # number of rows that engines must process; None before an engine began the part
     inside: set[str] = field(default_factory=set)
     outcomes: dict[str, RowOutcome] = field(default_factory=dict)
-    deaths: Counter[str] = field(default_factory=Counter)
+    deaths: Counter[str] = field(default_factory=Counter)  # of engines, with the row inside
 
     @property
     def complete(self) -> bool:
@@ -71,17 +66,10 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """Counts for this submission.
-
-    Args:
-        uncommitted: Complete parts that are not yet committed.
-        rows_again: Rows inside an engine at its death, which are generated again.
-    """
-
     inside: int
-    uncommitted: int
+    uncommitted: int  # complete parts that are not yet committed
     engine_deaths: int
-    rows_again: int
+    rows_again: int  # rows inside an engine at its death, which are generated again
 
 
 class Ledger:

@@ -34,12 +34,7 @@ of each submission that generated, and the fingerprints of its heads by name.
 
 @dataclass(frozen=True)
 class Job:
-    """A generation job, checked and ready to run.
-
-    Args:
-        meaning: Everything that determines its results; see `job_meaning`.
-        source: See `input_source`.
-    """
+    """A generation job, checked and ready to run; see `job_meaning`, and `input_source` for `source`."""
 
     config: GenerateConfig
     listing: InputListing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -88,10 +89,7 @@ class GenerateConfig:
         self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
     def as_dict(self) -> dict[str, Any]:
-        values = dataclasses.asdict(self)
-        for name in ("stop", "stop_token_ids"):
-            values["sampling"][name] = list(values["sampling"][name])
-        values["sampling"]["logit_bias"] = [list(pair) for pair in values["sampling"]["logit_bias"]]
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))  # with lists for tuples
         return values
 
 

@@ -207,12 +207,7 @@ def write_twice(file: Location, values: Mapping[str, Any], indent: int | None = 
 
 
 def read_either(file: Location, keys: Collection[str]) -> dict[str, Any]:
-    """Read a file of `write_twice` with these keys, from the copy if the file is damaged.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, and the copy is damaged or missing.
-    """
+    """Read a file of `write_twice` with these keys; `ValueError` if it is damaged, and its copy damaged or missing."""
     try:
         return _parsed(file.read_text(), keys)
     except ValueError as damage:
@@ -257,10 +252,7 @@ def partials(folder: Location) -> list[Location]:
 def parquet_rows(file: Location) -> int | None:
     """Return the row count in a Parquet file's footer; None if the file is missing or incomplete.
 
-    The footer is written last, so a file that has one is complete.
-
-    Raises:
-        OSError: The file exists and cannot be read.
+    The footer is written last, so a file that has one is complete. `OSError` if the file exists and cannot be read.
     """
     try:
         with file.filesystem.open_input_file(file.path) as stream:

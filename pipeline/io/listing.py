@@ -63,11 +63,7 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 def dataset_files(
     uri: str, root: Location, names: Sequence[str], split: str | None, subset: str | None
 ) -> list[str] | None:
-    """List the files of a dataset's split; None if the folder is not a dataset, just files.
-
-    Args:
-        uri: The folder as given, for messages.
-        names: All files below it, relative to it.
+    """List those of a folder's files `names` that belong to a dataset's split; None if the folder just holds files.
 
     Raises:
         InputError: There is no such split or subset, there are several and none was requested, or files are missing.
@@ -215,9 +211,7 @@ class InputListing:
 
 
 def list_input(uri: str, format: str = "auto", split: str | None = None, subset: str | None = None) -> InputListing:
-    """List the files of an input.
-
-    In folders and patterns, files with a path part that begins with `.` or `_` are left out.
+    """List the files of an input, without those that have a path part that begins with `.` or `_`.
 
     Raises:
         InputError: The input does not exist, holds no readable file, or its names do not tell their format.

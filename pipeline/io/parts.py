@@ -30,12 +30,7 @@ PROBLEM_TYPE = pa.struct(
 
 @dataclass(frozen=True)
 class Part:
-    """A staged file.
-
-    Args:
-        name: File name without suffix, shared with the result files.
-        nbytes: Size in memory; 0 where not needed.
-    """
+    """A staged file: its name without suffix, shared with the result files, and its size in memory."""
 
     name: str
     rows: int

@@ -49,11 +49,7 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """Settings of all staging tasks.
-
-    Args:
-        rows_per_part: Rows of each part but the last of a task, and those closed by `part_bytes`.
-    """
+    """Settings of all staging tasks. A part has `rows_per_part` rows, or fewer at the end or beyond `part_bytes`."""
 
     folder: Location
     reading: ReadingConfig
@@ -121,11 +117,7 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
 
 
 def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:
-    """Stage the files of `listing` as parts named after `group`, as a task on a worker; see `stage` for errors.
-
-    Returns:
-        The parts, and the types of their columns, for `unify`.
-    """
+    """Stage files as parts named after `group`; return the parts, and their columns' types for `unify`. See `stage`."""
     parts: list[Part] = []
     seen: dict[SeenType, None] = {}
     for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
@@ -258,15 +250,9 @@ def _with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byt
 
 
 def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator[pa.Table]:
-    """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, ….
+    """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, …, in pieces that fit in memory.
 
     The sample index goes to the column `sample`; a column of that name in the input becomes `input_sample`.
-
-    Args:
-        piece_bytes: Size of a piece: large rows, often repeated, would not fit in memory.
-
-    Yields:
-        All these rows, in pieces.
     """
     sizes = [table.slice(row, 1).nbytes for row in range(table.num_rows)]
     wanted = ((row, sample) for row, count in enumerate(counts) for sample in range(count))
@@ -288,10 +274,7 @@ def _repeated(table: pa.Table, held: Sequence[tuple[int, int]]) -> pa.Table:
 
 
 def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
-    """Yield pieces of `most_rows` rows, or fewer where the next row would exceed `most_bytes`.
-
-    A single row may exceed `most_bytes`.
-    """
+    """Yield pieces of `most_rows` rows, or fewer where the next row would exceed `most_bytes`; a single row may."""
     held: list[pa.Table] = []
     rows = size = 0
     for table in tables:

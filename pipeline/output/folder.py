@@ -123,12 +123,7 @@ _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 
 
 def read_run(run_file: Location) -> dict[str, Any]:
-    """Read `run.json`; its `state` is `running` or `finished`.
-
-    Raises:
-        FileNotFoundError: There is no `run.json`.
-        ValueError: It is damaged, and so is its copy.
-    """
+    """Read `run.json`, whose `state` is `running` or `finished`; see `read_either` for errors."""
     return read_either(run_file, _RUN_KEYS)
 
 
@@ -178,14 +173,7 @@ class JobFolder(Protocol):
 
 
 def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
-    """Refuse an output that has results of another job, or other contents.
-
-    Args:
-        uri: The output as given, for messages.
-
-    Raises:
-        InputError: The output is another job's or an earlier release's, or cannot be read.
-    """
+    """Raise `InputError` for an output that has results of another job or release, or cannot be read."""
     root = output.root
     try:
         if root.type == fs.FileType.File:
