@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet
 import ray
 
 from pipeline.command_line import say
@@ -197,5 +196,5 @@ def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
     if not rows:
         output.unfinished.delete()
         return
-    with output.unfinished.open_whole(aside=output.temporary / output.unfinished.name) as stream:
-        pa.parquet.write_table(pa.Table.from_pylist([vars(row) for row in rows]), stream)
+    table = pa.Table.from_pylist([vars(row) for row in rows])
+    output.unfinished.write_parquet(table, aside=output.temporary / output.unfinished.name)

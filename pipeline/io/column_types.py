@@ -91,7 +91,7 @@ def text_column(column: pa.Array) -> pa.Array:
 def infer_column(values: Sequence[Any]) -> pa.Array:
     """Make an Arrow column of JSON values; text if no type holds every value unchanged."""
     try:
-        kind = stored_type(reduce(_common_json, {_json_type(value) for value in values}, pa.null()))
+        kind = stored_type(reduce(_COMMON_JSON, {_json_type(value) for value in values}, pa.null()))
         return pa.array(values, kind)
     except (_NoCommonTypeError, pa.ArrowException, OverflowError, TypeError):
         return pa.array([as_text(value) for value in values], pa.string())
@@ -99,7 +99,7 @@ def infer_column(values: Sequence[Any]) -> pa.Array:
 
 def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
     if isinstance(value, list):
-        common = partial(_common_json, in_object=in_object)
+        common = partial(_COMMON_JSON, in_object=in_object)
         return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
     if isinstance(value, dict):
         if not value or len(value) > _MOST_COLUMNS:
@@ -109,24 +109,6 @@ def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
 
 
 _SCALARS = {type(None): pa.null(), bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
-
-
-def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = False) -> pa.DataType:
-    # Objects match only with the same fields in the same order. Numbers within an object keep their types, because a
-    # chat template writes 1 and 1.0 as different texts.
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(_common_json(one.value_type, other.value_type, in_object=in_object))
-    if pa.types.is_struct(one) and pa.types.is_struct(other) and one.names == other.names:
-        return pa.struct(
-            [(a.name, _common_json(a.type, b.type, in_object=True)) for a, b in zip(one, other, strict=True)]
-        )
-    if {one, other} == {pa.int64(), pa.float64()} and not in_object:
-        return pa.float64()  # Arrow refuses to convert integers that are not exact
-    raise _NoCommonTypeError
 
 
 # Unification over files
@@ -190,12 +172,7 @@ def _unified(seen: Sequence[SeenType], *, json_objects: bool) -> pa.DataType:
     kind, first = seen[0].type, seen[0]
     for one in seen[1:]:
         try:
-            if json_objects:
-                kind = _common_json(kind, one.type)
-                if not exact and _has_floats(kind) and not all(_has_floats(other.type) for other in seen):
-                    raise _NoCommonTypeError
-            else:
-                kind = _common_type(kind, one.type, exact=exact)
+            kind = _common_type(kind, one.type, exact=exact, json_objects=json_objects)
         except _NoCommonTypeError:
             if all(_text_tells(other.type) for other in seen):
                 return pa.string()
@@ -206,25 +183,30 @@ def _unified(seen: Sequence[SeenType], *, json_objects: bool) -> pa.DataType:
     return stored_type(kind)
 
 
-def _has_floats(kind: pa.DataType) -> bool:
-    return kind == pa.float64() or (pa.types.is_list(kind) and _has_floats(kind.value_type))
-
-
-def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.DataType:
+def _common_type(
+    one: pa.DataType, other: pa.DataType, *, exact: bool, json_objects: bool, in_object: bool = False
+) -> pa.DataType:
+    # JSON objects match only with the same fields in the same order. Numbers within them keep their types, because a
+    # chat template writes 1 and 1.0 as different texts.
+    common = partial(_common_type, exact=exact, json_objects=json_objects)
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
         return other
     if is_list(one) and is_list(other):
-        item = _common_type(one.value_type, other.value_type, exact=exact)
+        item = common(one.value_type, other.value_type, in_object=in_object)
         return pa.large_list(item) if pa.types.is_large_list(one) or pa.types.is_large_list(other) else pa.list_(item)
-    if pa.types.is_map(one) and pa.types.is_map(other) and one.key_type == other.key_type:
-        return pa.map_(one.key_type, _common_type(one.item_type, other.item_type, exact=exact))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and (not json_objects or one.names == other.names):
         fields = {field.name: field.type for field in one}
         for field in other:
-            fields[field.name] = _common_type(fields.get(field.name, pa.null()), field.type, exact=exact)
+            fields[field.name] = common(fields.get(field.name, pa.null()), field.type, in_object=True)
         return pa.struct(list(fields.items()))
+    if json_objects:
+        if {one, other} == {pa.int64(), pa.float64()} and exact and not in_object:
+            return pa.float64()
+        raise _NoCommonTypeError
+    if pa.types.is_map(one) and pa.types.is_map(other) and one.key_type == other.key_type:
+        return pa.map_(one.key_type, common(one.item_type, other.item_type))
     if _is_number(one) and _is_number(other) and pa.types.is_integer(one) != pa.types.is_integer(other):
         if not exact:
             raise _NoCommonTypeError
@@ -236,6 +218,10 @@ def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.Dat
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
     except pa.ArrowException as error:
         raise _NoCommonTypeError from error
+
+
+# Of the values of one array. Whether integers are exact as floats is left to Arrow, which refuses to convert others.
+_COMMON_JSON = partial(_common_type, exact=True, json_objects=True)
 
 
 def _differ_in_kind(one: pa.DataType, other: pa.DataType) -> bool:

@@ -122,6 +122,10 @@ class Location:
         with self.filesystem.open_input_file(self.path) as stream:
             return pa.parquet.ParquetFile(stream).read(columns)
 
+    def write_parquet(self, table: pa.Table, aside: Location | None = None) -> None:
+        with self.open_whole(aside) as stream:
+            pa.parquet.write_table(table, stream, compression="zstd")
+
     def write_text(self, text: str) -> None:
         """Write a small UTF-8 file atomically; of two concurrent writers one wins."""
         with self.open_whole() as stream:

@@ -128,8 +128,7 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
         row_type = unify(here, json_objects=listing.of_json)
         rows = pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
         part = Part(f"{group}-{len(parts):06d}", rows.num_rows, rows.nbytes)
-        with (plan.folder / f"{part.name}.parquet").open_whole() as stream:
-            pa.parquet.write_table(rows, stream, compression="zstd")
+        (plan.folder / f"{part.name}.parquet").write_parquet(rows)
         parts.append(part)
         seen |= here
         refuse_many_columns(len({one.name for one in seen}), "the input")

@@ -56,16 +56,12 @@ class PartsDatasink(Datasink[None]):
 def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
     """Write a part's rows (`request_id`, `row`, `problem`, `generated`) as one commit: errors, then finished rows."""
     errors, errors_file = error_table(rows), output.errors / f"{part}.parquet"
+    aside = output.temporary / f"{uuid.uuid4().hex}.parquet"
     if errors.num_rows:
-        _write(output, errors, errors_file)
+        errors_file.write_parquet(errors, aside)
     else:
         errors_file.delete()  # of an attempt that was not committed
-    _write(output, data_table(rows), output.data / f"{part}.parquet")
-
-
-def _write(output: OutputFolder, table: pa.Table, file: Location) -> None:
-    with file.open_whole(aside=output.temporary / f"{uuid.uuid4().hex}.parquet") as stream:
-        pa.parquet.write_table(table, stream, compression="zstd")
+    (output.data / f"{part}.parquet").write_parquet(data_table(rows), aside)
 
 
 def data_table(rows: pa.Table) -> pa.Table:
