@@ -35,11 +35,7 @@ class RowError(ValueError):
 
     def __init__(self, kind: ProblemType, message: str, attempts: int = 0) -> None:
         super().__init__(message)
-        self.kind, self.attempts = kind, attempts
-
-    @property
-    def problem(self) -> RowProblem:
-        return RowProblem(self.kind, str(self), attempts=self.attempts)
+        self.problem = RowProblem(kind, message, attempts=attempts)
 
 
 @dataclass(frozen=True)

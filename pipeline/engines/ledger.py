@@ -16,7 +16,7 @@ import pyarrow as pa
 import ray
 
 from pipeline.command_line import say
-from pipeline.errors import RowError
+from pipeline.errors import RowProblem
 from pipeline.io.files import parquet_rows
 from pipeline.output.folder import OutputFolder
 
@@ -112,7 +112,7 @@ class Ledger:
         record.inside.clear()
         for request_id, deaths in record.deaths.items():
             if deaths >= self._row_attempts:
-                record.outcomes.setdefault(request_id, RowOutcome(problem=vars(_too_many_deaths(deaths).problem)))
+                record.outcomes.setdefault(request_id, RowOutcome(problem=vars(_too_many_deaths(deaths))))
         return record.outcomes, dict(record.deaths)
 
     def exchange(self, engine: str, left: Mapping[RowKey, RowOutcome], entering: Iterable[RowKey]) -> bool:
@@ -152,8 +152,9 @@ class Ledger:
         ]
 
 
-def _too_many_deaths(deaths: int) -> RowError:
-    return RowError("EngineDied", f"its engine's process ended {deaths} times with it, at last with it alone", deaths)
+def _too_many_deaths(deaths: int) -> RowProblem:
+    message = f"its engine's process ended {deaths} times with it, at last with it alone"
+    return RowProblem("EngineDied", message, attempts=deaths)
 
 
 class RemoteLedger:

@@ -84,5 +84,5 @@ def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:
 def test_bad_settings_of_a_row(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RowError) as caught:
         row_sampling(DEFAULTS, "r", row, "sampling")
-    assert caught.value.kind == "BadSampling"
+    assert caught.value.problem.type == "BadSampling"
     assert message in str(caught.value)
