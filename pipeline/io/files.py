@@ -94,6 +94,10 @@ class Location:
         return self.path.rstrip("/").rpartition("/")[2]
 
     @property
+    def parent(self) -> Location:
+        return Location(self.filesystem, self.path.rstrip("/").rpartition("/")[0] or "/")
+
+    @property
     def info(self) -> fs.FileInfo:
         return self.filesystem.get_file_info(self.path)
 
@@ -134,7 +138,7 @@ class Location:
     def make_folder(self) -> None:
         if self.type != fs.FileType.Directory:
             self.filesystem.create_dir(self.path, recursive=True)
-            sync(self.filesystem, _parent(self.path))
+            sync(self.parent)
 
     def empty(self, first: str) -> None:
         """Delete the folder's contents, first the file `first`, which describes the rest."""
@@ -176,20 +180,20 @@ class Location:
         try:
             with self.filesystem.open_output_stream(partial.path, compression=None) as stream:
                 yield stream
-            sync(self.filesystem, partial.path)
+            sync(partial)
             self.filesystem.move(partial.path, self.path)
         except BaseException:
             with suppress(OSError):  # what went wrong before is what matters
                 partial.delete()
             raise
-        sync(self.filesystem, _parent(self.path))
+        sync(self.parent)
 
 
-def sync(filesystem: fs.FileSystem, path: str) -> None:
+def sync(place: Location) -> None:
     """Wait until a file's bytes, or a folder's entries, are on a local disk; other file systems are left alone."""
-    if not isinstance(filesystem, fs.LocalFileSystem):
+    if not isinstance(place.filesystem, fs.LocalFileSystem):
         return
-    opened = os.open(path, os.O_RDONLY)
+    opened = os.open(place.path, os.O_RDONLY)
     try:
         os.fsync(opened)
     except OSError as error:
@@ -197,10 +201,6 @@ def sync(filesystem: fs.FileSystem, path: str) -> None:
             raise
     finally:
         os.close(opened)
-
-
-def _parent(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[0] or "/"
 
 
 def write_twice(file: Location, values: Mapping[str, Any], indent: int | None = None) -> None:

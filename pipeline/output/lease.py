@@ -87,12 +87,11 @@ class Lease:
         return self._file.exists or bool(self._partials())
 
     def _partials(self) -> list[Location]:
-        folder = Location(self._file.filesystem, self._file.path.rpartition("/")[0])
-        return [one for one in partials(folder) if one.name.startswith(self._file.name)]
+        return [one for one in partials(self._file.parent) if one.name.startswith(self._file.name)]
 
     def _refuse_unless(self, free: bool, holder: Holder) -> None:
         if not free:
-            output = self._file.path.rpartition("/")[0]
+            output = self._file.parent.path
             raise InputError(f"another submission works on output {output} ({holder}): wait for its end, or stop it")
 
     def _run(self) -> None:
