@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.metrics import Counter, Gauge
 from safetensors import SafetensorError
 
 from drafter.errors import LoadError, one_line
@@ -33,9 +32,9 @@ from drafter.methods.learning.rows import RowSample
 from drafter.target.loading import load_base
 from pipeline.learning.config import LearnerSpec, put_head
 from pipeline.learning.feed import Answer, EngineBeat, EngineBeats
-from pipeline.learning.record import COUNTERS, GAUGES, counter_values, gauge_values, read_record
+from pipeline.learning.record import read_record
 from pipeline.progress.board import LearnerState, LearningReport
-from pipeline.progress.prometheus import begin
+from pipeline.progress.prometheus import learner_metrics
 
 _SLICE_SECONDS = 0.5  # of training between two looks for new rows
 _INTERVAL_SECONDS = 3.0  # between two decisions to train or to rest
@@ -134,7 +133,7 @@ class LearnerActor:
         with self._lock:
             self._beats.take(begun)  # decoding during loading belongs to no interval
         self._tell(progress)
-        metrics = LearnerMetrics(self._spec.run, self._report)
+        metrics = learner_metrics(self._spec.run, self._report)
         worked = False
         while not self._closing.is_set():
             self._take_rows(learner)
@@ -149,7 +148,7 @@ class LearnerActor:
                 self._end_interval(now - begun, worked, drafts)
                 begun, worked = now, False
             self._tell(progress)
-            metrics.publish(self._report)
+            metrics.show(self._report)
             if now - saved >= _SAVE_SECONDS:
                 self._save_record()
                 saved = now
@@ -254,24 +253,3 @@ class LearnerActor:
 
 _TOLD = ("steps", "seconds", "loss", "rows", "held_out", "nbytes", "discarded")
 """Fields that a report copies from the learner's progress."""
-
-
-class LearnerMetrics:
-    """Exports a learner's state. Earlier processes have exported the counts of the initial report `begun`."""
-
-    def __init__(self, run: str, begun: LearningReport) -> None:
-        self._tags = {"run": run}
-        self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in GAUGES.items()}
-        self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in COUNTERS.items()}
-        self._published = counter_values(begun)
-        for counter in self._counters.values():
-            begin(counter, self._tags)
-
-    def publish(self, now: LearningReport) -> None:
-        """Export the present state, and counts since the last call."""
-        for name, value in gauge_values(now).items():
-            self._gauges[name].set(value, self._tags)  # None is not set
-        for name, value in counter_values(now).items():
-            if (new := value - self._published[name]) > 0:
-                self._counters[name].inc(new, self._tags)
-                self._published[name] = value

@@ -97,6 +97,10 @@ class LearningReport:
     taken_seconds: float = 0.0
     saved_seconds: float = 0.0
 
+    @property
+    def active(self) -> bool:
+        return self.state == "learning"
+
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
 
@@ -142,6 +146,10 @@ class Progress:
     @property
     def done(self) -> int:
         return self.before + self.rows
+
+    @property
+    def failed(self) -> int:
+        return self.errors_before + self.errors
 
     @property
     def tokens_per_second(self) -> float:

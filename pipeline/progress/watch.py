@@ -154,7 +154,7 @@ class StatusFile:
             "updated_at": _now(),
             "rows_total": now.total,
             "rows_done": now.done,
-            "errors": now.errors_before + now.errors,
+            "errors": now.failed,
             "rows_per_second": round(now.rows_per_second, 3),
             "tokens_per_second": round(now.tokens_per_second, 1),
             "eta_seconds": None if eta is None else round(eta, 1),

@@ -1,4 +1,4 @@
-"""Distilled texts, the output of `jobs.distill`: checks and staging before training."""
+"""Distilled texts, the output of `jobs.distill`: checks, and staging for training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipeline.training.folder import STAGED_TEXTS_LIST
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
 STEPS_PER_PART = 64
-"""Least number of steps of a part. Texts of different parts never come together in a step."""
+"""Fewest steps of a part. Texts of different parts never come together in a step."""
 _HELD_OUT, _COUNTS = "held-out", "token-counts"
 _USUAL_HELD_OUT = 64
 _LARGEST_SHARE = 8
@@ -50,11 +50,11 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class DistilledTexts:
-    """The output of one distillation: path and size of each Parquet file, and its target model's fingerprint."""
+    """The output of one distillation."""
 
     uri: str
     filesystem: fs.FileSystem
-    files: tuple[tuple[str, int], ...]
+    files: tuple[tuple[str, int], ...]  # path and size of each Parquet file
     base_fingerprint: str
 
     @property
@@ -68,24 +68,20 @@ class DistilledTexts:
 class Texts:
     """The distilled texts of a job.
 
-    Args:
-        held_out: Texts for β; None if they are some of `data`.
-        base_fingerprints: Fingerprints of the target model that generated them. Those of earlier releases are of an
-            earlier scheme; mixed with newer texts there are two, and only the loaded model can tell whether both are
-            its own.
+    Fingerprints of earlier releases are of another scheme: mixed with newer texts there are two, and only the loaded
+    model can tell whether both are its own.
     """
 
     data: list[DistilledTexts]
-    held_out: DistilledTexts | None
-    base_fingerprints: tuple[str, ...]
+    held_out: DistilledTexts | None  # for β; None if they are some of `data`
+    base_fingerprints: tuple[str, ...]  # of the target model that generated them
 
 
 def open_texts(uris: Sequence[str], held_out: str | None) -> Texts:
     """Open the outputs of distillations.
 
-    Raises:
-        InputError: One is not the output of a distillation, is not finished, is not lossless, or has no rows; or
-            different models generated them.
+    Raises `InputError` if one is not a distillation's, not finished, not lossless, or has no rows, or if different
+    models generated them.
     """
     data = [_open(uri) for uri in uris]
     test = None if held_out is None else _open(held_out)
@@ -156,18 +152,13 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
 
 @dataclass(frozen=True)
 class TextCounts:
-    """Counts of the staged texts.
-
-    Args:
-        targets: Tokens to train on that the target model generated.
-        unusable: Rows without a prompt or without an answer.
-    """
+    """Counts of the staged texts."""
 
     texts: int
     tokens: int
-    targets: int
+    targets: int  # tokens to train on that the target model generated
     held_out: int
-    unusable: int
+    unusable: int  # rows without a prompt or without an answer
 
 
 @dataclass(frozen=True)
@@ -310,10 +301,7 @@ def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
 def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
     """Return distilled rows as texts with hashes to order them by.
 
-    Returns:
-        Columns `tokens` (prompt and answer), `prompt_length`, `key` (hash of the text), `prompt_key` (hash of its
-            prompt; −1 for a row with nothing to learn from) and `problem` (names a token beyond the vocabulary;
-            otherwise null).
+    `prompt_key` is −1 for a row with nothing to learn from; `problem` names a token beyond the vocabulary, if any.
     """
     rows: list[dict[str, Any]] = []
     for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):
