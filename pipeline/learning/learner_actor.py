@@ -30,9 +30,10 @@ from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, L
 from drafter.methods.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
 from drafter.methods.learning.rows import RowSample
 from drafter.target.loading import load_base
-from pipeline.learning.config import LearnerSpec, put_head
+from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import Answer, EngineBeat, EngineBeats
 from pipeline.learning.record import read_record
+from pipeline.output.folder import put_head
 from pipeline.progress.board import LearnerState, LearningReport
 from pipeline.progress.prometheus import learner_metrics
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from drafter.errors import one_line
 from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
 from pipeline.output.folder import OutputFolder
-from pipeline.progress.board import LearnerState, LearningReport
+from pipeline.progress.board import LearnerState, LearningReport, Moment, together
 
 if TYPE_CHECKING:
     from drafter.methods.learning.learner import HeadVersion
 
 _MOST_MOMENTS = 480
 """Most moments kept; beyond, adjacent pairs are merged."""
-_SUMS = ("seconds", "tokens", "row_steps", "learned")
 _MOST_FOUND = 1000
 """Most measurements and versions kept, the newest of each: a job may run for weeks."""
 
@@ -30,22 +29,6 @@ class Published:
     number: int
     beta: float
     beta_before: float
-
-
-@dataclass(frozen=True)
-class Moment:
-    """An interval of decoding that ended `at`, in seconds since 1970; see `Interval`."""
-
-    at: float
-    seconds: float
-    tokens: int
-    row_steps: int
-    learned: float
-    version: int | None
-
-    def with_next(self, later: Moment) -> Moment:
-        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
-        return replace(later, **sums)
 
 
 @dataclass
@@ -135,11 +118,3 @@ def read_record(output: OutputFolder) -> LearningRecord:
     except (OSError, ValueError, TypeError, KeyError) as error:
         print(f"the learner's record is begun anew: {one_line(error)}", file=sys.stderr, flush=True)
         return LearningRecord()
-
-
-def together(moments: list[Moment], most: int) -> list[Moment]:
-    """Merge adjacent pairs until there are at most `most` moments."""
-    while len(moments) > most:
-        pairs = zip(moments[::2], moments[1::2], strict=False)
-        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
-    return moments

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset
 from tqdm import tqdm
 
@@ -25,14 +28,8 @@ from drafter.statistics import (
 from pipeline.io.files import Location
 from pipeline.output.folder import OutputFolder
 
-_COUNTS = (
-    "num_output_tokens",
-    "num_decode_steps",
-    "num_spec_steps",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "acceptance_histogram",
-)
+COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+"""Columns of a row's counts; `acceptance_histogram` comes with them."""
 _BAR = 40
 _LONG = 100.0
 """Seconds from which tenths are not shown."""
@@ -48,25 +45,30 @@ class OutputTotals:
 
 
 def read_totals(output: OutputFolder) -> OutputTotals:
-    rows = 0
-
-    def counts() -> Iterator[DecodeCounts]:
-        nonlocal rows
-        for batch in _dataset(output.data).to_batches(columns=list(_COUNTS)):
-            rows += batch.num_rows
-            yield total(DecodeCounts(**row) for row in batch.to_pylist())
-
-    summed = total(counts())
-    return OutputTotals(rows, _dataset(output.errors).count_rows(), summed)
+    batches = parquet_dataset(output.data).to_batches(columns=[*COUNTS, "acceptance_histogram"])
+    counts = total(counts_of(pa.Table.from_batches([batch])) for batch in batches)
+    return OutputTotals(*count_rows(output), counts)
 
 
 def count_rows(output: OutputFolder) -> tuple[int, int]:
     """Return the numbers of finished rows and of errors."""
-    return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
+    return parquet_dataset(output.data).count_rows(), parquet_dataset(output.errors).count_rows()
 
 
-def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
+def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
+
+
+def counts_of(table: pa.Table) -> DecodeCounts:
+    """Sum the counts of a table of rows, whose histograms have different lengths."""
+    counts = DecodeCounts(*(pc.sum(table[name]).as_py() or 0 for name in COUNTS))
+    lists = table["acceptance_histogram"].combine_chunks()
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.arange(len(starts)) - starts
+    weights = pc.list_flatten(lists).to_numpy(zero_copy_only=False)
+    counts.acceptance_histogram = np.bincount(places, weights).astype(int).tolist()
+    return counts
 
 
 def summarise(

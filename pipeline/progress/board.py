@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -100,6 +100,33 @@ class LearningReport:
     @property
     def active(self) -> bool:
         return self.state == "learning"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An interval of decoding beside a learner, which worked for `learned` seconds of it; a row of `learning.json`."""
+
+    at: float  # its end, in seconds since 1970
+    seconds: float
+    tokens: int
+    row_steps: int
+    learned: float
+    version: int | None
+
+    def with_next(self, later: Moment) -> Moment:
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _MOMENT_SUMS}
+        return replace(later, **sums)
+
+
+_MOMENT_SUMS = ("seconds", "tokens", "row_steps", "learned")
+
+
+def together(moments: list[Moment], most: int) -> list[Moment]:
+    """Merge adjacent pairs until there are at most `most` moments."""
+    while len(moments) > most:
+        pairs = zip(moments[::2], moments[1::2], strict=False)
+        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
+    return moments
 
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]

@@ -34,10 +34,17 @@ class ReportConfig:
     """A report; see `parse_report`."""
 
     output: str
-    page: str
+    page: str | None
     against: str | None
     category: str | None
     examples: int
+
+    def __post_init__(self) -> None:
+        _check_examples(self.examples)
+
+    @property
+    def page_uri(self) -> str:
+        return self.page or f"{self.output.rstrip('/')}/{REPORT_PAGE}"
 
 
 def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
@@ -50,10 +57,7 @@ def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
     )
     parser.add_argument("--examples", type=int, default=8, help="rows to show step by step")
     given = parse_arguments(parser, arguments)
-    _check_examples(given.examples)
-    return ReportConfig(
-        given.output, _page(given.page, given.output, REPORT_PAGE), given.against, given.category, given.examples
-    )
+    return ReportConfig(given.output, given.page, given.against, given.category, given.examples)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class CompareConfig:
 
     @property
     def page_uri(self) -> str:
-        return _page(self.page, self.outputs[-1], COMPARISON_PAGE)
+        return self.page or f"{self.outputs[-1].rstrip('/')}/{COMPARISON_PAGE}"
 
 
 def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:
@@ -116,7 +120,3 @@ def share_of(text: str) -> float:
 def _check_examples(examples: int) -> None:
     if examples < 0:
         raise InputError(f"--examples must be at least 0, not {examples}")
-
-
-def _page(page: str | None, output: str, name: str) -> str:
-    return page if page is not None else f"{output.rstrip('/')}/{name}"
