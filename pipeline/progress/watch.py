@@ -105,8 +105,8 @@ def ending(error: BaseException | None) -> State:
 class StatusFile:
     """Writes `status.json` throughout a `with` block, which is one submission.
 
-    The file is replaced atomically every few seconds and at the end; only a killed process leaves it at `generating`,
-    with an old `updated_at`. It keeps each submission's use of resources, from which `jobs.report` computes the cost.
+    Only a killed process leaves it at `generating`, with an old `updated_at`. It keeps each submission's use of
+    resources, from which `jobs.report` computes the cost.
     """
 
     def __init__(self, file: Location) -> None:
@@ -250,9 +250,7 @@ def fetch(board: Any, last: Mail) -> Mail:
 class ProgressWatch:
     """Fetches the board's mail and shows the progress, until the end of a `with` block.
 
-    Args:
-        on_start: Called when the first engine is ready.
-        complete: Adds progress from elsewhere than engines; called twice a second.
+    It calls `on_start` when the first engine is ready; `complete` adds progress from elsewhere than engines.
     """
 
     def __init__(

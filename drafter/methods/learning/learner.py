@@ -1,6 +1,5 @@
 """Learns from rows as they arrive, in short slices, and publishes versions of the head that improve.
 
-A slice is a few optimiser steps or measurements of held-out rows, so a learner can run between engines' steps or alone.
 β is measured on rows whose prompts are never trained on; a version must beat the previous one on the same rows.
 """
 
@@ -45,46 +44,30 @@ _FACTS = "learner"
 
 @dataclass(frozen=True)
 class HeadVersion:
-    """Weights of a head that beat the version before; can be pickled.
+    """Weights of a head that beat the version before; can be pickled."""
 
-    Args:
-        number: Counts up from 1; engines begin with 0.
-        weights: Name → tensor of `DraftHead.state_dict()`, in fp32, on the CPU.
-        beta: β by the simulated walk over held-out rows; `beta_before` is the previous version's, 1.0 without one.
-        provenance: Steps, rows, seconds; becomes `Provenance.training` of a head's folder; JSON.
-    """
-
-    number: int
-    weights: dict[str, Tensor]
-    beta: float
-    beta_before: float
-    provenance: dict[str, Any] = field(default_factory=dict)
+    number: int  # counts up from 1; engines begin with 0
+    weights: dict[str, Tensor]  # of `DraftHead.state_dict()`, in fp32, on the CPU
+    beta: float  # by the simulated walk over held-out rows
+    beta_before: float  # of the previous version; 1.0 without one
+    provenance: dict[str, Any] = field(default_factory=dict)  # JSON; becomes `Provenance.training` of a head's folder
 
 
 @dataclass
 class LearnerProgress:
-    """The learner's state; `evaluation` and `version` are those of the last slice of work.
+    """The learner's state. `steps`, `seconds` and `discarded` are those of all its processes."""
 
-    Args:
-        number: Of the newest version.
-        steps: Optimiser steps of all processes of the learner, as are working `seconds` and `discarded`.
-        discarded: Candidates given up because the loss was not finite.
-        loss: Of the newest step, in nats; None before the first.
-        rows: Training rows in memory; `nbytes` are of these and the held-out ones.
-        idle: It waits for rows.
-    """
-
-    number: int = 0
+    number: int = 0  # of the newest version
     steps: int = 0
-    seconds: float = 0.0
-    discarded: int = 0
-    loss: float | None = None
-    rows: int = 0
+    seconds: float = 0.0  # of work
+    discarded: int = 0  # candidates given up because the loss was not finite
+    loss: float | None = None  # of the newest step, in nats; None before the first
+    rows: int = 0  # training rows in memory
     held_out: int = 0
-    nbytes: int = 0
-    evaluation: Evaluation | None = None
+    nbytes: int = 0  # of both
+    evaluation: Evaluation | None = None  # of the last slice of work, as is `version`
     version: HeadVersion | None = None
-    idle: bool = True
+    idle: bool = True  # it waits for rows
 
 
 class Learner:

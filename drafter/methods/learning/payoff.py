@@ -1,7 +1,7 @@
 """Cost and benefit of learning during a job, and the decision to learn or rest. Pure functions of measurements.
 
-A learner that shares a machine slows engines down: its cost is the difference in speed with and without it, measured
-close together. It saves the time that the same tokens would have taken with the original drafter.
+A learner that shares a machine slows engines down: its cost is the difference in speed with and without it. It saves
+the time that the same tokens would have taken with the original drafter.
 """
 
 from __future__ import annotations
@@ -26,51 +26,33 @@ _POINTS = 5  # newest ones of the learning curve that are extrapolated
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a job, during all of which the learner worked (`learned`) or rested.
-
-    Args:
-        tokens: New tokens of all engines, in `row_steps` decode steps × rows in each.
-        gain: Speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`.
-        lead: See `lead_by_choice`; None where unknown.
-        full: Engines had work all the time. If not, the interval does not count for speeds.
-    """
+    """A part of a job, during all of which the learner worked (`learned`) or rested."""
 
     seconds: float
-    tokens: int
-    row_steps: int
+    tokens: int  # new tokens of all engines
+    row_steps: int  # decode steps × rows in each
     learned: bool
-    gain: float = 1.0
-    lead: float | None = None
-    full: bool = True
+    gain: float = 1.0  # speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`
+    lead: float | None = None  # see `lead_by_choice`; None where unknown
+    full: bool = True  # engines had work all the time; if not, the interval does not count for speeds
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Cost and savings of learning in the job's first `seconds`.
-
-    Args:
-        taken: Seconds by which the learner has delayed the job.
-        saved: Seconds by which the learned head has shortened it.
-        learning_rate: Tokens per second when the learner last worked; 0 before.
-        resting_rate: Tokens per second when it last rested, over `rests` intervals.
-        beta: EMA of tokens per row and step; 0 before the first interval.
-        lead: Speed with the learned head ÷ without; below 1.0 other members draft.
-        worked: The learner worked in the last interval, as in `turn` before it; None before the first.
-        difference: EMA, of `compared` values, of the share of speed lost when it started, or regained when it stopped.
-    """
+    """Cost and savings of learning in the job's first `seconds`."""
 
     seconds: float = 0.0
-    taken: float = 0.0
-    saved: float = 0.0
-    learning_rate: float = 0.0
-    resting_rate: float = 0.0
-    beta: float = 0.0
-    lead: float = 1.0
-    rests: int = 0
-    worked: bool | None = None
-    turn: int = 0
-    difference: float = _UNKNOWN_DRAG
-    compared: int = 0
+    taken: float = 0.0  # seconds by which the learner has delayed the job
+    saved: float = 0.0  # seconds by which the learned head has shortened it
+    learning_rate: float = 0.0  # tokens per second when the learner last worked; 0 before
+    resting_rate: float = 0.0  # tokens per second when it last rested
+    beta: float = 0.0  # EMA of tokens per row and step; 0 before the first interval
+    lead: float = 1.0  # speed with the learned head ÷ without; below 1.0 other members draft
+    rests: int = 0  # intervals of rest
+    worked: bool | None = None  # in the last interval; None before the first
+    turn: int = 0  # intervals of the same kind before the last
+    difference: float = _UNKNOWN_DRAG  # EMA of the share of speed lost when it started, or regained when it stopped
+    compared: int = 0  # values in that EMA
 
     @property
     def drag(self) -> float:
@@ -126,17 +108,14 @@ class Balance:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """β on held-out rows after some working time: of the current weights, and of the newest version; 1.0 before one.
-
-    A `better` candidate was published.
-    """
+    """β on held-out rows after some working time."""
 
     seconds: float
     steps: int
     rows: int
-    candidate: float
-    published: float
-    better: bool
+    candidate: float  # β of the current weights
+    published: float  # β of the newest version; 1.0 before one
+    better: bool  # the candidate was published
 
 
 @dataclass(frozen=True)
@@ -150,8 +129,7 @@ class Point:
 def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
     """Return the learning curve on the scale of the first evaluation, in order of time.
 
-    Held-out rows change, and β with them, so each candidate is only compared with the version before it on the same
-    rows.
+    Held-out rows change, so each candidate is only compared with the version before it on the same rows.
     """
     if not evaluations:
         return []
@@ -260,21 +238,14 @@ _LONGEST = 86_400.0  # seconds of look-ahead
 
 @dataclass(frozen=True)
 class Course:
-    """A decision about the learner, with the reason in a line for people.
-
-    Args:
-        turn: Intervals since the last rest.
-        rest_beta: EMA of β since learning stopped; None while it works.
-        since: Working seconds at which the current text began: earlier points of the curve do not count.
-        target: β to recover where the text has changed.
-    """
+    """A decision about the learner, with the reason in a line for people."""
 
     learns: bool = False
     reason: str = "nothing has been decoded yet"
-    turn: int = 0
-    rest_beta: float | None = None
-    since: float = 0.0
-    target: float | None = None
+    turn: int = 0  # intervals since the last rest
+    rest_beta: float | None = None  # EMA of β since learning stopped; None while it works
+    since: float = 0.0  # working seconds at which the current text began: earlier points of the curve do not count
+    target: float | None = None  # β to recover where the text has changed
 
 
 class _Work(NamedTuple):
