@@ -57,8 +57,7 @@ class EngineReport:
 
 
 LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
-"""It is `measuring` while it pauses so that engines' speed without it can be measured, and has `ended` after an error or
-too many ends of its process.
+"""`measuring`: it pauses so that engines' speed without it can be measured; `ended`: after an error or too many restarts.
 """
 
 
