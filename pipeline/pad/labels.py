@@ -1,4 +1,4 @@
-"""Rejected draft tokens: found by decoding answers once more, continued with and without each, labelled by the scores."""
+"""Rejected draft tokens: found by decoding answers once more, continued with and without each, labelled by scores."""
 
 from __future__ import annotations
 

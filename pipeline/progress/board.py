@@ -57,7 +57,7 @@ class EngineReport:
 
 
 LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
-"""`measuring`: it pauses so that engines' speed without it can be measured; `ended`: by an error or too many restarts."""
+"""`measuring`: it pauses to measure the engines' speed without it; `ended`: by an error or too many restarts."""
 
 
 @dataclass(frozen=True)
