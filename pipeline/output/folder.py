@@ -160,6 +160,17 @@ def check_head(folder: Location) -> None:
         raise ValueError("it is not what a job wrote")
 
 
+def read_status(file: Location) -> dict[str, Any]:
+    """Return `status.json`; empty where it is missing or damaged."""
+    if not file.exists:
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 # `run.json`.
 
 FORMAT = 3

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TextIO
 
 import ray
-from pyarrow import fs
 from tqdm import tqdm
 
 from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.command_line import say
 from pipeline.io.files import Location
+from pipeline.output.folder import read_status
 from pipeline.output.summary import speculation_record
 from pipeline.progress.board import Mail, Progress, State, Tally
 
@@ -112,7 +112,8 @@ class StatusFile:
     def __init__(self, file: Location) -> None:
         self._file = file
         self._begun = _now()
-        self._earlier = submissions(file)
+        earlier = read_status(file).get("submissions")
+        self._earlier = earlier if isinstance(earlier, list) else []
         self._resources: ActorResources | None = None
         self._now = Progress()
         self._written = 0.0
@@ -185,17 +186,6 @@ class StatusFile:
             "gpu_seconds": round(now.engine_seconds * resources.gpus, 3) if resources else 0.0,
             "cpu_seconds": round(now.engine_seconds * resources.cpus, 3) if resources else 0.0,
         }
-
-
-def submissions(file: Location) -> list[dict[str, Any]]:
-    """Read the resource use of earlier submissions; none if there is no valid status file."""
-    if file.type != fs.FileType.File:
-        return []
-    try:
-        found = json.loads(file.read_text())["submissions"]
-    except (ValueError, KeyError, TypeError):
-        return []
-    return found if isinstance(found, list) else []
 
 
 def _now() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,17 +59,6 @@ def read_run_of(output: OutputFolder) -> dict[str, Any]:
         return read_run(output.run_file)
     except ValueError as error:
         raise InputError(one_line(error)) from error
-
-
-def read_status(output: OutputFolder) -> dict[str, Any]:
-    """Return `status.json`; empty where it is missing or damaged."""
-    if output.status_file.type != fs.FileType.File:
-        return {}
-    try:
-        found = json.loads(output.status_file.read_text())
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)

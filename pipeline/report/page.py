@@ -26,7 +26,7 @@ from drafter.text.tokenizers import Detokenizer, load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.folder import OutputFolder
+from pipeline.output.folder import OutputFolder, read_status
 from pipeline.progress.board import Moment, together
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.outputs import (
@@ -41,7 +41,6 @@ from pipeline.report.outputs import (
     read_full,
     read_rows,
     read_run_of,
-    read_status,
 )
 
 _COMPARED_ROWS = 100
@@ -64,7 +63,8 @@ def report(config: ReportConfig) -> None:
     by_file = column is None and run["config"]["reading"]["id_column"] is None
     number = max(config.examples, _COMPARED_ROWS if config.against is not None else 0)
     rows = read_rows(dataset, column, by_file, _SLOWEST, number)
-    errors, status, drawn = read_errors(output, _ERRORS_EACH), read_status(output), read_full(output, rows)
+    errors, drawn = read_errors(output, _ERRORS_EACH), read_full(output, rows)
+    status = read_status(output.status_file)
     other = None if config.against is None else _other_output(config.against, run, rows, drawn)
     examples, not_shown = make_examples(drawn[: config.examples], model_name(run["config"]["model"]))
     text = render(
@@ -157,7 +157,7 @@ def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Seq
     return {
         "name": uri,
         "rows": other_rows,
-        "cost": _cost(read_status(output), other_rows, read_errors(output, 0).rows),
+        "cost": _cost(read_status(output.status_file), other_rows, read_errors(output, 0).rows),
         "same_tokens": sum(row["token_ids"] == tokens[row["request_id"]] for row in both),
         "compared": len(both),
         "differences": _differences(run, rows, other_run, other_rows),

@@ -223,10 +223,9 @@ class Learner:
         """Return a learner that continues from a saved state; raise `LoadError` if there is no state of this head."""
         learner = cls(base, start, settings)
         tensors, facts = _read_state(Path(folder))
-        good = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith("good/")}
-        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("good/")}
+        good = _under("good/", tensors)
         try:
-            learner._training.load(rest, facts["training_steps"], facts["learning_rate"])
+            learner._training.load(tensors, facts["training_steps"], facts["learning_rate"])
             totals, version = LearnerProgress(**facts["totals"]), facts["version"]
             # The head's folder is newer than the state if a process died between the two writes.
             learner._progress = replace(totals, number=max(totals.number, learner._progress.number))
@@ -251,6 +250,10 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise LoadError(f"no learner's state in {folder}: it has no {STATE_FILE}") from error
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise LoadError(f"the learner's state in {folder} is damaged: {first_line(error)}") from error
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class AveragedTraining:
@@ -311,19 +314,14 @@ class AveragedTraining:
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, learning_rate: float) -> None:
         """Restore what `tensors` returned; raise KeyError, ValueError or RuntimeError if it is of another head."""
-        groups: dict[str, dict[str, Tensor]] = {"weights": {}, "average": {}}
-        moments: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            group, _, name = key.partition("/")
-            if group == "adamw":
-                place, _, name = name.partition("/")
-                moments.setdefault(int(place), {})[name] = tensor
-            else:
-                groups[group][name] = tensor
         self.learning_rate = learning_rate
-        self._head.load_state_dict(groups["weights"])
+        self._head.load_state_dict(_under("weights/", tensors))
         self._begin()
         for name, average in self._average.items():
-            average.copy_(groups["average"][name])
+            average.copy_(tensors[f"average/{name}"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in _under("adamw/", tensors).items():
+            place, _, name = key.partition("/")
+            moments.setdefault(int(place), {})[name] = tensor
         adamw: dict[str, Any] = self._optimiser.state_dict()["adamw"]
         self._optimiser.load_state_dict({"adamw": {**adamw, "state": moments}, "steps": steps})
