@@ -241,7 +241,7 @@ def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) 
             raise InputError(f"more than {_MOST_CATEGORIES:,} categories: choose another column as --category")
         group = result.groups[name]
         group.rows += one["count_all"]
-        group.counts = total([group.counts, DecodeCounts(*(one[f"{count}_sum"] for count in COUNTS))])
+        group.counts = total([group.counts, DecodeCounts(**{count: one[f"{count}_sum"] for count in COUNTS})])
 
 
 def _slowest(table: pa.Table, number: int) -> list[Row]:
