@@ -208,17 +208,15 @@ class LearnerActor:
         if not record.versions:
             gain = 1.0
         elif drafts:
-            shares = [chosen_share(one, LEARNT_MEMBERS) for one in done.choices or [()]]
-            gain = 1.0 + (record.gain - 1.0) * sum(shares) / len(shares)
+            gain = 1.0 + (record.gain - 1.0) * chosen_share(done.choices, LEARNT_MEMBERS)
         elif done.choices:
-            gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
+            gain = gain_by_choice(done.choices, LEARNT_MEMBERS)
         else:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
         if left == math.inf:  # an endpoint's load varies, with or without a learner
             seconds = min(done.busy, seconds)
         full = done.busy >= _BUSY * seconds
-        leads = [lead for one in done.choices if (lead := lead_by_choice(one, LEARNT_MEMBERS)) is not None]
-        lead = sum(leads) / len(leads) if leads else None
+        lead = lead_by_choice(done.choices, LEARNT_MEMBERS)
         record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain, lead, full), time.time())
         if left is not None:
             record.decide(left, must_pay=self._spec.config.must_pay)

@@ -143,9 +143,9 @@ def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
 
 
 def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """Return an engine's speed ÷ its speed without the members `learned`, by its budget's estimates; at least 1.0.
+    """Return engines' speed ÷ their speed without the members `learned`, by their budgets' estimates; at least 1.0.
 
-    `choices` are `EngineState.choices`; batch sizes are weighted by their trials.
+    `choices` are `EngineState.choices` of all engines, weighted by their trials.
     """
     leads = (_lead(choice, learned) if choice.chosen in learned else None for choice in choices)
     found = _mean([(choice.trials, max(lead or 1.0, 1.0)) for choice, lead in zip(choices, leads, strict=True)])
@@ -155,13 +155,13 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
     """Return the speed of the best drafter with the learned head ÷ the best without it; below 1.0 others are faster.
 
-    None where one side has not been tried. Batch sizes are weighted as in `gain_by_choice`.
+    None where one side has not been tried. Choices are weighted as in `gain_by_choice`.
     """
     return _mean([(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None])
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """Return the share of an engine's steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
+    """Return the share of engines' steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
     if not choices:
         return 1.0
     return _mean([(choice.trials, float(choice.chosen in learned)) for choice in choices]) or 0.0
