@@ -26,10 +26,8 @@ from pipeline.io.listing import InputListing, input_fingerprints, list_input
 from pipeline.io.reading import read_file
 from pipeline.output.folder import OutputFolder, read_run, versions
 
-_ROWS = 512
-"""Rows that are tokenised together."""
-_NGRAMS = 1 << 22
-"""Different n-grams that are counted at once; they take a few hundred MiB."""
+_ROWS = 512  # rows that are tokenised together
+_NGRAMS = 1 << 22  # different n-grams that are counted at once; they take a few hundred MiB
 _LINE_SECONDS = 10.0
 
 Kind = Literal["text", "messages", "tokens"]

@@ -22,12 +22,9 @@ from pipeline.progress.watch import Pulse
 
 _PULSE_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
-_FIND_SECONDS = 3.0
-"""Time between searches for a missing learner, as each asks the cluster's head."""
-_BATCH_BYTES = 16 << 20
-"""Most bytes of rows in transit to the learner; more follow once they have arrived."""
-_SILENT_SECONDS = 60.0
-"""An engine silent for this long counts as ended."""
+_FIND_SECONDS = 3.0  # time between searches for a missing learner, as each asks the cluster's head
+_BATCH_BYTES = 16 << 20  # most bytes of rows in transit to the learner; more follow once they have arrived
+_SILENT_SECONDS = 60.0  # an engine silent for this long counts as ended
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from pipeline.progress.prometheus import learner_metrics
 
 _SLICE_SECONDS = 0.5  # of training between two looks for new rows
 _INTERVAL_SECONDS = 3.0  # between two decisions to train or to rest
-_BUSY = 0.8
-"""Minimum share of an interval with decoding for it to count as a measurement of speed."""
+_BUSY = 0.8  # minimum share of an interval with decoding for it to count as a measurement of speed
 _SAVE_SECONDS = 30.0  # between writes of the record, which is also written with each version
 _FETCH_SECONDS = 5.0
 _JOIN_SECONDS = 0.2

@@ -15,10 +15,8 @@ from pipeline.progress.board import LearnerState, LearningReport, Moment, togeth
 if TYPE_CHECKING:
     from drafter.methods.learning.learner import HeadVersion
 
-_MOST_MOMENTS = 480
-"""Most moments kept; beyond, adjacent pairs are merged."""
-_MOST_FOUND = 1000
-"""Most measurements and versions kept, the newest of each: a job may run for weeks."""
+_MOST_MOMENTS = 480  # most moments kept; beyond, adjacent pairs are merged
+_MOST_FOUND = 1000  # most measurements and versions kept, the newest of each: a job may run for weeks
 
 
 @dataclass(frozen=True)

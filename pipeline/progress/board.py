@@ -19,8 +19,7 @@ from drafter.statistics import (
     per_second,
 )
 
-BEAT_SECONDS = 2.0
-"""Seconds between an engine's reports."""
+BEAT_SECONDS = 2.0  # seconds between an engine's reports
 
 
 @dataclass(frozen=True)
@@ -214,10 +213,8 @@ class StatusBoard:
         return Mail(self._life, self._number, reports, self._first, self._last)
 
 
-_SILENT_SECONDS = 20.0
-"""An engine silent for this long counts as ended."""
-_WINDOW_SECONDS = 600.0
-"""Window of the row rate behind the ETA."""
+_SILENT_SECONDS = 20.0  # an engine silent for this long counts as ended
+_WINDOW_SECONDS = 600.0  # window of the row rate behind the ETA
 _SAMPLE_SECONDS = 1.0
 _SUMMED = ("slots", "active", "waiting", "memory_tokens", "memory_bytes")
 

@@ -21,8 +21,7 @@ from pipeline.progress.board import LearningReport
 TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, the model and the drafter."""
 
-Fields = dict[str, tuple[str, str]]
-"""Attribute of the exported state, and description in ASCII, by the metric's name."""
+Fields = dict[str, tuple[str, str]]  # attribute of the exported state, and description in ASCII, by the metric's name
 _ENGINE_COUNTERS: Fields = {
     "steps": ("steps", "Decode steps of the engine: forwards of the target model over all active sequences."),
     "busy_seconds": ("busy_seconds", "Seconds in which the engine had something to decode."),

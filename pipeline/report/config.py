@@ -11,8 +11,7 @@ from pipeline.command_line import new_parser, parse_arguments
 from pipeline.errors import InputError
 
 REPORT_PAGE, COMPARISON_PAGE = "report.html", "comparison.html"
-CATEGORY = "category"
-"""Default column to group rows by."""
+CATEGORY = "category"  # default column to group rows by
 _REPORT = """\
 Show what a generation job has done as one HTML page: totals, speed, acceptance, cost, slow and failed
 rows, and some rows step by step. The job may still be running, and its output may be on S3 or the like.

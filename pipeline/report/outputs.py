@@ -25,8 +25,7 @@ from pipeline.output.summary import COUNTS, counts_of, parquet_dataset
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1 << 16
-_ROWS_AT_ONCE = 1024
-"""The same where rows become Python objects."""
+_ROWS_AT_ONCE = 1024  # the same where rows become Python objects
 _COLUMNS = (
     "request_id",
     *COUNTS,
@@ -36,8 +35,7 @@ _COLUMNS = (
     "generation_seconds",
     "finished_at",
 )
-_LENIENT = "num_lenient_tokens"
-"""Only outputs of verifiers that are not lossless have this column."""
+_LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
 _MOST_CATEGORIES = 10_000
 
 

@@ -43,10 +43,8 @@ from pipeline.report.outputs import (
     read_run_of,
 )
 
-_COMPARED_ROWS = 100
-"""Rows drawn from both outputs for the comparison token by token."""
-_COMPARED = ("model", "loading", "sampling", "reading")
-"""Keys of `meaning` in `run.json` that are compared."""
+_COMPARED_ROWS = 100  # rows drawn from both outputs for the comparison token by token
+_COMPARED = ("model", "loading", "sampling", "reading")  # keys of `meaning` in `run.json` that are compared
 _SLOWEST = 10
 _ERRORS_EACH = 5
 _MOST_GROUPS = 24

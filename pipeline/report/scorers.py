@@ -15,8 +15,7 @@ from typing import Any
 from drafter.errors import one_line, shown
 from pipeline.errors import InputError
 
-Scorer = Callable[[Mapping[str, Any]], float]
-"""A finished row, with all of its columns → its utility, mostly 0 or 1."""
+Scorer = Callable[[Mapping[str, Any]], float]  # a finished row, with all of its columns → its utility, mostly 0 or 1
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

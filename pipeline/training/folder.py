@@ -24,18 +24,15 @@ from drafter.heads.published import TargetOfExport
 from pipeline.io.files import Location, make_folders
 from pipeline.output.folder import LEASE_FILE, RUN_FILE, check_head, fetch_head, put_head
 
-STAGED_TEXTS_LIST = "texts.json"
-"""List of the staged texts. It is written last and completes the staging."""
+STAGED_TEXTS_LIST = "texts.json"  # list of the staged texts. It is written last and completes the staging.
 _SMOOTHING = 0.9
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of AdamW's moments of a parameter."""
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of AdamW's moments of a parameter
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"
 _WEIGHTS = "weights"
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 
-Record = dict[str, Any]
-"""`step` and numbers by name. β is a dictionary: a number for each count of draft tokens."""
+Record = dict[str, Any]  # `step` and numbers by name. β is a dictionary: a number for each count of draft tokens.
 
 
 class TrainingFolder:

@@ -28,8 +28,7 @@ from pipeline.io.parts import Part
 from pipeline.training.config import TrainConfig
 from pipeline.training.texts import StagedTexts, read_part
 
-_LENGTH_NOISE = 0.1
-"""Relative noise on lengths, so that each epoch groups the texts differently."""
+_LENGTH_NOISE = 0.1  # relative noise on lengths, so that each epoch groups the texts differently
 _TEXTS_AT_ONCE = 8
 _POLL_SECONDS = 1.0
 

@@ -30,12 +30,10 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
-STEPS_PER_PART = 64
-"""Fewest steps of a part. Texts of different parts never come together in a step."""
+STEPS_PER_PART = 64  # fewest steps of a part. Texts of different parts never come together in a step.
 _HELD_OUT, _COUNTS = "held-out", "token-counts"
 _USUAL_HELD_OUT = 64
-_LARGEST_SHARE = 8
-"""By default at most one in so many texts is held out."""
+_LARGEST_SHARE = 8  # by default at most one in so many texts is held out
 _TEXT = ["tokens", "prompt_length"]
 _SCHEMA = pa.schema(
     [

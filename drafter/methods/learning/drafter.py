@@ -28,8 +28,7 @@ from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
 
 # label_context 1 learns about as fast and drafts better, and its search is native on a CPU.
 _SETTINGS: dict[str, dict[str, Any]] = {"ctc": {"label_context": 1}}
-LEARNT = "learnt"
-"""Key of a learner's record in `Provenance.training`."""
+LEARNT = "learnt"  # key of a learner's record in `Provenance.training`
 
 
 def weights_of(head: DraftHead) -> dict[str, Tensor]:
@@ -200,8 +199,7 @@ def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
     return TokenTree(*parts)
 
 
-LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))
-"""Members of `auto` that draft with a learning head."""
+LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))  # members of `auto` that draft with a learning head
 
 
 def found_start(start: StartingHead, base: BaseModel) -> StartingHead:

@@ -32,10 +32,8 @@ from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_batches
 
-_TOKENS = 8192
-"""Tokens of a micro-batch, padding included."""
-_TEXTS_AT_ONCE = 2
-"""Held-out texts measured per unit of work."""
+_TOKENS = 8192  # tokens of a micro-batch, padding included
+_TEXTS_AT_ONCE = 2  # held-out texts measured per unit of work
 _OVER = object()
 STATE_FILE = "learner.safetensors"
 """A learner's state: one file, so that its replacement is atomic; the header holds all that is not a tensor."""

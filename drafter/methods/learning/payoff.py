@@ -15,11 +15,9 @@ from typing import NamedTuple
 from drafter.statistics import BatchChoice, per_second
 
 _PACE = 0.2  # EMA weight of the newest interval
-_UNKNOWN_DRAG = 0.3
-"""Share of the engines' speed that a learner is assumed to cost until measured."""
+_UNKNOWN_DRAG = 0.3  # share of the engines' speed that a learner is assumed to cost until measured
 _SAME_TIME = 1e-6  # log seconds: points closer than this tell no slope
-_CLOSE = 4
-"""Intervals after the learner starts or stops that are compared with those just before."""
+_CLOSE = 4  # intervals after the learner starts or stops that are compared with those just before
 _DRAG_PACE = 0.1  # EMA weight of the newest comparison
 _POINTS = 5  # newest ones of the learning curve that are extrapolated
 
@@ -220,15 +218,11 @@ def _average(before: float, now: float) -> float:
 
 HORIZON = 30.0
 """Seconds of work decided on together: about the time to a better version. Longer horizons are its doubles."""
-MOST_LOST = 0.02
-"""Share of a job's time that learning may have cost without return."""
-_FIRST_RESTS = 3
-"""Intervals of rest before it first works, to measure the speed without it."""
+MOST_LOST = 0.02  # share of a job's time that learning may have cost without return
+_FIRST_RESTS = 3  # intervals of rest before it first works, to measure the speed without it
 _HOPE = 1.3  # assumed growth of β over the first `HORIZON`, before any measurement
-_START = 1.5
-"""A resting learner starts again only if the expected benefit is so many times its cost."""
-_FALLEN = 0.93
-"""β below this share of its value when learning stopped means that the text has changed."""
+_START = 1.5  # a resting learner starts again only if the expected benefit is so many times its cost
+_FALLEN = 0.93  # β below this share of its value when learning stopped means that the text has changed
 _FOLLOWS = 0.01  # EMA weight of the newest interval in β at rest, which drifts slowly
 _TURNS = 16  # intervals of work before one of rest, to measure the learner's cost
 _LOADING = 2.0  # approximate seconds that a starting learner process costs the job

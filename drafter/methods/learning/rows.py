@@ -47,8 +47,7 @@ class RowSample:
         return self.tokens.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
-_HALF_LIFE = 512.0
-"""A row ranks like one that came so many rows later and is half as surprising."""
+_HALF_LIFE = 512.0  # a row ranks like one that came so many rows later and is half as surprising
 
 
 def rank(surprise: float, arrival: int) -> float:

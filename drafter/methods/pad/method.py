@@ -148,8 +148,7 @@ def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier
     return classifier.eval().requires_grad_(False), base
 
 
-_LOG_FLOOR = math.log(1e-4)
-"""Tokens with a probability below 10⁻⁴ are always rejected."""
+_LOG_FLOOR = math.log(1e-4)  # tokens with a probability below 10⁻⁴ are always rejected
 _PLAIN = SamplingMode.of([SamplingParams()])
 
 
