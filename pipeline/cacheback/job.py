@@ -193,9 +193,7 @@ def _usual_column(listing: InputListing) -> tuple[str, Kind]:
 def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int, limit: int | None) -> Iterator[list[int] | None]:
     """Yield the token ids of each row's text, or None for a row without one.
 
-    Raises:
-        InputError: A file cannot be read or lacks the column, chats have no template, or token ids are not below
-            `vocab_size`.
+    Raises `InputError` if a file cannot be read or lacks the column, or chats have no template.
     """
     if corpus.kind == "messages" and tokenizer.chat_template is None:
         raise InputError("the model has no chat template: set reading.text_column to a column of texts")

@@ -174,7 +174,6 @@ class LearnerActor:
         return Learner(base, start, spec.config.training), drafts
 
     def _take_rows(self, learner: Learner) -> None:
-        """Pass new rows to the learner. Rows of an engine that has died are lost."""
         with self._lock:
             batches = list(self._batches)
             self._batches.clear()
@@ -194,7 +193,6 @@ class LearnerActor:
             self._announce(progress.version)
 
     def _announce(self, version: HeadVersion) -> None:
-        """Publish a version to engines; its weights enter the object store once."""
         weights = (ray.put(version.weights),)
         with self._lock:
             self._answer = replace(self._answer, number=version.number, weights=weights)

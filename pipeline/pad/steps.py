@@ -172,7 +172,6 @@ class PivotSteps:
         return f"{told}\n{utility_table(curve)}\n", [self._folder.path / name for name in plots]
 
     def _curve(self, command: str) -> tuple[dict[str, Any], list[VerifierFigures]]:
-        """Decode held-out prompts exactly and under `pad`; return the environment and the figures."""
         config, resources = self._config, self._resources()
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
         requests, answers = [row.request for row in held_out], self._answers()

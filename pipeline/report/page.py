@@ -110,7 +110,6 @@ def render(template: str, **values: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """Clip a long text, and say how much is missing."""
     left = len(text) - _LONGEST_TEXT
     return text if left <= 0 else f"{text[:_LONGEST_TEXT]}… ({left:,} more characters)"
 
@@ -130,7 +129,6 @@ def _cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cost | st
 
 
 def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
-    """Return the largest categories by name, and all others together."""
     ordered = sorted(rows.groups.items(), key=lambda one: (-one[1].rows, one[0]))
     shown, rest = ordered[:_MOST_GROUPS], [group for _, group in ordered[_MOST_GROUPS:]]
     if rest:
@@ -324,7 +322,6 @@ def shares(title: str, along: str, values: Sequence[tuple[str, float]]) -> Chart
 
 
 def _acceptance_charts(counts: DecodeCounts) -> list[Chart]:
-    """Chart the share of steps that accepted exactly, and at least, so many draft tokens."""
     if not counts.num_draft_tokens:
         return []
     steps = sum(counts.acceptance_histogram)
@@ -364,12 +361,10 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
 
 
 def _bar_width(span: int) -> int:
-    """Return the seconds of a bar that give at most `_MOST_BARS` bars."""
     return next((width for width in _WIDTHS if span / width <= _MOST_BARS), _DAY * math.ceil(span / _DAY / _MOST_BARS))
 
 
 def _span(seconds: int) -> str:
-    """Return a number of seconds in words, in the largest unit that it is a multiple of."""
     units = (_DAY, "day"), (3600, "hour"), (60, "minute"), (1, "second")
     size, name = next((size, name) for size, name in units if seconds % size == 0)
     return name if seconds == size else f"{seconds // size} {name}s"

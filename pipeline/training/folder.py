@@ -124,7 +124,6 @@ def _figure(records: Sequence[Record]) -> Figure:
 
 
 def _smoothed(values: Sequence[float]) -> Iterator[float]:
-    """Yield the exponential moving average, without bias at the start."""
     total = weight = 0.0
     for value in values:
         total = _SMOOTHING * total + value

@@ -153,8 +153,6 @@ def run(
 
 
 class _Listener:
-    """Prints the workers' lines, and keeps their refusals."""
-
     def __init__(self, board: Any) -> None:
         self._board, self._mail = board, Mail()
         self._refusals: list[tuple[bool, str]] = []

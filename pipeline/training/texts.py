@@ -216,8 +216,7 @@ def read_part(folder: Location, name: str) -> pa.Table:
 def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size: int) -> StagedTexts:
     """Stage texts on the cluster's workers. Without held-out texts for β, some prompts are held out.
 
-    Raises:
-        InputError: There are token ids beyond the vocabulary, or too few texts.
+    Raises `InputError` if there are token ids beyond the vocabulary, or too few texts.
     """
     texts_per_step = config.training.texts_per_step
     keying = {"max_length": config.texts.max_length, "vocab_size": vocab_size, "seed": config.training.seed}
@@ -276,7 +275,6 @@ def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
 
 
 def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
-    """Return the rows with the columns of `key_texts`, whose settings are `keying`."""
     whole = None
     for one in data:
         paths = [path for path, _ in one.files]

@@ -34,7 +34,6 @@ from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_ba
 
 _TOKENS = 8192  # tokens of a micro-batch, padding included
 _TEXTS_AT_ONCE = 2  # held-out texts measured per unit of work
-_OVER = object()
 STATE_FILE = "learner.safetensors"
 """A learner's state: one file, so that its replacement is atomic; the header holds all that is not a tensor."""
 _FACTS = "learner"
@@ -117,7 +116,7 @@ class Learner:
                     self._measuring = self._measure()
             if self._measuring is None:
                 return self._learn()
-            if next(self._measuring, _OVER) is _OVER:
+            if next(self._measuring, True):  # it yields None until it ends
                 self._measuring = None
         except TrainingError:
             self._measuring = None
@@ -239,7 +238,6 @@ class Learner:
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and facts of `Learner.save`; raise `LoadError` if there are none, or they are damaged."""
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             facts = json.loads(file.metadata()[_FACTS])

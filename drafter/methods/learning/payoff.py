@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression
-from typing import NamedTuple
 
 from drafter.statistics import BatchChoice, per_second
 
@@ -242,14 +241,6 @@ class Course:
     target: float | None = None  # β to recover where the text has changed
 
 
-class _Work(NamedTuple):
-    """Seconds of work, and the seconds of the job that it saves later and takes now."""
-
-    seconds: float
-    saves: float
-    takes: float
-
-
 def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
     """Decide on the next interval.
 
@@ -267,21 +258,20 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
     factor, allowed = _START if resting else 1.0, MOST_LOST * (balance.seconds + left)
     most = (allowed - balance.lost) / balance.drag if balance.drag else math.inf
-    works = []
+    works = []  # seconds of work, and seconds of the job that it saves later and takes now
     for horizon in _horizons(min(left / 2, most)):
         saves = benefit(left - horizon, _growth(course, balance, curve, horizon), balance.lead)
-        works.append(_Work(horizon, saves, horizon * balance.drag))
-    best = max(works, key=lambda one: one.saves - factor * one.takes)
+        works.append((horizon, saves, horizon * balance.drag))
+    work, saves, takes = max(works, key=lambda one: one[1] - factor * one[2])
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
-    elif best.saves <= factor * best.takes:
-        expected = f"expected to save {best.saves:.1f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
-        why = f"{best.seconds:.0f} s more are {expected}"
+    elif saves <= factor * takes:
+        why = f"{work:.0f} s more are expected to save {saves:.1f} s of {left:.0f} s left, and to take {takes:.1f} s"
     elif course.turn >= _TURNS:
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
-        expected = f"expected to save {best.saves:.0f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
-        why = f"{begins}{best.seconds:.0f} s are {expected}"
+        expected = f"expected to save {saves:.0f} s of {left:.0f} s left, and to take {takes:.1f} s"
+        why = f"{begins}{work:.0f} s are {expected}"
         return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
     before = balance.beta if course.rest_beta is None else course.rest_beta
     return replace(course, learns=False, reason=why, turn=0, rest_beta=before + _FOLLOWS * (balance.beta - before))
