@@ -77,7 +77,11 @@ class Lines:
         pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
         if ended or (clock - self._printed >= pause and (now.state, now.rows) != self._last):
             self._printed, self._last = clock, (now.state, now.rows)
-            print(", ".join([f"{now.done}/{now.total} rows", *rates(now)]), file=self._stream, flush=True)
+            print(line(now), file=self._stream, flush=True)
+
+
+def line(now: Progress) -> str:
+    return ", ".join([f"{now.done}/{now.total} rows", *rates(now)])
 
 
 def rates(now: Progress) -> list[str]:
