@@ -61,7 +61,8 @@ def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
 
 def counts_of(table: pa.Table) -> DecodeCounts:
     """Sum the counts of a table of rows, whose histograms have different lengths."""
-    counts = DecodeCounts(**{name: pc.sum(table[name]).as_py() or 0 for name in COUNTS})
+    sums: dict[str, Any] = {name: pc.sum(table[name]).as_py() or 0 for name in COUNTS}
+    counts = DecodeCounts(**sums)
     lists = table["acceptance_histogram"].combine_chunks()
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
