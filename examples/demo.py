@@ -27,10 +27,11 @@ from pipeline.engines.models import model_name
 from pipeline.generate.checks import SPECULATION
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
+from pipeline.output.folder import read_status
 from pipeline.output.summary import histogram_lines, read_totals
 from pipeline.report.compare import compare_rows
 from pipeline.report.config import parse_report
-from pipeline.report.outputs import open_output, read_run_of, read_status, rows_of
+from pipeline.report.outputs import open_output, read_run_of, rows_of
 from pipeline.report.page import Example, make_examples, report
 from recipes.smollm2.__main__ import cache_folder
 from recipes.smollm2.fetch import fetch, is_fetched
@@ -112,7 +113,7 @@ def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]
     plain, speculative = (open_output(str(output / run)) for run in (PLAIN, SPECULATIVE))
     columns = ("request_id", "token_ids")
     compared = compare_rows(rows_of(plain, columns), rows_of(speculative, columns), None, 0)
-    plain_rate, rate = (float(read_status(run)["tokens_per_second"]) for run in (plain, speculative))
+    plain_rate, rate = (float(read_status(run.status_file)["tokens_per_second"]) for run in (plain, speculative))
     counts = read_totals(speculative).counts
     run = read_run_of(speculative)
     config, chosen = run["config"], run.get(SPECULATION) or {}

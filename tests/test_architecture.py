@@ -133,6 +133,14 @@ def test_methods_are_rooms_that_can_be_deleted() -> None:
                 assert allowed, f"{module} imports {one}"
 
 
+def test_outputs_are_written_and_reported_without_a_method() -> None:
+    """A method's own room may be gone from the pipeline, too: `learning.json` is read like any other file."""
+    methods = ("drafter.methods", "pipeline.learning", "pipeline.pad", "pipeline.cacheback")
+    for module, imported in import_graph().items():
+        if any(within(module, f"pipeline.{room}") for room in ("io", "output", "progress", "report")):
+            assert not [one for one in imported if any(within(one, method) for method in methods)], module
+
+
 def test_what_checks_counts_or_writes_does_without_torch() -> None:
     """Its import takes seconds, in each process and before each message about a mistake."""
     modules = [

@@ -38,8 +38,9 @@ from drafter.evaluation.tables import markdown_table
 from drafter.statistics import DecodeCounts, mean_acceptance_length, total
 from drafter.target.loading import load_base
 from pipeline.io.files import locate
-from pipeline.learning.record import Moment, read_record
+from pipeline.learning.record import read_record
 from pipeline.output.folder import OutputFolder
+from pipeline.progress.board import Moment
 
 LEARNING_FILE = "learning.json"
 TABLE_FILE = "learning.md"

@@ -1,4 +1,4 @@
-"""Training of a head: the forward of target model and head, the optimiser step on one device, and the loop."""
+"""Training of a draft head: forward, optimiser step on one device, and loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from drafter.training.targets import base_hidden_states, teacher_labels
 
 
 class TrainingStep(nn.Module):
-    """Computes the loss of a head on a batch. Target model and head are one module, so both can be sharded together.
+    """Computes a head's loss on a batch. Target model and head are one module, so both can be sharded together.
 
-    The frozen target model computes hidden states that the batch lacks. Only the head's parameters are trained. It must
-    be on the target model's device.
+    The frozen target model computes hidden states that the batch lacks.
     """
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: TrainingSettings) -> None:
@@ -33,7 +32,7 @@ class TrainingStep(nn.Module):
         self._base, self._settings = base, settings
 
     def forward(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss's total and weight, scalars (see `LossSum`), of a batch on the target model's device."""
+        """Return the loss's total and weight, scalars (see `LossSum`)."""
         settings, base, head = self._settings, self._base, self.head
         layers = training_layers(head, settings)
         with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
@@ -53,7 +52,7 @@ class TrainingStep(nn.Module):
 
 
 def training_layers(head: DraftHead, settings: TrainingSettings) -> tuple[int, ...]:
-    """Return the hidden layers that a training step reads: the head's, and with a teacher the LM head's input."""
+    """Return the hidden layers that training reads: the head's, and with a teacher the LM head's input."""
     layers = head.hidden_layers
     return (*layers, LM_HEAD_INPUT) if settings.teacher and LM_HEAD_INPUT not in layers else layers
 
@@ -78,7 +77,7 @@ class Optimiser(Protocol):
 
 
 def adamw(head: DraftHead, settings: TrainingSettings) -> torch.optim.AdamW:
-    """Return AdamW over the head's parameters. Its learning rate is set before each step."""
+    """Return AdamW over the head's parameters, with a learning rate that is set before each step."""
     return torch.optim.AdamW(
         head.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
     )
@@ -94,7 +93,7 @@ def check_finite(step: int, loss: float, gradient_norm: float) -> None:
 
 
 class TorchOptimiser:
-    """`Optimiser` on one device, in this process."""
+    """`Optimiser` on one device."""
 
     def __init__(self, step_of: TrainingStep, settings: TrainingSettings) -> None:
         self._step_of, self._settings = step_of, settings
@@ -144,10 +143,10 @@ def train(
     evaluate: Callable[[], dict[int, float]],
     done: int = 0,
 ) -> Iterator[StepDone]:
-    """Train from step `done + 1` to the last step. The caller logs and saves between the steps.
+    """Train from step `done + 1` to the last step; raise `TrainingError` if a loss is not finite.
 
     `steps` are this worker's micro-batches of each step, from step `done + 1` on; `evaluate` measures held-out β by
-    number of draft tokens. It raises what `Optimiser.update` does.
+    number of draft tokens.
     """
     for step, parts in zip(range(done + 1, settings.steps + 1), steps, strict=False):
         update = optimiser.update(parts)

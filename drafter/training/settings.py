@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-NODE_COUNTS = (8, 16, 32, 64)
-"""Draft tokens at which held-out β is measured."""
+NODE_COUNTS = (8, 16, 32, 64)  # draft tokens at which held-out β is measured
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Texts of the target model: batches with anchors, targets and labels, and β by simulated walks.
 
-An anchor is the position of a pending token, as in decoding: the target model has run every token before it. The first
-anchor of a text is the last prompt token. All targets are the target model's own continuation.
+An anchor is the position of a pending token, as in decoding; a text's first one is the last prompt token.
 """
 
 from __future__ import annotations
@@ -27,16 +26,11 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class RegeneratedText:
-    """A prompt and the target model's own continuation of it.
-
-    Args:
-        prompt_length: Tokens of the prompt, at least 1.
-        hidden: `[len(tokens), K · d]` stored hidden states that training reads, if any.
-    """
+    """A prompt and the target model's own continuation of it."""
 
     tokens: Sequence[int]
-    prompt_length: int
-    hidden: Tensor | None = None
+    prompt_length: int  # at least 1
+    hidden: Tensor | None = None  # `[len(tokens), K · d]` stored hidden states that training reads
 
     @property
     def anchors(self) -> range:
@@ -61,9 +55,9 @@ _padded = partial(pad_sequence, batch_first=True)
 def draft_batch(
     texts: Sequence[RegeneratedText], depth: int, most_anchors: int, draws: Sequence[random.Random] | None = None
 ) -> DraftBatch:
-    """Return texts, each with at least one anchor, as a batch with U = `depth` targets of an anchor.
+    """Return texts, each with an anchor, as a batch with U = `depth` targets of an anchor.
 
-    If a text has more than `most_anchors`, its generator draws some; without `draws` the first ones are taken.
+    Of more than `most_anchors`, a text's generator draws some; without `draws` the first ones are taken.
     """
     chosen = []
     for row, text in enumerate(texts):
@@ -92,17 +86,13 @@ def base_hidden_states(base: BaseModel, tokens: Tensor, layers: tuple[int, ...] 
 def teacher_labels(
     base: BaseModel, head: DraftHead, batch: DraftBatch, hidden: Tensor, count: int, temperature: float
 ) -> Labels:
-    """Return the target model's K most probable tokens at each target as soft labels `[B, A, U, K]`.
+    """Return the target model's K = `count` most probable tokens at each target as soft labels `[B, A, U, K]`.
 
-    With a draft vocabulary they are the most probable of its tokens, weighted given that one of these follows: a head
-    cannot predict that none does.
+    `hidden` `[B, L, d]` are the texts' last hidden states. With a draft vocabulary, only its tokens are ranked and
+    weighted: a head cannot predict that none of them follows.
 
     Some model families scale or soft-cap logits after the LM head. The labels leave this out, as the heads that borrow
     the LM head do: the order of the tokens is right, but the weights are sharper or flatter.
-
-    Args:
-        hidden: `[B, L, d]` last hidden states of the texts.
-        count: K. With 1 the label is the token that greedy decoding chooses.
     """
     # The state at a place gives the distribution of the next token: target u of an anchor comes from anchor + u - 1.
     depth = torch.arange(batch.targets.shape[2], device=hidden.device)
@@ -121,9 +111,9 @@ def teacher_labels(
 
 @dataclass
 class Walks:
-    """Sums over walks: decode steps by number of draft tokens, initially 0 of each, and new tokens."""
+    """Sums over walks."""
 
-    steps: dict[int, int]
+    steps: dict[int, int]  # decode steps by number of draft tokens, initially 0 of each
     tokens: int = 0
 
     @property
@@ -132,10 +122,7 @@ class Walks:
 
     @torch.no_grad()
     def add(self, head: DraftHead, base: BaseModel, batch: DraftBatch, tree: Tree = "exact") -> None:
-        """Count the walks through a batch of `walked_batches`.
-
-        The batch's hidden states, if any, begin with those that the head reads.
-        """
+        """Count the walks through a batch of `walked_batches`; its hidden states begin with those the head reads."""
         batch, counts = batch.to(base.device), list(self.steps)
         if batch.hidden is None:
             hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
@@ -161,10 +148,7 @@ def simulated_beta(
     node_counts: Sequence[int] = NODE_COUNTS,
     tree: Tree = "exact",
 ) -> dict[int, float]:
-    """Return β by number of draft tokens: new tokens per target forward over greedy walks through held-out `texts`.
-
-    Smaller trees are leading slices of the largest.
-    """
+    """Return β by number of draft tokens, from greedy walks; smaller trees are leading slices of the largest."""
     training = head.training
     head.eval()
     walks = Walks(dict.fromkeys(node_counts, 0))
@@ -175,7 +159,7 @@ def simulated_beta(
 
 
 def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_counts: Sequence[int]) -> Tensor:
-    """Return the acceptance length in each leading slice of each tree `[N, S]`, `[len(node_counts), N]`.
+    """Return the accepted depth in each leading slice of each tree `[N, S]`, `[len(node_counts), N]`.
 
     `targets` `[N, U]` are the tokens that the target model generates after the root, `lengths` `[N]` of them valid.
     """

@@ -26,10 +26,8 @@ from pipeline.io.listing import InputListing, input_fingerprints, list_input
 from pipeline.io.reading import read_file
 from pipeline.output.folder import OutputFolder, read_run, versions
 
-_ROWS = 512
-"""Rows that are tokenised together."""
-_NGRAMS = 1 << 22
-"""Different n-grams that are counted at once; they take a few hundred MiB."""
+_ROWS = 512  # rows that are tokenised together
+_NGRAMS = 1 << 22  # different n-grams that are counted at once; they take a few hundred MiB
 _LINE_SECONDS = 10.0
 
 Kind = Literal["text", "messages", "tokens"]
@@ -195,9 +193,7 @@ def _usual_column(listing: InputListing) -> tuple[str, Kind]:
 def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int, limit: int | None) -> Iterator[list[int] | None]:
     """Yield the token ids of each row's text, or None for a row without one.
 
-    Raises:
-        InputError: A file cannot be read or lacks the column, chats have no template, or token ids are not below
-            `vocab_size`.
+    Raises `InputError` if a file cannot be read or lacks the column, or chats have no template.
     """
     if corpus.kind == "messages" and tokenizer.chat_template is None:
         raise InputError("the model has no chat template: set reading.text_column to a column of texts")

@@ -147,7 +147,7 @@ class EngineActor(EngineProcess):
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
-        self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)
+        self._metrics, self._row_metrics = EngineMetrics(tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
         self._pulse = Pulse(BEAT_SECONDS, self._beat)
         self._beat()
@@ -196,9 +196,9 @@ class EngineActor(EngineProcess):
         self._tell("part", PartReport(rows, rows - len(generated), tokens, steps), part)
 
     def _beat(self) -> None:
-        self._metrics.publish()
-        seconds = time.monotonic() - self._begun
-        report = EngineReport(seconds, self._device, self._facts, self._lm.engine.state())
+        state = self._lm.engine.state()
+        self._metrics.show(state)
+        report = EngineReport(time.monotonic() - self._begun, self._device, self._facts, state)
         self._tell("engine", report, self._name)
 
     def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:

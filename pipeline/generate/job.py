@@ -40,7 +40,7 @@ from pipeline.output.lease import Lease
 from pipeline.output.part_files import PartsDatasink, compact
 from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
-from pipeline.progress.prometheus import JobMetrics
+from pipeline.progress.prometheus import job_metrics
 from pipeline.progress.watch import ProgressWatch, StatusFile, display
 from pipeline.stopping import Stopping
 
@@ -189,7 +189,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     base = job.engine_facts()["base_fingerprint"]
     ledger = start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
     board = start_beside_driver(StatusBoard)
-    viewers = [display(), status, JobMetrics(job.config.output)]
+    viewers = [display(), status, job_metrics(job.config.output)]
     learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look
     watch = ProgressWatch(board, _tally(job, work, unfinished), partial(_note_facts, job), viewers, look)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from safetensors import SafetensorError, safe_open
+from typing import Literal
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
@@ -19,10 +15,9 @@ from drafter.methods.learning.settings import SHIPPED_OR_NEW, LearnerSettings, S
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
 from pipeline.io.files import Location
-from pipeline.output.folder import HEAD_CONFIG, OutputFolder
+from pipeline.output.folder import HEAD_CONFIG, OutputFolder, check_head, fetch_head
 
 SHIPPED, NEW = "shipped", "new"
-_HEAD_WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -138,30 +133,13 @@ def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
     return Beginning(start, output.head if _is_whole(output.head) else None)
 
 
-def fetch_head(folder: Location, here: Path) -> None:
-    """Copy a head's folder to this machine; raise `OSError` if it cannot be read."""
-    for name in (HEAD_CONFIG, _HEAD_WEIGHTS):
-        (folder / name).copy_to(here / name)
-
-
-def put_head(here: Path, folder: Location) -> None:
-    """Copy a head's folder from this machine to the output, or raise `OSError`; each file appears complete."""
-    folder.make_folder()
-    for name in (_HEAD_WEIGHTS, HEAD_CONFIG):  # without a config.json there is no head yet
-        (folder / name).copy_from(here / name)
-
-
 def _is_whole(folder: Location) -> bool:
     """Return whether there is a readable head. A damaged one costs its training, not the job."""
     if not any(info.base_name == HEAD_CONFIG for info in folder.children()):
         return False
     try:
-        with tempfile.TemporaryDirectory() as name:
-            here = Path(name)
-            fetch_head(folder, here)
-            config: Any = json.loads((here / HEAD_CONFIG).read_text(encoding="utf-8"))
-            with safe_open(here / _HEAD_WEIGHTS, framework="numpy") as file:
-                return isinstance(config, dict) and bool(file.keys())
-    except (OSError, ValueError, SafetensorError) as error:
+        check_head(folder)
+    except (OSError, ValueError) as error:
         print(f"the head in {folder.path} is damaged, and learnt anew: {one_line(error)}", file=sys.stderr, flush=True)
         return False
+    return True

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -22,32 +22,19 @@ from pipeline.progress.watch import Pulse
 
 _PULSE_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
-_FIND_SECONDS = 3.0
-"""Time between searches for a missing learner, as each asks the cluster's head."""
-_BATCH_BYTES = 16 << 20
-"""Most bytes of rows in transit to the learner; more follow once they have arrived."""
-_SILENT_SECONDS = 60.0
-"""An engine silent for this long counts as ended."""
+_FIND_SECONDS = 3.0  # time between searches for a missing learner, as each asks the cluster's head
+_BATCH_BYTES = 16 << 20  # most bytes of rows in transit to the learner; more follow once they have arrived
+_SILENT_SECONDS = 60.0  # an engine silent for this long counts as ended
 
 
 @dataclass(frozen=True)
 class EngineBeat:
-    """An engine's tokens, decode steps × rows in each, and seconds with something to decode, since its start."""
+    """Progress of an engine since its start, or of all engines in an interval."""
 
-    tokens: int
-    row_steps: int
+    tokens: int = 0
+    row_steps: int = 0  # decode steps × rows in each
     choices: tuple[BatchChoice, ...] = ()
-    busy: float = 0.0
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Progress of all engines in an interval; see `EngineBeat`. `busy` is the mean over engines."""
-
-    tokens: int
-    row_steps: int
-    choices: tuple[tuple[BatchChoice, ...], ...] = ()
-    busy: float = 0.0
+    busy: float = 0.0  # seconds with something to decode; of several engines, their mean
 
 
 @dataclass(frozen=True)
@@ -64,8 +51,7 @@ class EngineBeats:
 
     def __init__(self) -> None:
         self._heard: dict[str, tuple[EngineBeat, float]] = {}
-        self._tokens = self._row_steps = 0
-        self._busy = 0.0
+        self._sum = EngineBeat()
 
     def enter(self, engine: str, beat: EngineBeat, now: float) -> None:
         """Record an engine's progress.
@@ -73,18 +59,19 @@ class EngineBeats:
         Its progress before its first beat is left out, because a restarted learner hears of engines' whole lives.
         """
         before, _ = self._heard.get(engine, (beat, now))
-        self._tokens += beat.tokens - before.tokens
-        self._row_steps += beat.row_steps - before.row_steps
-        self._busy += beat.busy - before.busy
+        self._sum = EngineBeat(
+            tokens=self._sum.tokens + beat.tokens - before.tokens,
+            row_steps=self._sum.row_steps + beat.row_steps - before.row_steps,
+            busy=self._sum.busy + beat.busy - before.busy,
+        )
         self._heard[engine] = beat, now
 
-    def take(self, now: float) -> Decoded:
+    def take(self, now: float) -> EngineBeat:
         """End an interval: return its sums, and forget silent engines."""
         self._heard = {name: heard for name, heard in self._heard.items() if now - heard[1] <= _SILENT_SECONDS}
-        choices = tuple(beat.choices for beat, _ in self._heard.values() if beat.choices)
-        done = Decoded(self._tokens, self._row_steps, choices, self._busy / max(len(self._heard), 1))
-        self._tokens = self._row_steps = 0
-        self._busy = 0.0
+        choices = tuple(choice for beat, _ in self._heard.values() for choice in beat.choices)
+        done = replace(self._sum, choices=choices, busy=self._sum.busy / max(len(self._heard), 1))
+        self._sum = EngineBeat()
         return done
 
 

@@ -19,8 +19,7 @@ from pipeline.progress.board import LearningReport, Progress
 
 _MOST_RESTARTS = 10
 _LAST_WORD_SECONDS = 30.0
-_MEASURED_SECONDS = 9.0
-"""Shortest measurement of the row rate that predicts the job's duration."""
+_MEASURED_SECONDS = 9.0  # shortest measurement of the row rate that predicts the job's duration
 
 
 def find_learner(name: str) -> Any | None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.metrics import Counter, Gauge
 from safetensors import SafetensorError
 
 from drafter.errors import LoadError, one_line
@@ -31,16 +30,16 @@ from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, L
 from drafter.methods.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
 from drafter.methods.learning.rows import RowSample
 from drafter.target.loading import load_base
-from pipeline.learning.config import LearnerSpec, put_head
+from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import Answer, EngineBeat, EngineBeats
-from pipeline.learning.record import COUNTERS, GAUGES, counter_values, gauge_values, read_record
+from pipeline.learning.record import read_record
+from pipeline.output.folder import put_head
 from pipeline.progress.board import LearnerState, LearningReport
-from pipeline.progress.prometheus import begin
+from pipeline.progress.prometheus import learner_metrics
 
 _SLICE_SECONDS = 0.5  # of training between two looks for new rows
 _INTERVAL_SECONDS = 3.0  # between two decisions to train or to rest
-_BUSY = 0.8
-"""Minimum share of an interval with decoding for it to count as a measurement of speed."""
+_BUSY = 0.8  # minimum share of an interval with decoding for it to count as a measurement of speed
 _SAVE_SECONDS = 30.0  # between writes of the record, which is also written with each version
 _FETCH_SECONDS = 5.0
 _JOIN_SECONDS = 0.2
@@ -134,7 +133,7 @@ class LearnerActor:
         with self._lock:
             self._beats.take(begun)  # decoding during loading belongs to no interval
         self._tell(progress)
-        metrics = LearnerMetrics(self._spec.run, self._report)
+        metrics = learner_metrics(self._spec.run, self._report)
         worked = False
         while not self._closing.is_set():
             self._take_rows(learner)
@@ -149,7 +148,7 @@ class LearnerActor:
                 self._end_interval(now - begun, worked, drafts)
                 begun, worked = now, False
             self._tell(progress)
-            metrics.publish(self._report)
+            metrics.show(self._report)
             if now - saved >= _SAVE_SECONDS:
                 self._save_record()
                 saved = now
@@ -175,7 +174,6 @@ class LearnerActor:
         return Learner(base, start, spec.config.training), drafts
 
     def _take_rows(self, learner: Learner) -> None:
-        """Pass new rows to the learner. Rows of an engine that has died are lost."""
         with self._lock:
             batches = list(self._batches)
             self._batches.clear()
@@ -195,7 +193,6 @@ class LearnerActor:
             self._announce(progress.version)
 
     def _announce(self, version: HeadVersion) -> None:
-        """Publish a version to engines; its weights enter the object store once."""
         weights = (ray.put(version.weights),)
         with self._lock:
             self._answer = replace(self._answer, number=version.number, weights=weights)
@@ -208,17 +205,15 @@ class LearnerActor:
         if not record.versions:
             gain = 1.0
         elif drafts:
-            shares = [chosen_share(one, LEARNT_MEMBERS) for one in done.choices or [()]]
-            gain = 1.0 + (record.gain - 1.0) * sum(shares) / len(shares)
+            gain = 1.0 + (record.gain - 1.0) * chosen_share(done.choices, LEARNT_MEMBERS)
         elif done.choices:
-            gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
+            gain = gain_by_choice(done.choices, LEARNT_MEMBERS)
         else:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
         if left == math.inf:  # an endpoint's load varies, with or without a learner
             seconds = min(done.busy, seconds)
         full = done.busy >= _BUSY * seconds
-        leads = [lead for one in done.choices if (lead := lead_by_choice(one, LEARNT_MEMBERS)) is not None]
-        lead = sum(leads) / len(leads) if leads else None
+        lead = lead_by_choice(done.choices, LEARNT_MEMBERS)
         record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain, lead, full), time.time())
         if left is not None:
             record.decide(left, must_pay=self._spec.config.must_pay)
@@ -254,24 +249,3 @@ class LearnerActor:
 
 _TOLD = ("steps", "seconds", "loss", "rows", "held_out", "nbytes", "discarded")
 """Fields that a report copies from the learner's progress."""
-
-
-class LearnerMetrics:
-    """Exports a learner's state. Earlier processes have exported the counts of the initial report `begun`."""
-
-    def __init__(self, run: str, begun: LearningReport) -> None:
-        self._tags = {"run": run}
-        self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in GAUGES.items()}
-        self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in COUNTERS.items()}
-        self._published = counter_values(begun)
-        for counter in self._counters.values():
-            begin(counter, self._tags)
-
-    def publish(self, now: LearningReport) -> None:
-        """Export the present state, and counts since the last call."""
-        for name, value in gauge_values(now).items():
-            self._gauges[name].set(value, self._tags)  # None is not set
-        for name, value in counter_values(now).items():
-            if (new := value - self._published[name]) > 0:
-                self._counters[name].inc(new, self._tags)
-                self._published[name] = value

@@ -1,4 +1,4 @@
-"""A learner's record, `learning.json` in the output: measurements, and decisions on when to train; and its metrics."""
+"""A learner's record, `learning.json` in the output: measurements, and decisions on when to train."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
 from drafter.errors import one_line
 from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
 from pipeline.output.folder import OutputFolder
-from pipeline.progress.board import LearnerState, LearningReport
+from pipeline.progress.board import LearnerState, LearningReport, Moment, together
 
 if TYPE_CHECKING:
     from drafter.methods.learning.learner import HeadVersion
 
-_MOST_MOMENTS = 480
-"""Most moments kept; beyond, adjacent pairs are merged."""
-_SUMS = ("seconds", "tokens", "row_steps", "learned")
-_MOST_FOUND = 1000
-"""Most measurements and versions kept, the newest of each: a job may run for weeks."""
+_MOST_MOMENTS = 480  # most moments kept; beyond, adjacent pairs are merged
+_MOST_FOUND = 1000  # most measurements and versions kept, the newest of each: a job may run for weeks
 
 
 @dataclass(frozen=True)
@@ -32,22 +27,6 @@ class Published:
     number: int
     beta: float
     beta_before: float
-
-
-@dataclass(frozen=True)
-class Moment:
-    """An interval of decoding that ended `at`, in seconds since 1970; see `Interval`."""
-
-    at: float
-    seconds: float
-    tokens: int
-    row_steps: int
-    learned: float
-    version: int | None
-
-    def with_next(self, later: Moment) -> Moment:
-        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
-        return replace(later, **sums)
 
 
 @dataclass
@@ -137,50 +116,3 @@ def read_record(output: OutputFolder) -> LearningRecord:
     except (OSError, ValueError, TypeError, KeyError) as error:
         print(f"the learner's record is begun anew: {one_line(error)}", file=sys.stderr, flush=True)
         return LearningRecord()
-
-
-def together(moments: list[Moment], most: int) -> list[Moment]:
-    """Merge adjacent pairs until there are at most `most` moments."""
-    while len(moments) > most:
-        pairs = zip(moments[::2], moments[1::2], strict=False)
-        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
-    return moments
-
-
-# Metrics for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
-
-GAUGES = {
-    "version": "Number of the newest version of the head that learns.",
-    "beta": "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
-    "published_beta": "Tokens per forward of the target model on held-out rows, with the newest version.",
-    "loss": "Loss of the learner's newest step, in nats.",
-    "rows": "Rows that the learner can learn from.",
-    "bytes": "Bytes of the rows that the learner has.",
-    "active": "1 while the learner works, 0 while it rests.",
-    "taken_seconds": "Seconds by which learning has made decoding longer.",
-    "saved_seconds": "Seconds by which what was learnt has made decoding shorter.",
-}
-COUNTERS = {
-    "steps": "Optimiser steps of the learner.",
-    "seconds": "Seconds that the learner has worked.",
-    "discarded": "Versions given up because their loss was not finite.",
-    "dropped": "Batches of rows that the learner did not get to.",
-}
-
-
-def learner_families(now: LearningReport) -> list[Metric]:
-    """Return a learner's metrics for a page that does not come from Ray; unknown values have no sample."""
-    gauges, counters = gauge_values(now), counter_values(now)
-    return [
-        *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in GAUGES.items()),
-        *(CounterMetricFamily(f"drafter_learner_{name}", what, counters[name]) for name, what in COUNTERS.items()),
-    ]
-
-
-def gauge_values(now: LearningReport) -> dict[str, float | None]:
-    found = asdict(now) | {"bytes": now.nbytes, "active": float(now.state == "learning")}
-    return {name: found[name] for name in GAUGES}
-
-
-def counter_values(now: LearningReport) -> dict[str, float]:
-    return {name: getattr(now, name) for name in COUNTERS}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Protocol
 
 from pyarrow import fs
+from safetensors import SafetensorError, safe_open
 
 from drafter.errors import one_line
 from drafter.source_commit import source_commit
@@ -236,3 +239,47 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         elif old != new:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")
+
+
+def read_status(file: Location) -> dict[str, Any]:
+    """Return `status.json`; empty where it is missing or damaged."""
+    if not file.exists:
+        return {}
+    try:
+        found = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# Folders of draft heads.
+
+_HEAD_WEIGHTS = "model.safetensors"
+
+
+def fetch_head(folder: Location, here: Path) -> None:
+    """Copy a draft head's folder to this machine, or raise `OSError`."""
+    for name in (HEAD_CONFIG, _HEAD_WEIGHTS):
+        (folder / name).copy_to(here / name)
+
+
+def put_head(here: Path, folder: Location) -> None:
+    """Copy a draft head's folder from this machine, or raise `OSError`; each file appears complete."""
+    folder.make_folder()
+    for name in (_HEAD_WEIGHTS, HEAD_CONFIG):  # without a configuration there is no head yet
+        (folder / name).copy_from(here / name)
+
+
+def check_head(folder: Location) -> None:
+    """Raise `OSError` if a draft head's files cannot be read or are missing, and `ValueError` if they are damaged."""
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        fetch_head(folder, here)
+        config = json.loads((here / HEAD_CONFIG).read_text(encoding="utf-8"))
+        try:
+            with safe_open(here / _HEAD_WEIGHTS, framework="numpy") as weights:
+                whole = isinstance(config, dict) and bool(weights.keys())
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+    if not whole:
+        raise ValueError("it is not what a job wrote")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset
 from tqdm import tqdm
 
@@ -25,14 +28,8 @@ from drafter.statistics import (
 from pipeline.io.files import Location
 from pipeline.output.folder import OutputFolder
 
-_COUNTS = (
-    "num_output_tokens",
-    "num_decode_steps",
-    "num_spec_steps",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "acceptance_histogram",
-)
+COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+"""Columns of a row's counts; `acceptance_histogram` comes with them."""
 _BAR = 40
 _LONG = 100.0  # seconds from which tenths are not shown
 _ALIKE = 0.995  # relative speed from which a member counts as equally fast
@@ -46,18 +43,31 @@ class OutputTotals:
 
 
 def read_totals(output: OutputFolder) -> OutputTotals:
-    batches = _dataset(output.data).to_batches(columns=list(_COUNTS))
-    counts = total(DecodeCounts(**row) for batch in batches for row in batch.to_pylist())
+    batches = parquet_dataset(output.data).to_batches(columns=[*COUNTS, "acceptance_histogram"])
+    counts = total(counts_of(pa.Table.from_batches([batch])) for batch in batches)
     return OutputTotals(*count_rows(output), counts)
 
 
 def count_rows(output: OutputFolder) -> tuple[int, int]:
     """Return the numbers of finished rows and of errors."""
-    return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
+    return parquet_dataset(output.data).count_rows(), parquet_dataset(output.errors).count_rows()
 
 
-def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
+def parquet_dataset(folder: Location) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
+
+
+def counts_of(table: pa.Table) -> DecodeCounts:
+    """Sum the counts of a table of rows, whose histograms have different lengths."""
+    sums: dict[str, Any] = {name: pc.sum(table[name]).as_py() or 0 for name in COUNTS}
+    counts = DecodeCounts(**sums)
+    lists = table["acceptance_histogram"].combine_chunks()
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.arange(len(starts)) - starts
+    weights = pc.list_flatten(lists).to_numpy(zero_copy_only=False)
+    counts.acceptance_histogram = np.bincount(places, weights).astype(int).tolist()
+    return counts
 
 
 def summarise(

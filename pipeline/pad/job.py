@@ -23,10 +23,8 @@ from pipeline.report.scorers import make_scorer, scorer_file
 def pivots(config: PivotsConfig, command: str) -> None:
     """Run a job to its end; `command` is kept for the record.
 
-    Raises:
-        InputError: The configuration, the input, the models or the output cannot be used.
-        JobError: The job failed on the way.
-        JobStopped: The job was told to stop.
+    Raises `InputError` for a mistake in the configuration or the input, `JobError` if the job failed on the way, and
+    `JobStopped` if it was told to stop.
     """
     scorer, folder = make_scorer(config.scorer, config.target), PivotsFolder(Path(config.output).expanduser())
     meaning = job_meaning(config)
@@ -58,11 +56,7 @@ def pivots(config: PivotsConfig, command: str) -> None:
 
 
 def job_meaning(config: PivotsConfig) -> dict[str, Any]:
-    """Return all that decides the labels.
-
-    Raises:
-        InputError: The input or a model is not there.
-    """
+    """Return all that decides the labels; raise `InputError` if the input or a model is not there."""
     file, reading, answers = scorer_file(config.scorer), config.reading, config.answers("answers").as_dict()
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     return {

@@ -1,7 +1,4 @@
-"""Rejected draft tokens: found by decoding answers once more, continued with and without each, labelled by the scores.
-
-Tokens and labels are stored as Parquet.
-"""
+"""Rejected draft tokens: found by decoding answers once more, continued with and without each, labelled by scores."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +25,25 @@ from drafter.evaluation.decoders import decode_all
 from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, published_layer
 from drafter.methods.pad.training import RecordingVerifier, Rejection, is_pivot
 from drafter.requests import SamplingParams, hashed_seed
-from drafter.target.loading import load_base
-from drafter.text.tokenizers import cut_at_stop, load_tokenizer
+from drafter.text.tokenizers import cut_at_stop
 from pipeline.errors import InputError
+from pipeline.evaluation.measuring import load_models
 from pipeline.io.files import locate
 from pipeline.report.audit import RepeatedRow
 from pipeline.report.scorers import Scorer, scores_of
 
 _BASE = b"base"
 _ROWS_AT_ONCE = 256
-_LABEL_TYPES = {
-    "utility_with": pa.float64(),
-    "utility_without": pa.float64(),
-    "rollouts_with": pa.int64(),
-    "rollouts_without": pa.int64(),
-    "pivot": pa.bool_(),
-}
+_LABEL_TYPE = pa.schema(
+    {
+        "utility_with": pa.float64(),  # mean utility of answers with the rejected token
+        "utility_without": pa.float64(),
+        "rollouts_with": pa.int64(),
+        "rollouts_without": pa.int64(),
+        "pivot": pa.bool_(),
+        "held_out": pa.bool_(),
+    }
+)
 _TOKEN = {"with": "rejected", "without": "chosen"}
 _SEEDS = 2**31
 _OF_A_REQUEST = frozenset({"max_new_tokens", "temperature", "seed", "logprobs"})
@@ -77,16 +77,9 @@ def rejected_tokens(
 ) -> Iterator[BaseOfClassifier | tuple[int, pa.Table]]:
     """Decode rows once more; yield the target model, then for each batch the rows done and its rejected tokens.
 
-    Args:
-        rows: Rows with the answers of exact decoding.
-        most: Most rejected tokens of a row.
-
-    Raises:
-        LoadError: A model cannot be loaded.
+    Of each row at most `most` are drawn. Raises `LoadError` if a model cannot be loaded.
     """
-    torch.set_num_threads(threads)
-    base = load_base(model, **loading)
-    tokenizer = load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
+    base, tokenizer = load_models(model, loading, threads)
     layer = published_layer(base.num_layers)
     yield BaseOfClassifier(base.name, base.fingerprint, layer)
     config = EngineConfig(**engine, max_queue=_ROWS_AT_ONCE)
@@ -105,10 +98,9 @@ def rejected_tokens(
 def tokens_of(
     rows: Sequence[RepeatedRow], noted: Sequence[Rejection], ends: frozenset[int], most: int
 ) -> Iterator[dict[str, Any]]:
-    """Assign rejections to rows, and draw at most `most` of each row.
+    """Assign rejections to rows, and draw at most `most` of each row by its name and their positions.
 
-    A rejection is a row's if its text continues as the row does, with the target model's choice after it; others are
-    ignored. The draw depends on names and positions, so it is the same each time.
+    A rejection is a row's if its text continues as the row does, with the target model's choice after it.
     """
     by_prompt: dict[tuple[int, ...], list[RepeatedRow]] = defaultdict(list)
     for row in rows:
@@ -149,8 +141,7 @@ def _as_row(row: RepeatedRow, one: Rejection, place: int, ends: frozenset[int]) 
 def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> None:
     """Refuse rows whose continuations would be made by other settings than their answers.
 
-    Continuations are requests of one job, and an OpenAI body cannot express all settings of a row: it has no
-    `ignore_eos`, and fewer stop strings.
+    Continuations are requests of one job, and an OpenAI body cannot express all settings of a row.
     """
     common = asdict(job.over())
     for row in rows:
@@ -185,21 +176,6 @@ def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature:
             yield json.dumps(line) + "\n"
 
 
-@dataclass(frozen=True)
-class Label:
-    """Mean utility of answers with a rejected token and without it; `number` is the token's index in its file."""
-
-    number: int
-    utility_with: float
-    utility_without: float
-    rollouts_with: int
-    rollouts_without: int
-
-    @property
-    def pivot(self) -> bool:
-        return is_pivot(self.utility_with, self.utility_without)
-
-
 def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], list[NDArray[np.int32]]]:
     """Return all answers to `requests_of` by token and side. They are arrays, because all are in memory at once."""
     found: dict[tuple[int, str], list[NDArray[np.int32]]] = defaultdict(list)
@@ -216,16 +192,11 @@ def labels_of(
     scorer: Scorer,
     decode: Callable[[list[int]], str],
     stop: Sequence[str],
-) -> Iterator[Label]:
-    """Yield a label for each token that has answers on both sides.
+) -> Iterator[dict[str, Any]]:
+    """Yield a label, with the token's index as `number`, for each token that has answers on both sides.
 
-    Args:
-        tokens: Rows of `REJECTION_TYPE`; `prefix`, `left` and `hidden` are not read.
-        continuations: See `continuations_by_side`.
-        answers: Rows of exact decoding, by name.
-
-    Raises:
-        InputError: The scorer cannot score an answer, or gives a negative score.
+    `answers` are rows of exact decoding, by name. Raises `InputError` if the scorer cannot score an answer, or gives a
+    negative score.
     """
     for number, token in enumerate(tokens):
         answer = answers[token["request_id"]]
@@ -242,8 +213,9 @@ def labels_of(
                     "shares of what answers are worth, which mean nothing below 0: return numbers of at least 0"
                 )
         if all(scores.values()):
-            means = [sum(some) / len(some) for some in scores.values()]
-            yield Label(number, means[0], means[1], *(len(some) for some in scores.values()))
+            means = {f"utility_{side}": sum(some) / len(some) for side, some in scores.items()}
+            counts = {f"rollouts_{side}": len(some) for side, some in scores.items()}
+            yield {"number": number, **means, **counts, "pivot": is_pivot(*means.values())}
 
 
 def write_table(table: pa.Table, file: Path, base: BaseOfClassifier) -> None:
@@ -267,13 +239,13 @@ def is_held_out(name: str, share: float) -> bool:
     return zlib.crc32(f"held out {name}".encode()) < share * 2**32
 
 
-def labelled(tokens: pa.Table, labels: Sequence[Label], held_out: float) -> pa.Table:
+def labelled(tokens: pa.Table, labels: Sequence[Mapping[str, Any]], held_out: float) -> pa.Table:
     """Join tokens, rows of `REJECTION_TYPE` without their long prefixes, with the labels of some of them."""
-    table = tokens.take([label.number for label in labels]).drop_columns(["prefix", "left"])
-    names = table["request_id"].to_pylist()
-    for name, kind in _LABEL_TYPES.items():
-        table = table.append_column(name, pa.array([getattr(label, name) for label in labels], kind))
-    return table.append_column("held_out", pa.array([is_held_out(name, held_out) for name in names], pa.bool_()))
+    table = tokens.take([label["number"] for label in labels]).drop_columns(["prefix", "left"])
+    sides = [is_held_out(name, held_out) for name in table["request_id"].to_pylist()]
+    rows = [{**label, "held_out": side} for label, side in zip(labels, sides, strict=True)]
+    found = pa.Table.from_pylist(rows, _LABEL_TYPE)
+    return pa.table({name: part[name] for part in (table, found) for name in part.column_names})
 
 
 def features_of(labels: pa.Table) -> tuple[PivotFeatures, Tensor]:

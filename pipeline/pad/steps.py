@@ -65,11 +65,7 @@ class PivotSteps:
         self._model = model_name(config.model)
 
     def find_tokens(self) -> None:
-        """Decode the answers once more, and keep rejected tokens.
-
-        Raises `InputError` if the models cannot be loaded, a row has sampling settings of its own, no prompt is held
-        out or nothing was rejected; `JobError` if the task failed.
-        """
+        """Decode the answers once more, and keep rejected tokens; raise `InputError` if there is nothing to label."""
         config, rows = self._config, self._answered()
         refuse_own_settings(rows, with_model_defaults(config.answers(config.output), drawn=False).sampling)
         resources = self._resources()
@@ -121,7 +117,7 @@ class PivotSteps:
         labels = list(labels_of(asked, sides, self._answers(), self._scorer, decode, stop))
         table = labelled(tokens, labels, self._config.held_out)
         write_table(table, self._folder.labels, base)
-        kinds = {label.pivot for label, out in zip(labels, table["held_out"].to_pylist(), strict=True) if not out}
+        kinds = set(table.filter(pa.compute.invert(table["held_out"]))["pivot"].to_pylist())
         if len(kinds) < 2:
             what = {frozenset({False}): "none is a pivot", frozenset({True}): "all are pivots"}
             raise InputError(
@@ -134,8 +130,8 @@ class PivotSteps:
     def learn(self, labels: pa.Table, base: BaseOfClassifier, command: str) -> tuple[str, list[Path]]:
         """Train and save the classifier, measure it on held-out prompts, and write the results.
 
-        Returns the results as text, and the plots' paths; `labels` come from `labelled`. Raises `InputError` if the
-        models cannot be loaded, and `JobError` if the measurement failed.
+        Returns the results as text, and the plots' paths. Raises `InputError` if the models cannot be loaded, and
+        `JobError` if the measurement failed.
         """
         out = labels["held_out"]
         features, kinds = features_of(labels.filter(pa.compute.invert(out)))
@@ -176,7 +172,6 @@ class PivotSteps:
         return f"{told}\n{utility_table(curve)}\n", [self._folder.path / name for name in plots]
 
     def _curve(self, command: str) -> tuple[dict[str, Any], list[VerifierFigures]]:
-        """Decode held-out prompts exactly and under `pad`; return the environment and the figures."""
         config, resources = self._config, self._resources()
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
         requests, answers = [row.request for row in held_out], self._answers()

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,23 +19,17 @@ from drafter.statistics import (
     per_second,
 )
 
-BEAT_SECONDS = 2.0
-"""Seconds between an engine's reports."""
+BEAT_SECONDS = 2.0  # seconds between an engine's reports
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """Progress of a part.
+    """Progress of a part."""
 
-    Args:
-        rows: Rows done, errors included.
-        steps: Decode steps that finished rows took part in.
-    """
-
-    rows: int = 0
+    rows: int = 0  # done, errors included
     errors: int = 0
     tokens: int = 0
-    steps: int = 0
+    steps: int = 0  # decode steps that finished rows took part in
 
     def plus(self, other: PartReport, sign: int = 1) -> PartReport:
         return PartReport(**{name: value + sign * getattr(other, name) for name, value in vars(self).items()})
@@ -62,40 +56,60 @@ class EngineReport:
 
 
 LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
+"""`measuring`: it pauses to measure the engines' speed without it; `ended`: by an error or too many restarts."""
 
 
 @dataclass(frozen=True)
 class LearningReport:
-    """The state of a job's learner.
-
-    Args:
-        state: `measuring` while it pauses so that engines' speed without it can be measured; `ended` after an error or
-            too many ends of its process.
-        version: Number of the head's newest version; None before the first.
-        beta: β of the current weights on held-out rows.
-        published_beta: β of the newest version on the same rows.
-        seconds: Time worked.
-        loss: Loss of the newest step, in nats; None before the first.
-        taken_seconds: Time that learning has cost the job.
-        saved_seconds: Time that the learned head has saved the job.
-    """
+    """The state of a job's learner."""
 
     state: LearnerState = "starting"
     reason: str = "it begins"
-    version: int | None = None
-    beta: float | None = None
-    published_beta: float | None = None
+    version: int | None = None  # number of the head's newest version; None before the first
+    beta: float | None = None  # of the current weights on held-out rows
+    published_beta: float | None = None  # of the newest version on the same rows
     versions: int = 0
     discarded: int = 0
     steps: int = 0
-    seconds: float = 0.0
-    loss: float | None = None
+    seconds: float = 0.0  # of work
+    loss: float | None = None  # of the newest step, in nats; None before the first
     rows: int = 0
     held_out: int = 0
     nbytes: int = 0
     dropped: int = 0
-    taken_seconds: float = 0.0
-    saved_seconds: float = 0.0
+    taken_seconds: float = 0.0  # that learning has cost the job
+    saved_seconds: float = 0.0  # that the learned head has saved the job
+
+    @property
+    def active(self) -> bool:
+        return self.state == "learning"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An interval of decoding beside a learner, which worked for `learned` seconds of it; a row of `learning.json`."""
+
+    at: float  # its end, in seconds since 1970
+    seconds: float
+    tokens: int
+    row_steps: int
+    learned: float
+    version: int | None
+
+    def with_next(self, later: Moment) -> Moment:
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _MOMENT_SUMS}
+        return replace(later, **sums)
+
+
+_MOMENT_SUMS = ("seconds", "tokens", "row_steps", "learned")
+
+
+def together(moments: list[Moment], most: int) -> list[Moment]:
+    """Merge adjacent pairs until there are at most `most` moments."""
+    while len(moments) > most:
+        pairs = zip(moments[::2], moments[1::2], strict=False)
+        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
+    return moments
 
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
@@ -103,27 +117,18 @@ State = Literal["starting", "generating", "finished", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the job.
-
-    Args:
-        before: Rows that earlier submissions finished, errors included.
-        rows: Rows that this submission has done, errors included.
-        seconds: Time from the first engine's first report to the last row.
-        recent_row_rate: Rows per second over the last ten minutes.
-        engine_seconds: Lifetimes of all engines, ended ones included.
-        failure: Why an engine could not load its models, or why the job ended.
-    """
+    """Progress of the job."""
 
     state: State = "starting"
     total: int | None = None
-    before: int = 0
+    before: int = 0  # rows that earlier submissions finished, errors included
     errors_before: int = 0
-    rows: int = 0
+    rows: int = 0  # that this submission has done, errors included
     errors: int = 0
     tokens: int = 0
     steps: int = 0
-    seconds: float = 0.0
-    recent_row_rate: float = 0.0
+    seconds: float = 0.0  # from the first engine's first report to the last row
+    recent_row_rate: float = 0.0  # rows per second over the last ten minutes
     engines: int = 0
     slots: int = 0
     active: int = 0
@@ -131,10 +136,10 @@ class Progress:
     memory_tokens: int = 0
     memory_bytes: int = 0
     choices: tuple[BatchChoice, ...] = ()
-    engine_seconds: float = 0.0
+    engine_seconds: float = 0.0  # lifetimes of all engines, ended ones included
     device: str | None = None
     facts: EngineFacts | None = None
-    failure: str | None = None
+    failure: str | None = None  # why an engine could not load its models, or why the job ended
     crash: str | None = None
     stage: str = "starting"
     learning: LearningReport | None = None
@@ -142,6 +147,10 @@ class Progress:
     @property
     def done(self) -> int:
         return self.before + self.rows
+
+    @property
+    def failed(self) -> int:
+        return self.errors_before + self.errors
 
     @property
     def tokens_per_second(self) -> float:
@@ -171,20 +180,13 @@ Kind = Literal["engine", "part", "stage", "failure", "crash", "line", "refusal"]
 
 @dataclass(frozen=True)
 class Mail:
-    """Reports to a board since the driver last asked, by kind and sender.
+    """Reports to a board since the driver last asked, by kind and sender."""
 
-    Args:
-        life: Name of the board's process. A new process knows none of the old one's reports.
-        number: Number of the newest report.
-        first: Time of each kind's first report, in seconds since 1970.
-        last: The same of its newest report.
-    """
-
-    life: str = ""
-    number: int = 0
+    life: str = ""  # the board's process: a new one knows none of the old one's reports
+    number: int = 0  # of the newest report
     reports: dict[tuple[Kind, str], Any] = field(default_factory=dict)
-    first: dict[Kind, float] = field(default_factory=dict)
-    last: dict[Kind, float] = field(default_factory=dict)
+    first: dict[Kind, float] = field(default_factory=dict)  # time of the first report, in seconds since 1970
+    last: dict[Kind, float] = field(default_factory=dict)  # of the newest
 
 
 class StatusBoard:
@@ -211,10 +213,8 @@ class StatusBoard:
         return Mail(self._life, self._number, reports, self._first, self._last)
 
 
-_SILENT_SECONDS = 20.0
-"""An engine silent for this long counts as ended."""
-_WINDOW_SECONDS = 600.0
-"""Window of the row rate behind the ETA."""
+_SILENT_SECONDS = 20.0  # an engine silent for this long counts as ended
+_WINDOW_SECONDS = 600.0  # window of the row rate behind the ETA
 _SAMPLE_SECONDS = 1.0
 _SUMMED = ("slots", "active", "waiting", "memory_tokens", "memory_bytes")
 
@@ -223,14 +223,11 @@ _SUMMED = ("slots", "active", "waiting", "memory_tokens", "memory_bytes")
 class Tally:
     """Adds up the board's reports. Reports lost with a board are never counted twice, only missed.
 
-    Args:
-        before: Rows that earlier submissions finished, errors included.
-        kept: Those of them in unfinished parts. Engines report them again with their parts.
-        mail: The newest mail.
+    `kept` are rows of earlier submissions in unfinished parts: engines report them again with their parts.
     """
 
     total: int
-    before: int
+    before: int  # rows that earlier submissions finished, errors included
     errors_before: int
     kept: InitVar[Mapping[str, PartReport]] = field(default=MappingProxyType({}))
     mail: Mail = field(default_factory=Mail)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of engines, rows and jobs, through `ray.util.metrics`, which exports them on every node.
+"""Prometheus metrics of engines, rows, jobs and learners, through `ray.util.metrics`, which exports them on every node.
 
 Ray puts `ray_` before the names and `_total` after those of counters, and adds labels of its own (`WorkerId` tells
 engines apart). Acceptance rate and acceptance length are not exported: as ratios of counters in PromQL they are right
@@ -7,19 +7,22 @@ for any time and any set of engines. `docs/metrics.md` lists all names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from drafter.requests import FinishReason
 from drafter.statistics import EngineState
 from pipeline.errors import ProblemType
-from pipeline.progress.board import Progress
+from pipeline.progress.board import LearningReport
 
 TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, the model and the drafter."""
-_COUNTERS = {
+
+Fields = dict[str, tuple[str, str]]  # attribute of the exported state, and description in ASCII, by the metric's name
+_ENGINE_COUNTERS: Fields = {
     "steps": ("steps", "Decode steps of the engine: forwards of the target model over all active sequences."),
     "busy_seconds": ("busy_seconds", "Seconds in which the engine had something to decode."),
     "tokens": ("output_tokens", "New tokens."),
@@ -27,54 +30,106 @@ _COUNTERS = {
     "draft_tokens": ("draft_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens that became output."),
 }
-"""Field of `EngineState` and description by name."""
-_GAUGES = {
+_ENGINE_GAUGES: Fields = {
     "slots": ("slots", "Sequences that can be decoded together."),
     "slots_active": ("active", "Sequences being decoded."),
     "requests_waiting": ("waiting", "Requests that wait for a slot."),
     "memory_tokens": ("memory_tokens", "Tokens of texts that the drafter remembers."),
     "memory_bytes": ("memory_bytes", "Bytes that its memory of them takes."),
 }
-_JOB_GAUGES = {
-    "rows": "Rows of the input.",
-    "rows_done": "Rows done by all submissions, errors included.",
-    "rows_failed": "Rows that could not be generated, in all submissions.",
-    "engines": "Engines at work.",
-    "eta_seconds": "Seconds until the job is done, at the rate of the last ten minutes.",
+_JOB_GAUGES: Fields = {
+    "rows": ("total", "Rows of the input."),
+    "rows_done": ("done", "Rows done by all submissions, errors included."),
+    "rows_failed": ("failed", "Rows that could not be generated, in all submissions."),
+    "engines": ("engines", "Engines at work."),
+    "eta_seconds": ("eta_seconds", "Seconds until the job is done, at the rate of the last ten minutes."),
+}
+_LEARNER_GAUGES: Fields = {
+    "version": ("version", "Number of the newest version of the head that learns."),
+    "beta": (
+        "beta",
+        "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
+    ),
+    "published_beta": (
+        "published_beta",
+        "Tokens per forward of the target model on held-out rows, with the newest version.",
+    ),
+    "loss": ("loss", "Loss of the learner's newest step, in nats."),
+    "rows": ("rows", "Rows that the learner can learn from."),
+    "bytes": ("nbytes", "Bytes of the rows that the learner has."),
+    "active": ("active", "1 while the learner works, 0 while it rests."),
+    "taken_seconds": ("taken_seconds", "Seconds by which learning has made decoding longer."),
+    "saved_seconds": ("saved_seconds", "Seconds by which what was learnt has made decoding shorter."),
+}
+_LEARNER_COUNTERS: Fields = {
+    "steps": ("steps", "Optimiser steps of the learner."),
+    "seconds": ("seconds", "Seconds that the learner has worked."),
+    "discarded": ("discarded", "Versions given up because their loss was not finite."),
+    "dropped": ("dropped", "Batches of rows that the learner did not get to."),
 }
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
-class EngineMetrics:
-    """Exports an engine's counters and state."""
+class StateMetrics:
+    """Exports attributes of a state as gauges and counters. Earlier processes have exported the counts of `begun`."""
 
-    def __init__(self, state: Callable[[], EngineState], tags: Mapping[str, str]) -> None:
-        self._state, self._tags = state, dict(tags)
-        self._counters = {name: Counter(f"drafter_{name}", what, TAGS) for name, (_, what) in _COUNTERS.items()}
-        self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
-        self._gauges = {name: Gauge(f"drafter_{name}", what, TAGS) for name, (_, what) in _GAUGES.items()}
-        self._published: dict[str, float] = {}
+    def __init__(
+        self, prefix: str, gauges: Fields, counters: Fields, tags: Mapping[str, str], begun: Any = None
+    ) -> None:
+        self._tags, labels = dict(tags), tuple(tags)
+        self._gauges = {field: Gauge(f"{prefix}_{name}", what, labels) for name, (field, what) in gauges.items()}
+        self._counters = {field: Counter(f"{prefix}_{name}", what, labels) for name, (field, what) in counters.items()}
+        self._published = {field: 0.0 if begun is None else getattr(begun, field) for field in self._counters}
         for counter in self._counters.values():
             begin(counter, self._tags)
 
-    def publish(self) -> None:
-        """Export counts since the last call, and the present state.
+    def show(self, state: Any) -> None:
+        """Export the present state, and counts since the last call.
 
-        Call it every few seconds: gauges that are not set again disappear, as they should once an engine has ended.
+        Call it every few seconds: gauges that are not set again disappear, as they should once a process has ended.
         """
-        state = self._state()
-        for name, counter in self._counters.items():
-            self._count(counter, name, getattr(state, _COUNTERS[name][0]), self._tags)
-        for stage, seconds in state.stage_seconds.items():
-            self._count(self._stages, f"stage_{stage}", seconds, {**self._tags, "stage": stage})
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(state, _GAUGES[name][0]), self._tags)
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(state, field), self._tags)  # None is not set
+        for field, counter in self._counters.items():
+            self._count(counter, field, getattr(state, field), self._tags)
 
     def _count(self, counter: Counter, name: str, value: float, tags: dict[str, str]) -> None:
         if (new := value - self._published.get(name, 0.0)) > 0:
             counter.inc(new, tags)
             self._published[name] = value
+
+
+class EngineMetrics(StateMetrics):
+    """Exports an engine's counters and state; `tags` are values of `TAGS`."""
+
+    def __init__(self, tags: Mapping[str, str]) -> None:
+        super().__init__("drafter", _ENGINE_GAUGES, _ENGINE_COUNTERS, tags)
+        self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
+
+    def show(self, state: EngineState) -> None:
+        super().show(state)
+        for stage, seconds in state.stage_seconds.items():
+            self._count(self._stages, f"stage_{stage}", seconds, {**self._tags, "stage": stage})
+
+
+def job_metrics(run: str) -> StateMetrics:
+    """Return what exports a job's `Progress`, from its driver; `run` is the job's output."""
+    return StateMetrics("drafter_job", _JOB_GAUGES, {}, {"run": run})
+
+
+def learner_metrics(run: str, begun: LearningReport) -> StateMetrics:
+    return StateMetrics("drafter_learner", _LEARNER_GAUGES, _LEARNER_COUNTERS, {"run": run}, begun)
+
+
+def learner_families(now: LearningReport) -> list[Metric]:
+    """Return a learner's metrics for a page that does not come from Ray; unknown values have no sample."""
+    kinds = ((GaugeMetricFamily, _LEARNER_GAUGES), (CounterMetricFamily, _LEARNER_COUNTERS))
+    return [
+        family(f"drafter_learner_{name}", what, getattr(now, field))
+        for family, fields in kinds
+        for name, (field, what) in fields.items()
+    ]
 
 
 def begin(counter: Counter, tags: Mapping[str, str]) -> None:
@@ -104,22 +159,3 @@ class RowMetrics:
 
     def failed(self, kind: ProblemType) -> None:
         self._errors.inc(1, {**self._tags, "type": kind})
-
-
-class JobMetrics:
-    """Exports a job's progress, from its driver; `run` is the job's output."""
-
-    def __init__(self, run: str) -> None:
-        self._tags = {"run": run}
-        self._gauges = {name: Gauge(f"drafter_job_{name}", what, ("run",)) for name, what in _JOB_GAUGES.items()}
-
-    def show(self, now: Progress) -> None:
-        values = {
-            "rows": now.total,
-            "rows_done": now.done,
-            "rows_failed": now.errors_before + now.errors,
-            "engines": now.engines,
-            "eta_seconds": now.eta_seconds,
-        }
-        for name, value in values.items():
-            self._gauges[name].set(value, self._tags)  # None is not set

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TextIO
 
 import ray
-from pyarrow import fs
 from tqdm import tqdm
 
 from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.command_line import say
 from pipeline.io.files import Location
+from pipeline.output.folder import read_status
 from pipeline.output.summary import speculation_record
 from pipeline.progress.board import Mail, Progress, State, Tally
 
@@ -105,14 +105,15 @@ def ending(error: BaseException | None) -> State:
 class StatusFile:
     """Writes `status.json` throughout a `with` block, which is one submission.
 
-    The file is replaced atomically every few seconds and at the end; only a killed process leaves it at `generating`,
-    with an old `updated_at`. It keeps each submission's use of resources, from which `jobs.report` computes the cost.
+    Only a killed process leaves it at `generating`, with an old `updated_at`. It keeps each submission's use of
+    resources, from which `jobs.report` computes the cost.
     """
 
     def __init__(self, file: Location) -> None:
         self._file = file
         self._begun = _now()
-        self._earlier = submissions(file)
+        earlier = read_status(file).get("submissions")
+        self._earlier = earlier if isinstance(earlier, list) else []
         self._resources: ActorResources | None = None
         self._now = Progress()
         self._written = 0.0
@@ -154,7 +155,7 @@ class StatusFile:
             "updated_at": _now(),
             "rows_total": now.total,
             "rows_done": now.done,
-            "errors": now.errors_before + now.errors,
+            "errors": now.failed,
             "rows_per_second": round(now.rows_per_second, 3),
             "tokens_per_second": round(now.tokens_per_second, 1),
             "eta_seconds": None if eta is None else round(eta, 1),
@@ -185,17 +186,6 @@ class StatusFile:
             "gpu_seconds": round(now.engine_seconds * resources.gpus, 3) if resources else 0.0,
             "cpu_seconds": round(now.engine_seconds * resources.cpus, 3) if resources else 0.0,
         }
-
-
-def submissions(file: Location) -> list[dict[str, Any]]:
-    """Read the resource use of earlier submissions; none if there is no valid status file."""
-    if file.type != fs.FileType.File:
-        return []
-    try:
-        found = json.loads(file.read_text())["submissions"]
-    except (ValueError, KeyError, TypeError):
-        return []
-    return found if isinstance(found, list) else []
 
 
 def _now() -> str:
@@ -250,9 +240,7 @@ def fetch(board: Any, last: Mail) -> Mail:
 class ProgressWatch:
     """Fetches the board's mail and shows the progress, until the end of a `with` block.
 
-    Args:
-        on_start: Called when the first engine is ready.
-        complete: Adds progress from elsewhere than engines; called twice a second.
+    It calls `on_start` when the first engine is ready; `complete` adds progress from elsewhere than engines.
     """
 
     def __init__(

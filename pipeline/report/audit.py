@@ -146,14 +146,12 @@ def _plain_differences(
 
 @torch.inference_mode()
 def _logits(base: BaseModel, tokens: Sequence[int]) -> Tensor:
-    """The target model's logits `[V]` after a text, by one forward."""
     text = torch.tensor(tokens, device=base.device)
     logits, _ = base.prefill_last(base.new_cache(1, len(tokens) + 1), 0, text)
     return logits[0].float().cpu()
 
 
 def _choice(tokens: Sequence[int], logits: Tensor, tokenizer: Any) -> str:
-    """Describe the token of a text at a position; `tokens` is empty where the text has ended."""
     if not tokens:
         return "ended"
     return f"{tokens[0]} {tokenizer.decode(tokens)!r} (logit {float(logits[tokens[0]]):.6f})"

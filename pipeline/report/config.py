@@ -11,8 +11,7 @@ from pipeline.command_line import new_parser, parse_arguments
 from pipeline.errors import InputError
 
 REPORT_PAGE, COMPARISON_PAGE = "report.html", "comparison.html"
-CATEGORY = "category"
-"""Default column to group rows by."""
+CATEGORY = "category"  # default column to group rows by
 _REPORT = """\
 Show what a generation job has done as one HTML page: totals, speed, acceptance, cost, slow and failed
 rows, and some rows step by step. The job may still be running, and its output may be on S3 or the like.
@@ -34,10 +33,17 @@ class ReportConfig:
     """A report; see `parse_report`."""
 
     output: str
-    page: str
+    page: str | None
     against: str | None
     category: str | None
     examples: int
+
+    def __post_init__(self) -> None:
+        _check_examples(self.examples)
+
+    @property
+    def page_uri(self) -> str:
+        return self.page or f"{self.output.rstrip('/')}/{REPORT_PAGE}"
 
 
 def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
@@ -50,10 +56,7 @@ def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
     )
     parser.add_argument("--examples", type=int, default=8, help="rows to show step by step")
     given = parse_arguments(parser, arguments)
-    _check_examples(given.examples)
-    return ReportConfig(
-        given.output, _page(given.page, given.output, REPORT_PAGE), given.against, given.category, given.examples
-    )
+    return ReportConfig(given.output, given.page, given.against, given.category, given.examples)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class CompareConfig:
 
     @property
     def page_uri(self) -> str:
-        return _page(self.page, self.outputs[-1], COMPARISON_PAGE)
+        return self.page or f"{self.outputs[-1].rstrip('/')}/{COMPARISON_PAGE}"
 
 
 def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:
@@ -116,7 +119,3 @@ def share_of(text: str) -> float:
 def _check_examples(examples: int) -> None:
     if examples < 0:
         raise InputError(f"--examples must be at least 0, not {examples}")
-
-
-def _page(page: str | None, output: str, name: str) -> str:
-    return page if page is not None else f"{output.rstrip('/')}/{name}"

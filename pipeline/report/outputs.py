@@ -1,17 +1,15 @@
-"""Reads outputs of generation jobs: run, status, cost, totals over the rows, single rows, and errors."""
+"""Reads outputs of generation jobs: run, status, cost, totals over the rows, single rows, errors."""
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset
@@ -21,25 +19,23 @@ from drafter.errors import one_line
 from drafter.statistics import DecodeCounts, per_second, total
 from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
-from pipeline.io.files import Location, locate
+from pipeline.io.files import locate
 from pipeline.output.folder import OutputFolder, read_run
+from pipeline.output.summary import COUNTS, counts_of, parquet_dataset
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1 << 16
-_ROWS_AT_ONCE = 1024
-"""The same where rows become Python objects."""
-_COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+_ROWS_AT_ONCE = 1024  # the same where rows become Python objects
 _COLUMNS = (
     "request_id",
-    *_COUNTS,
+    *COUNTS,
     "num_prompt_tokens",
     "acceptance_histogram",
     "finish_reason",
     "generation_seconds",
     "finished_at",
 )
-_LENIENT = "num_lenient_tokens"
-"""Only outputs of verifiers that are not lossless have this column."""
+_LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
 _MOST_CATEGORIES = 10_000
 
 
@@ -63,33 +59,15 @@ def read_run_of(output: OutputFolder) -> dict[str, Any]:
         raise InputError(one_line(error)) from error
 
 
-def read_status(output: OutputFolder) -> dict[str, Any]:
-    """Return `status.json`; empty where it is missing or damaged."""
-    if output.status_file.type != fs.FileType.File:
-        return {}
-    try:
-        found = json.loads(output.status_file.read_text())
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an output of `tokens` new tokens.
+    """The cost of an output."""
 
-    Args:
-        unit: `GPU-seconds`, or `CPU-seconds` where there is no GPU.
-        seconds: Time for which engines held their share of the cluster, in `unit`. Includes loading and repeated work.
-        generating: Wall-clock seconds in which rows were generated.
-        generated: New tokens generated in that time, including those of repeated rows.
-    """
-
-    unit: str
-    seconds: float
-    generating: float
-    generated: int
-    tokens: int
+    unit: str  # `GPU-seconds`, or `CPU-seconds` where there is no GPU
+    seconds: float  # in `unit`, for which engines held their share of the cluster, loading and repeated work included
+    generating: float  # wall-clock seconds in which rows were generated
+    generated: int  # new tokens in that time, those of repeated rows included
+    tokens: int  # new tokens in the output
     devices: tuple[str, ...]
 
     @property
@@ -125,23 +103,15 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
 
     Raises `InputError` if there are none, they cannot be read, or they lack columns.
     """
-    if not _has_files(output.data):
+    if not output.data.parquets():
         raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
     try:
-        found = _dataset(output.data)
+        found = parquet_dataset(output.data)
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
     if missing := [name for name in _COLUMNS if name not in found.schema.names]:
         raise InputError(f"{output.data.path} is not of jobs.generate: its rows have no {', '.join(missing)}")
     return found
-
-
-def _has_files(folder: Location) -> bool:
-    return any(info.path.endswith(".parquet") for info in folder.children())
-
-
-def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
-    return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
 
 
 def unreadable(output: OutputFolder, error: Exception) -> InputError:
@@ -185,23 +155,18 @@ class Category:
 class RowSummary:
     """Totals over the finished rows.
 
-    Args:
-        lenient_tokens: Accepted tokens that the target model would not have chosen.
-        groups: The rows by category; empty where there are no categories.
-        by_second: (rows, tokens) finished in each second of the Unix epoch.
-        slowest: Some columns of the slowest rows, slowest first.
-        drawn: Names of randomly drawn rows, and the file of each. Depends on names alone, so outputs of the same input
-            draw the same rows.
+    `drawn` has the names of randomly drawn rows, and the file of each. It depends on names alone, so outputs of the
+    same input draw the same rows.
     """
 
     rows: int = 0
     prompt_tokens: int = 0
-    lenient_tokens: int = 0
+    lenient_tokens: int = 0  # accepted ones that the target model would not have chosen
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))
-    by_second: dict[int, tuple[int, int]] = field(default_factory=dict)
-    slowest: list[Row] = field(default_factory=list)
+    groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))  # by category, if any
+    by_second: dict[int, tuple[int, int]] = field(default_factory=dict)  # (rows, tokens) by second of the Unix epoch
+    slowest: list[Row] = field(default_factory=list)  # some columns of the slowest rows, slowest first
     drawn: dict[str, str] = field(default_factory=dict)
 
 
@@ -210,12 +175,8 @@ def read_rows(
 ) -> RowSummary:
     """Read all finished rows; keep the `slowest` slowest ones, and draw `drawn` at random.
 
-    Args:
-        category: Column to group by.
-        by_file: Without a `category`, group by the input file that begins a row's name.
-
-    Raises:
-        InputError: There is no such column, or it has too many values.
+    They are grouped by the column `category`; without one, with `by_file`, by the input file that begins a row's name.
+    Raises `InputError` if there is no such column, or it has too many values.
     """
     if category is not None and category not in dataset.schema.names:
         names = ", ".join(dataset.schema.names)
@@ -252,31 +213,12 @@ def _tables(dataset: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterato
 
 
 def _add_counts(result: RowSummary, table: pa.Table) -> None:
-    def summed(name: str) -> int:
-        return pc.sum(table[name]).as_py() or 0
-
     result.rows += table.num_rows
-    result.prompt_tokens += summed("num_prompt_tokens")
+    result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
     if _LENIENT in table.column_names:
-        result.lenient_tokens += summed(_LENIENT)
-    counts = _counts(map(summed, _COUNTS))
-    counts.acceptance_histogram = _histogram(table)
-    result.counts = total([result.counts, counts])
+        result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
+    result.counts = total([result.counts, counts_of(table)])
     result.finish_reasons.update(table["finish_reason"].to_pylist())
-
-
-def _counts(sums: Iterable[int]) -> DecodeCounts:
-    return DecodeCounts(**dict(zip(_COUNTS, sums, strict=True)))  # type: ignore[arg-type]
-
-
-def _histogram(table: pa.Table) -> list[int]:
-    """Return the sum of the rows' histograms, which have different lengths."""
-    lists = table["acceptance_histogram"].combine_chunks()
-    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    places = np.arange(len(starts)) - starts
-    found: list[int] = np.bincount(places, weights=pc.list_flatten(lists).to_numpy()).astype(int).tolist()
-    return found
 
 
 def _add_times(result: RowSummary, table: pa.Table) -> None:
@@ -289,15 +231,15 @@ def _add_times(result: RowSummary, table: pa.Table) -> None:
 
 def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) -> None:
     names = ["(none)" if value is None else str(value) for value in categories]
-    columns = {"category": pa.array(names, pa.string())} | {name: table[name] for name in _COUNTS}
-    sums = pa.table(columns).group_by("category").aggregate([*((name, "sum") for name in _COUNTS), ([], "count_all")])
+    columns = {"category": pa.array(names, pa.string())} | {name: table[name] for name in COUNTS}
+    sums = pa.table(columns).group_by("category").aggregate([*((name, "sum") for name in COUNTS), ([], "count_all")])
     for one in sums.to_pylist():
         name = one["category"]
         if name not in result.groups and len(result.groups) >= _MOST_CATEGORIES:
             raise InputError(f"more than {_MOST_CATEGORIES:,} categories: choose another column as --category")
         group = result.groups[name]
         group.rows += one["count_all"]
-        group.counts = total([group.counts, _counts(one[f"{count}_sum"] for count in _COUNTS)])
+        group.counts = total([group.counts, DecodeCounts(**{count: one[f"{count}_sum"] for count in COUNTS})])
 
 
 def _slowest(table: pa.Table, number: int) -> list[Row]:
@@ -332,10 +274,10 @@ class ErrorSummary:
 def read_errors(output: OutputFolder, each: int) -> ErrorSummary:
     """Read all errors, and keep up to `each` rows of each type."""
     result = ErrorSummary()
-    if not _has_files(output.errors):
+    if not output.errors.parquets():
         return result
     columns = ["request_id", "error_type", "message", "input"]
-    for batch in _dataset(output.errors).to_batches(columns=columns, batch_size=_BATCH_ROWS):
+    for batch in parquet_dataset(output.errors).to_batches(columns=columns, batch_size=_BATCH_ROWS):
         kinds = batch["error_type"]
         for kind in kinds.unique().to_pylist():
             of_kind = batch.filter(pc.equal(kinds, kind))

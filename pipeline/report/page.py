@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from drafter.text.tokenizers import Detokenizer, load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.learning.record import LearningRecord, Moment, together
-from pipeline.output.folder import OutputFolder
+from pipeline.output.folder import OutputFolder, read_status
+from pipeline.progress.board import Moment, together
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.outputs import (
     Category,
@@ -40,13 +41,10 @@ from pipeline.report.outputs import (
     read_full,
     read_rows,
     read_run_of,
-    read_status,
 )
 
-_COMPARED_ROWS = 100
-"""Rows drawn from both outputs for the comparison token by token."""
-_COMPARED = ("model", "loading", "sampling", "reading")
-"""Keys of `meaning` in `run.json` that are compared."""
+_COMPARED_ROWS = 100  # rows drawn from both outputs for the comparison token by token
+_COMPARED = ("model", "loading", "sampling", "reading")  # keys of `meaning` in `run.json` that are compared
 _SLOWEST = 10
 _ERRORS_EACH = 5
 _MOST_GROUPS = 24
@@ -63,10 +61,10 @@ def report(config: ReportConfig) -> None:
     by_file = column is None and run["config"]["reading"]["id_column"] is None
     number = max(config.examples, _COMPARED_ROWS if config.against is not None else 0)
     rows = read_rows(dataset, column, by_file, _SLOWEST, number)
-    errors, status, drawn = read_errors(output, _ERRORS_EACH), read_status(output), read_full(output, rows)
+    errors, drawn = read_errors(output, _ERRORS_EACH), read_full(output, rows)
+    status = read_status(output.status_file)
     other = None if config.against is None else _other_output(config.against, run, rows, drawn)
     examples, not_shown = make_examples(drawn[: config.examples], model_name(run["config"]["model"]))
-    learning = _read_learning(output, run)
     text = render(
         "page.html.jinja",
         name=config.output,
@@ -82,13 +80,12 @@ def report(config: ReportConfig) -> None:
         not_shown=not_shown,
         acceptance=_acceptance_charts(rows.counts),
         over_time=rates_over_time(rows.by_second),
-        learning=learning,
-        learnt_over_time=learning_charts(learning) if isinstance(learning, LearningRecord) else [],
+        learning=_read_learning(output, run),
         # None in outputs of earlier releases, which have the drafter chosen at each batch size.
         speculation=status.get("speculation") or run.get("speculation"),
         old_choices=status.get("drafting") or run.get("drafting") or (),
     )
-    print(write_page(config.page, text), flush=True)
+    print(write_page(config.page_uri, text), flush=True)
 
 
 def render(template: str, **values: Any) -> str:
@@ -113,7 +110,6 @@ def render(template: str, **values: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """Clip a long text, and say how much is missing."""
     left = len(text) - _LONGEST_TEXT
     return text if left <= 0 else f"{text[:_LONGEST_TEXT]}… ({left:,} more characters)"
 
@@ -133,7 +129,6 @@ def _cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cost | st
 
 
 def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
-    """Return the largest categories by name, and all others together."""
     ordered = sorted(rows.groups.items(), key=lambda one: (-one[1].rows, one[0]))
     shown, rest = ordered[:_MOST_GROUPS], [group for _, group in ordered[_MOST_GROUPS:]]
     if rest:
@@ -145,36 +140,24 @@ def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
 # Another output beside this one.
 
 
-@dataclass(frozen=True)
-class OtherOutput:
-    """An output to compare with. Of `compared` rows drawn from both, `same_tokens` have the same tokens.
+def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Row]) -> dict[str, Any]:
+    """Compare an output with another one, token by token on the drawn rows that both have.
 
     `differences` are sentences on others, because of which drafting alone does not explain the costs.
     """
-
-    name: str
-    rows: RowSummary
-    cost: Cost | str
-    same_tokens: int
-    compared: int
-    differences: Sequence[str]
-
-
-def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Row]) -> OtherOutput:
-    """Compare an output with another one, token by token on the drawn rows that both have."""
     output = open_output(uri)
     other_run = read_run_of(output)
     other_rows = read_rows(open_rows(output), None, False, 0, _COMPARED_ROWS)
     tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
     both = [row for row in drawn if row["request_id"] in tokens]
-    return OtherOutput(
-        name=uri,
-        rows=other_rows,
-        cost=_cost(read_status(output), other_rows, read_errors(output, 0).rows),
-        same_tokens=sum(row["token_ids"] == tokens[row["request_id"]] for row in both),
-        compared=len(both),
-        differences=_differences(run, rows, other_run, other_rows),
-    )
+    return {
+        "name": uri,
+        "rows": other_rows,
+        "cost": _cost(read_status(output.status_file), other_rows, read_errors(output, 0).rows),
+        "same_tokens": sum(row["token_ids"] == tokens[row["request_id"]] for row in both),
+        "compared": len(both),
+        "differences": _differences(run, rows, other_run, other_rows),
+    }
 
 
 def _differences(
@@ -270,11 +253,9 @@ def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 def steps_of(
     pieces: Sequence[str], per_step_accepted: Sequence[int], lenient_positions: Collection[int] = ()
 ) -> list[Step]:
-    """Split a row's tokens into decode steps.
+    """Split a row's tokens into decode steps, each of so many accepted draft tokens and one token more.
 
-    Args:
-        per_step_accepted: Accepted draft tokens of each step; the step added one token more.
-        lenient_positions: Positions of tokens that the target model would not have chosen.
+    The target model would not have chosen those at `lenient_positions`.
     """
     lenient = set(lenient_positions)
     steps, start = [], 0
@@ -308,20 +289,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars side by side, over a scale from 0.
-
-    Args:
-        along: Meaning of the horizontal axis.
-        marks: (share of the width, text) below the bars; empty to label each bar.
-        form: Format of a number on the scale.
-    """
+    """Bars side by side, over a scale from 0."""
 
     title: str
     unit: str
-    along: str
+    along: str  # meaning of the horizontal axis
     bars: Sequence[Bar]
-    marks: tuple[tuple[float, str], ...] = ()
-    form: Callable[[float], str] = "{:,.10g}".format
+    marks: tuple[tuple[float, str], ...] = ()  # (share of the width, text) below the bars; empty to label each bar
+    form: Callable[[float], str] = "{:,.10g}".format  # of a number on the scale
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
@@ -347,7 +322,6 @@ def shares(title: str, along: str, values: Sequence[tuple[str, float]]) -> Chart
 
 
 def _acceptance_charts(counts: DecodeCounts) -> list[Chart]:
-    """Chart the share of steps that accepted exactly, and at least, so many draft tokens."""
     if not counts.num_draft_tokens:
         return []
     steps = sum(counts.acceptance_histogram)
@@ -387,31 +361,38 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
 
 
 def _bar_width(span: int) -> int:
-    """Return the seconds of a bar that give at most `_MOST_BARS` bars."""
     return next((width for width in _WIDTHS if span / width <= _MOST_BARS), _DAY * math.ceil(span / _DAY / _MOST_BARS))
 
 
 def _span(seconds: int) -> str:
-    """Return a number of seconds in words, in the largest unit that it is a multiple of."""
     units = (_DAY, "day"), (3600, "hour"), (60, "minute"), (1, "second")
     size, name = next((size, name) for size, name in units if seconds % size == 0)
     return name if seconds == size else f"{seconds // size} {name}s"
 
 
-def _read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecord | str | None:
-    """Return the learner's record, or the reason why there is none; None where learning was off."""
+# The head that learned, from the file that its learner wrote: the report knows nothing else of the method.
+
+
+def _read_learning(output: OutputFolder, run: Mapping[str, Any]) -> dict[str, Any] | str | None:
+    """Return the learner's record with its charts, or the reason why there is none; None where learning was off."""
     if not output.learning_file.exists:
         said = run.get("learning")
         return f"No learner has recorded anything. It was {said['state']}: {said['reason']}." if said else None
     try:
-        return LearningRecord.of_json(output.learning_file.read_text())
+        record = json.loads(output.learning_file.read_text())
+        return {
+            "versions": [(one["number"], one["beta"]) for one in record["versions"]],
+            "taken": record["balance"]["taken"],
+            "saved": record["balance"]["saved"],
+            "charts": learning_charts([Moment(**one) for one in record["moments"]]),
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{output.learning_file.name} is damaged: {one_line(error)}"
 
 
-def learning_charts(record: LearningRecord) -> list[Chart]:
+def learning_charts(moments: list[Moment]) -> list[Chart]:
     """Return charts of acceptance length and tokens a second of all engines; empty before anything was decoded."""
-    moments = together(record.moments, _MOST_BARS)
+    moments = together(moments, _MOST_BARS)
     if not moments:
         return []
     lengths = [DecodeCounts(num_output_tokens=one.tokens, num_decode_steps=one.row_steps) for one in moments]

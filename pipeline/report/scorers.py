@@ -15,8 +15,7 @@ from typing import Any
 from drafter.errors import one_line, shown
 from pipeline.errors import InputError
 
-Scorer = Callable[[Mapping[str, Any]], float]
-"""A finished row, with all of its columns → its utility, mostly 0 or 1."""
+Scorer = Callable[[Mapping[str, Any]], float]  # a finished row, with all of its columns → its utility, mostly 0 or 1
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -48,15 +47,10 @@ _BUILT_IN: dict[str, Callable[[str, str], bool]] = {
 
 
 def make_scorer(name: str, target: str | None) -> Scorer:
-    """Return a scorer.
+    """Return a scorer, or raise `InputError` if there is none, or it has no target.
 
-    Args:
-        name: `number` (the last number of text and target is the same), `string` (they are the same except for
-            surrounding space), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row.
-        target: Column with the right answer; the built-in ones need it.
-
-    Raises:
-        InputError: There is no such scorer, or it has no target.
+    `number` compares the last numbers of text and target, `string` both except for surrounding space, `json` their
+    values; these need `target`, the column with the right answer. `FILE.py:function` is given a row.
     """
     if name in _BUILT_IN:
         if target is None:

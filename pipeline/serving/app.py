@@ -23,10 +23,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import InputError
-from pipeline.learning.record import learner_families
 from pipeline.openai.answers import wants_speculation
 from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion, parse_json
 from pipeline.progress.board import LearningReport
+from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi
 from pipeline.serving.config import KeyRule, LimitsConfig, ServingLearning
 from pipeline.serving.connections import Connections, LoopbackHosts, read_body

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -142,13 +141,6 @@ class TrainConfig:
     def draft_vocab_size(self) -> int | None:
         """Number of tokens that the head may draft; None for all."""
         return self.head.get("draft_vocab_size")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for YAML and JSON."""
-        values = dataclasses.asdict(self)
-        if not isinstance(self.workers.number, int):
-            values["workers"]["number"] = list(self.workers.number)
-        return values
 
 
 _COMMON = (

@@ -1,10 +1,9 @@
-"""The output folder of a training job: the best head, metrics, and checkpoints without pickles."""
+"""Output folder of a training job: the best head, metrics, and checkpoints without pickles."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,33 +14,25 @@ from pyarrow import fs
 from ray.train import Checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.summary import scalar
 from torch import Tensor
 
 from drafter.errors import one_line
 from drafter.heads.checkpoint import export_head, save_head
-from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE
+from drafter.heads.config import WEIGHTS_FILE
 from drafter.heads.contract import DraftHead
 from drafter.heads.published import TargetOfExport
-from pipeline.engines.models import tensor_spans
 from pipeline.io.files import Location, make_folders
-from pipeline.output.folder import LEASE_FILE, RUN_FILE
+from pipeline.output.folder import LEASE_FILE, RUN_FILE, check_head, fetch_head, put_head
 
-STAGED_TEXTS_LIST = "texts.json"
-"""List of the staged texts. It is written last and completes the staging."""
-_FLUSH_SECONDS = 5.0
+STAGED_TEXTS_LIST = "texts.json"  # list of the staged texts. It is written last and completes the staging.
 _SMOOTHING = 0.9
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of AdamW's moments of a parameter."""
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of AdamW's moments of a parameter
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"
 _WEIGHTS = "weights"
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 
-Record = dict[str, Any]
-"""`step` and numbers by name. β is a dictionary: a number for each count of draft tokens."""
+Record = dict[str, Any]  # `step` and numbers by name. β is a dictionary: a number for each count of draft tokens.
 
 
 class TrainingFolder:
@@ -60,11 +51,7 @@ class TrainingFolder:
         self.run_file = root / RUN_FILE
 
     def create(self) -> None:
-        """Create the folders.
-
-        Raises:
-            InputError: They cannot be created or written to.
-        """
+        """Create the folders; raise `InputError` if that fails."""
         make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
 
     def has_results(self) -> bool:
@@ -85,11 +72,8 @@ class TrainingFolder:
 
     def has_head(self) -> bool:
         """Return whether there is a head with undamaged files."""
-        config, weights = self.head / CONFIG_FILE, self.head / WEIGHTS_FILE
         try:
-            json.loads(config.read_text())
-            with weights.filesystem.open_input_file(weights.path) as stream:
-                tensor_spans(stream, stream.size())
+            check_head(self.head)
         except (FileNotFoundError, ValueError):
             return False
         return True
@@ -98,81 +82,27 @@ class TrainingFolder:
         """Replace the best head so far by `head`."""
         with tempfile.TemporaryDirectory() as name:
             save_head(head, name)
-            for file in (WEIGHTS_FILE, CONFIG_FILE):
-                (self.head / file).copy_from(Path(name) / file)
+            put_head(Path(name), self.head)
 
     def export_head(self, base: TargetOfExport) -> None:
         """Write the best head to `exported`, in the layout that vLLM reads.
 
-        Raises:
-            InputError: The folder cannot be created.
-            LoadError: The layout does not have this kind of head.
+        Raises `InputError` if the folder cannot be created, and `LoadError` if the layout lacks this kind of head.
         """
         make_folders(self.root, [self.exported], self.root)
         with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
-            for file in (WEIGHTS_FILE, CONFIG_FILE):
-                (self.head / file).copy_to(Path(source) / file)
+            fetch_head(self.head, Path(source))
             export_head(Path(source), Path(target), base)
-            for file in (WEIGHTS_FILE, CONFIG_FILE):
-                (self.exported / file).copy_from(Path(target) / file)
+            put_head(Path(target), self.exported)
 
     def records(self) -> list[Record]:
-        """Return the metrics that `MetricsLog` has written."""
+        """Read the metrics."""
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
     def draw(self) -> None:
         """Plot the metrics."""
         with self.plot.open_whole() as stream:
             _figure(self.records()).savefig(stream, dpi=120, format="png")
-
-
-class MetricsLog:
-    """Writes the metrics of a run. The whole file is written every few seconds, so no line is truncated or doubled.
-
-    A resumed run begins with the `records` of its checkpoint.
-
-    Raises:
-        OSError: A file cannot be written, for instance because the disk is full. All methods raise it.
-    """
-
-    def __init__(self, folder: TrainingFolder, records: Sequence[Record]) -> None:
-        self._folder = folder
-        self.records: list[Record] = []
-        folder.events.filesystem.delete_dir_contents(folder.events.path, missing_dir_ok=True)
-        # TensorBoard follows a growing file. Where files cannot be appended to, a local file grows and is copied.
-        self._grows = isinstance(folder.events.filesystem, fs.LocalFileSystem)
-        self._scratch = Path(folder.events.path if self._grows else tempfile.mkdtemp())
-        # A full disk silently ends the thread of tensorboardX's SummaryWriter. This writer has no thread.
-        self._events = EventsWriter(str(self._scratch / "events"))
-        for record in records:
-            self._put(record)
-        self.flush()
-
-    def add(self, record: Record) -> None:
-        self._put(record)
-        if time.monotonic() - self._written >= _FLUSH_SECONDS:
-            self.flush()
-
-    def _put(self, record: Record) -> None:
-        self.records.append(record)
-        for name, value in _scalars(record):
-            self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=scalar(name, value)))
-
-    def flush(self) -> None:
-        self._folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        self._events.flush()
-        if not self._grows:
-            for file in self._scratch.iterdir():
-                (self._folder.events / file.name).copy_from(file)
-        self._written = time.monotonic()
-
-
-def _scalars(record: Record) -> Iterator[tuple[str, float]]:
-    for name, value in record.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}/{key}", one) for key, one in value.items())
-        elif name not in ("step", "time"):
-            yield name, value
 
 
 def _figure(records: Sequence[Record]) -> Figure:
@@ -194,7 +124,6 @@ def _figure(records: Sequence[Record]) -> Figure:
 
 
 def _smoothed(values: Sequence[float]) -> Iterator[float]:
-    """Yield the exponential moving average, without bias at the start."""
     total = weight = 0.0
     for value in values:
         total = _SMOOTHING * total + value
@@ -204,17 +133,11 @@ def _smoothed(values: Sequence[float]) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run after `steps` steps, gathered from all workers.
-
-    Args:
-        weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
-        moments: AdamW's moments by name of the moment and name of the parameter.
-        records: The metrics so far.
-    """
+    """A run after `steps` steps, gathered from all workers, on the CPU."""
 
     steps: int
-    weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]
+    weights: dict[str, Tensor]  # by name, in float32, the draft vocabulary included
+    moments: dict[str, dict[str, Tensor]]  # AdamW's, by name of the moment and of the parameter
     records: list[Record] = field(default_factory=list)
 
 
@@ -226,11 +149,7 @@ def write_checkpoint(saved: SavedRun, folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> SavedRun:
-    """Read a checkpoint from a local folder.
-
-    Raises:
-        SafetensorError, ValueError, KeyError: A file is damaged.
-    """
+    """Read a local checkpoint; raise `SafetensorError`, `ValueError` or `KeyError` if it is damaged."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in load_file(folder / _TENSORS).items():
         group, _, name = key.partition("/")
@@ -251,11 +170,9 @@ def upload(local: Path, target: Location) -> Checkpoint:
 def restore(
     folder: Location, is_first: bool, agree: Callable[[str | None], str | None], show: Callable[[str], object]
 ) -> SavedRun | None:
-    """Return the run of the newest readable checkpoint, the same on all workers; None for a new run.
+    """Return the run of the newest readable checkpoint; None for a new run.
 
-    Args:
-        is_first: Whether this is the first worker, which chooses.
-        agree: Broadcasts the first worker's argument to all workers.
+    The first worker chooses, and `agree` broadcasts its argument to all.
     """
     saved, chosen = None, None
     for name in reversed(complete_checkpoints(folder)) if is_first else ():
@@ -278,7 +195,7 @@ def _load(folder: Location) -> SavedRun:
 
 def complete_checkpoints(folder: Location) -> list[str]:
     """Return the names of the complete checkpoints in a folder, oldest first."""
-    names = [info.path.rpartition("/")[2] for info in folder.children()]
+    names = [info.base_name for info in folder.children()]
     return sorted(name for name in names if (folder / name / _PROGRESS).exists)
 
 
@@ -296,8 +213,7 @@ def tidy(folder: Location, kept: int) -> None:
 def go_back(folder: Location, chosen_by: str) -> int | None:
     """Delete the checkpoints from the best head's step on, so that training makes a damaged best head again.
 
-    Return that step; None if no checkpoint has an evaluation. The best head has the highest β at `chosen_by` draft
-    tokens.
+    Return that step, of the highest β at `chosen_by` draft tokens; None if no checkpoint has an evaluation.
     """
     for name in reversed(complete_checkpoints(folder)):
         try:

@@ -39,10 +39,8 @@ _POLL_SECONDS = 0.5
 def train(config: TrainConfig) -> None:
     """Run a job to its end.
 
-    Raises:
-        InputError: The configuration, the texts, the target model, the head or the cluster cannot be used.
-        JobError: The job failed on the way.
-        JobStopped: The job was told to stop.
+    Raises `InputError` for a mistake in the configuration or the data, `JobError` if the job failed on the way, and
+    `JobStopped` if it was told to stop.
     """
     say(f"looking at the texts of {', '.join(config.folders)} and the model {config.model or 'embedded'}")
     texts = open_texts(config.folders, config.texts.held_out)
@@ -70,10 +68,7 @@ def train(config: TrainConfig) -> None:
 
 
 def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
-    """Return everything that decides which head comes out; workers, ZeRO stages and checkpoints do not.
-
-    `model` is the target model's fingerprint.
-    """
+    """Return all that determines the head; `model` is the target model's fingerprint."""
     return {
         "data": [one.meaning for one in texts.data],
         "held_out": texts.held_out.meaning if texts.held_out else None,
@@ -89,8 +84,7 @@ def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
 def check_head(config: TrainConfig, model: str) -> Any:
     """Check the head's settings against the target model's configuration, and return that configuration.
 
-    Raises:
-        InputError: There is no such model, algorithm or setting, or a value is not allowed.
+    Raises `InputError` if there is no such model, algorithm or setting, or a value is not allowed.
     """
     if config.algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
@@ -136,7 +130,7 @@ def run(
     facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
     with stopping, lease:
         take_output(config.output, folder, meant)
-        save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
+        save_run(folder.run_file, asdict(config), meant, state="running", **facts)
         workers = config.workers
         wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
         lower = "workers.{} or workers.number"
@@ -155,12 +149,10 @@ def run(
         execute(config, model, texts.base_fingerprints, folder, staged, resources)
         folder.draw()
         facts |= {"texts": asdict(staged.counts), "products": folder.products()}
-        save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
+        save_run(folder.run_file, asdict(config), meant, state="finished", **facts)
 
 
 class _Listener:
-    """Prints the workers' lines, and keeps their refusals."""
-
     def __init__(self, board: Any) -> None:
         self._board, self._mail = board, Mail()
         self._refusals: list[tuple[bool, str]] = []
@@ -192,9 +184,7 @@ def execute(
 ) -> None:
     """Train, and show the progress.
 
-    Raises:
-        InputError: The target model or the head cannot be used.
-        JobError: Training failed, or cannot go on.
+    Raises `InputError` if the target model or the head cannot be used, and `JobError` if training failed.
     """
     board = ray.remote(num_cpus=0)(StatusBoard).remote()
     listener = _Listener(board)

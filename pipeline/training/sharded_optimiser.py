@@ -43,10 +43,7 @@ class _Root(nn.Module):
 
 
 class ShardedOptimiser:
-    """`Optimiser` for all workers of a process group, each of which calls every method.
-
-    It resumes from `state`, whose weights the head already has.
-    """
+    """`Optimiser` for a process group; all workers call every method. The head has the weights of `state` already."""
 
     def __init__(
         self,
@@ -79,11 +76,7 @@ class ShardedOptimiser:
         return result  # type: ignore[no-any-return]
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Take a step; see `Optimiser.update`.
-
-        Raises:
-            TrainingError: The loss or its gradient is not finite. If it was the gradient, the weights are lost.
-        """
+        """Take a step; see `Optimiser.update`. After a gradient that is not finite, the weights are lost."""
         if self._pending is not None:
             self._restore(self._pending, parts[0])
             self._pending = None

@@ -1,7 +1,7 @@
 """Feeds training steps: assigns texts to steps and workers, and stores hidden states that are cheaper to read.
 
-Each epoch visits the parts in a new order. Within a part, texts of similar length make a step, which saves padding, and
-the steps are shuffled. All follows from the seed, so a resumed run begins with the part of its next step.
+Each epoch visits the parts in a new order. Texts of similar length make a step, which saves padding. The order follows
+from the seed, so a resumed run begins with the part of its next step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from pipeline.io.parts import Part
 from pipeline.training.config import TrainConfig
 from pipeline.training.texts import StagedTexts, read_part
 
-_LENGTH_NOISE = 0.1
-"""Relative noise on lengths, so that each epoch groups the texts differently."""
+_LENGTH_NOISE = 0.1  # relative noise on lengths, so that each epoch groups the texts differently
 _TEXTS_AT_ONCE = 8
 _POLL_SECONDS = 1.0
 
@@ -88,11 +87,7 @@ def share(places: int, micro_batches: int, rank: int, workers: int) -> list[list
 
 
 class BatchFeed:
-    """Makes a worker's batches from its texts; `tokens` counts those of all workers so far.
-
-    Args:
-        depth: The head's depth.
-    """
+    """Makes a worker's batches from its texts, for a head of some `depth`; `tokens` counts those of all workers."""
 
     def __init__(
         self, staged: StagedTexts, config: TrainConfig, depth: int, device: torch.device, rank: int, workers: int
@@ -159,10 +154,7 @@ def store_hidden(
 ) -> None:
     """Compute this worker's share of the missing or damaged parts, and wait until all parts are there.
 
-    Args:
-        base: The target model, not partitioned.
-        layers: Layers of the hidden states; see `training_layers`.
-        show: Called with the size of all states, before the first is computed.
+    `base` is not partitioned; `layers` are those of `training_layers`.
     """
     missing = [part for part in staged.parts if not _is_stored(staged, part)]
     if rank == 0 and missing:

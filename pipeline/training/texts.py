@@ -1,4 +1,4 @@
-"""Distilled texts, the output of `jobs.distill`: checks and staging before training."""
+"""Distilled texts, the output of `jobs.distill`: checks, and staging for training."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
-STEPS_PER_PART = 64
-"""Least number of steps of a part. Texts of different parts never come together in a step."""
+STEPS_PER_PART = 64  # fewest steps of a part. Texts of different parts never come together in a step.
 _HELD_OUT, _COUNTS = "held-out", "token-counts"
 _USUAL_HELD_OUT = 64
-_LARGEST_SHARE = 8
-"""By default at most one in so many texts is held out."""
+_LARGEST_SHARE = 8  # by default at most one in so many texts is held out
 _TEXT = ["tokens", "prompt_length"]
 _SCHEMA = pa.schema(
     [
@@ -50,11 +48,11 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class DistilledTexts:
-    """The output of one distillation: path and size of each Parquet file, and its target model's fingerprint."""
+    """The output of one distillation."""
 
     uri: str
     filesystem: fs.FileSystem
-    files: tuple[tuple[str, int], ...]
+    files: tuple[tuple[str, int], ...]  # path and size of each Parquet file
     base_fingerprint: str
 
     @property
@@ -68,24 +66,20 @@ class DistilledTexts:
 class Texts:
     """The distilled texts of a job.
 
-    Args:
-        held_out: Texts for β; None if they are some of `data`.
-        base_fingerprints: Fingerprints of the target model that generated them. Those of earlier releases are of an
-            earlier scheme; mixed with newer texts there are two, and only the loaded model can tell whether both are
-            its own.
+    Fingerprints of earlier releases are of another scheme: mixed with newer texts there are two, and only the loaded
+    model can tell whether both are its own.
     """
 
     data: list[DistilledTexts]
-    held_out: DistilledTexts | None
-    base_fingerprints: tuple[str, ...]
+    held_out: DistilledTexts | None  # for β; None if they are some of `data`
+    base_fingerprints: tuple[str, ...]  # of the target model that generated them
 
 
 def open_texts(uris: Sequence[str], held_out: str | None) -> Texts:
     """Open the outputs of distillations.
 
-    Raises:
-        InputError: One is not the output of a distillation, is not finished, is not lossless, or has no rows; or
-            different models generated them.
+    Raises `InputError` if one is not a distillation's, not finished, not lossless, or has no rows, or if different
+    models generated them.
     """
     data = [_open(uri) for uri in uris]
     test = None if held_out is None else _open(held_out)
@@ -156,18 +150,13 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
 
 @dataclass(frozen=True)
 class TextCounts:
-    """Counts of the staged texts.
-
-    Args:
-        targets: Tokens to train on that the target model generated.
-        unusable: Rows without a prompt or without an answer.
-    """
+    """Counts of the staged texts."""
 
     texts: int
     tokens: int
-    targets: int
+    targets: int  # tokens to train on that the target model generated
     held_out: int
-    unusable: int
+    unusable: int  # rows without a prompt or without an answer
 
 
 @dataclass(frozen=True)
@@ -227,8 +216,7 @@ def read_part(folder: Location, name: str) -> pa.Table:
 def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size: int) -> StagedTexts:
     """Stage texts on the cluster's workers. Without held-out texts for β, some prompts are held out.
 
-    Raises:
-        InputError: There are token ids beyond the vocabulary, or too few texts.
+    Raises `InputError` if there are token ids beyond the vocabulary, or too few texts.
     """
     texts_per_step = config.training.texts_per_step
     keying = {"max_length": config.texts.max_length, "vocab_size": vocab_size, "seed": config.training.seed}
@@ -287,7 +275,6 @@ def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
 
 
 def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
-    """Return the rows with the columns of `key_texts`, whose settings are `keying`."""
     whole = None
     for one in data:
         paths = [path for path, _ in one.files]
@@ -310,10 +297,7 @@ def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
 def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
     """Return distilled rows as texts with hashes to order them by.
 
-    Returns:
-        Columns `tokens` (prompt and answer), `prompt_length`, `key` (hash of the text), `prompt_key` (hash of its
-            prompt; −1 for a row with nothing to learn from) and `problem` (names a token beyond the vocabulary;
-            otherwise null).
+    `prompt_key` is −1 for a row with nothing to learn from; `problem` names a token beyond the vocabulary, if any.
     """
     rows: list[dict[str, Any]] = []
     for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):

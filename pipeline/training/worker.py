@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,13 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from pyarrow import fs
 from ray.train import Checkpoint, CheckpointUploadMode
 from ray.train.collective import broadcast_from_rank_zero
 from safetensors import SafetensorError
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.summary import scalar
 
 from drafter.errors import LoadError, TrainingError, one_line
 from drafter.heads.checkpoint import new_head
@@ -30,7 +35,6 @@ from drafter.training.targets import simulated_beta
 from pipeline.errors import InputError
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import (
-    MetricsLog,
     Record,
     SavedRun,
     TrainingFolder,
@@ -43,24 +47,20 @@ from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
 from pipeline.training.steps import BatchFeed, store_hidden
 from pipeline.training.texts import StagedTexts
 
+_FLUSH_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """The driver's task for each worker of a job.
-
-    Args:
-        base_fingerprints: Fingerprints of the target model that generated the texts; see `Texts`.
-        provenance: Training record that is stored with the head.
-        board: A `StatusBoard` actor.
-    """
+    """The driver's task for each worker of a job."""
 
     config: TrainConfig
     model: str
-    base_fingerprints: tuple[str, ...]
+    base_fingerprints: tuple[str, ...]  # of the target model that generated the texts; see `Texts`
     folder: TrainingFolder
     staged: StagedTexts
-    provenance: dict[str, Any]
-    board: Any
+    provenance: dict[str, Any]  # stored with the head
+    board: Any  # a `StatusBoard` actor
     threads: int
 
 
@@ -73,17 +73,17 @@ def train_worker(loop_config: dict[str, Any]) -> None:
         with refusals(task.board):
             run(task)
     except Exception:
-        # After an error Ray Train would start the worker again, which takes long, for the same refusal. Where there are
-        # several, the error is needed, because the others wait for this one.
+        # After an error Ray Train restarts the worker, which takes long, for the same refusal. Other workers need the
+        # error, because they wait for this one.
         if ray.train.get_context().get_world_size() > 1 or not _is_refused(task.board):
             raise
 
 
 @contextmanager
 def refusals(board: Any) -> Iterator[None]:
-    """Report errors that a retry would repeat. Ray Train takes them for crashes and restarts the worker.
+    """Report errors that a retry would repeat, with whether the configuration or the data is at fault.
 
-    A refusal is a message, and whether the configuration or the data is at fault.
+    Ray Train takes them for crashes and restarts the worker.
     """
     try:
         yield
@@ -104,14 +104,25 @@ def _is_refused(board: Any) -> bool:
 class RunRecorder:
     """Writes metrics, progress lines and the best head so far, on the first worker.
 
-    The weights of `head` may be partitioned; only its kind and configuration are read.
+    The whole file of metrics is written every few seconds, so no line is truncated or doubled. A resumed run begins
+    with the `records` of its checkpoint. The weights of `head` may be partitioned; only its kind and configuration are
+    read. All methods raise `OSError` if a file cannot be written, for instance because the disk is full.
     """
 
     def __init__(self, task: WorkerTask, head: DraftHead, base: BaseModel, records: Sequence[Record]) -> None:
-        self.metrics = MetricsLog(task.folder, records)
-        self._task, self._head = task, head
-        self._base_name, self._base_fingerprint = base.name, base.fingerprint
+        self._task, self._head, self._base = task, head, base
         self._tokens, self._since = 0, time.monotonic()
+        self.records: list[Record] = []
+        events = task.folder.events
+        events.filesystem.delete_dir_contents(events.path, missing_dir_ok=True)
+        # TensorBoard follows a growing file. Where files cannot be appended to, a local file grows and is copied.
+        self._grows = isinstance(events.filesystem, fs.LocalFileSystem)
+        self._scratch = Path(events.path if self._grows else tempfile.mkdtemp())
+        # A full disk silently ends the thread of tensorboardX's SummaryWriter. This writer has no thread.
+        self._events = EventsWriter(str(self._scratch / "events"))
+        for record in records:
+            self._add(record)
+        self.flush()
 
     def log(self, done: StepDone, tokens: int) -> None:
         """Record a step if it is due; `tokens` are those of all workers since the run started or resumed."""
@@ -136,21 +147,30 @@ class RunRecorder:
     def evaluated(self, step: int, beta: Mapping[int, float], state: SavedRun) -> None:
         """Record an evaluation, β by number of draft tokens, and save the head if its β is the highest so far."""
         self._record({"step": step, "beta": {str(nodes): one for nodes, one in beta.items()}, "time": time.time()})
-        evaluations = [
-            {"step": record["step"], "beta": record["beta"]} for record in self.metrics.records if "beta" in record
-        ]
-        chosen_by = str(self._task.config.training.chosen_by)
-        if evaluations[-1]["beta"][chosen_by] >= max(one["beta"][chosen_by] for one in evaluations):
-            training = {**self._task.provenance, "history": evaluations}
+        history = [{"step": one["step"], "beta": one["beta"]} for one in self.records if "beta" in one]
+        scores = [one["beta"][str(self._task.config.training.chosen_by)] for one in history]
+        if scores[-1] >= max(scores):
             whole = head_of(self._head, state.weights)
-            whole.provenance = Provenance(self._base_name, self._base_fingerprint, training)
+            training = {**self._task.provenance, "history": history}
+            whole.provenance = Provenance(self._base.name, self._base.fingerprint, training)
             self._task.folder.save_head(whole)
-        self.metrics.flush()
+        self.flush()
         # Evaluations do not count in the tokens per second.
         self._since = time.monotonic()
 
+    def flush(self) -> None:
+        folder = self._task.folder
+        folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        self._events.flush()
+        if not self._grows:
+            for file in self._scratch.iterdir():
+                (folder.events / file.name).copy_from(file)
+        self._written = time.monotonic()
+
     def _record(self, record: Record) -> None:
-        self.metrics.add(record)
+        self._add(record)
+        if time.monotonic() - self._written >= _FLUSH_SECONDS:
+            self.flush()
         steps = self._task.config.training.steps
         place = f"step {record['step']:>{len(str(steps))}}/{steps}"
         if "beta" in record:
@@ -160,15 +180,19 @@ class RunRecorder:
             line = f"{place}  loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s"
         self._task.board.put.remote("line", line)
 
+    def _add(self, record: Record) -> None:
+        self.records.append(record)
+        values = {f"beta/{nodes}": one for nodes, one in record.get("beta", {}).items()}
+        values |= {name: value for name, value in record.items() if name not in ("step", "time", "beta")}
+        for name, value in values.items():
+            self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=scalar(name, value)))
+
 
 def run(task: WorkerTask) -> None:
     """Train from the last checkpoint to the last step.
 
-    Raises:
-        InputError: Another target model generated the texts.
-        LoadError: The target model or the head cannot be made.
-        TrainingError: The loss is not finite.
-        OSError: A file cannot be written, for instance because the disk is full.
+    Raises `InputError` if another target model generated the texts, `LoadError` if the target model or the head cannot
+    be made, `TrainingError` if the loss is not finite, and `OSError` if a file cannot be written.
     """
     torch.set_num_threads(task.threads)
     context = ray.train.get_context()
@@ -209,16 +233,15 @@ def run(task: WorkerTask) -> None:
             assert state is not None
             to_save = None
             if recorder is not None:
-                recorder.metrics.flush()
-                to_save = replace(state, records=recorder.metrics.records)
+                recorder.flush()
+                to_save = replace(state, records=recorder.records)
             report(to_save, done.step, task)
 
 
 def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
     """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
 
-    Args:
-        saved: The run on the first worker; None on the others.
+    `saved` is None on all workers but the first.
     """
 
     def keep(made: Checkpoint, name: str) -> Checkpoint:
@@ -242,9 +265,7 @@ def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
 def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
     """Load the target model. With ZeRO-3 it goes to the CPU first, because it may not fit on one device.
 
-    Raises:
-        InputError: It did not generate the texts.
-        LoadError: It cannot be loaded.
+    Raises `InputError` if it did not generate the texts, and `LoadError` if it cannot be loaded.
     """
     config = task.config
     half = config.training.precision == "bf16" and device.type != "cpu"

@@ -125,7 +125,7 @@ def _differing(message: str, family: str) -> str:
 
 
 def _short(error: BaseException | str) -> str:
-    return one_line(error, 160).replace("|", "/")
+    return one_line(error, 500).replace("|", "/")
 
 
 def table(tried: Iterable[Tried]) -> Iterator[str]:

@@ -28,8 +28,7 @@ from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
 
 # label_context 1 learns about as fast and drafts better, and its search is native on a CPU.
 _SETTINGS: dict[str, dict[str, Any]] = {"ctc": {"label_context": 1}}
-LEARNT = "learnt"
-"""Key of a learner's record in `Provenance.training`."""
+LEARNT = "learnt"  # key of a learner's record in `Provenance.training`
 
 
 def weights_of(head: DraftHead) -> dict[str, Tensor]:
@@ -50,10 +49,9 @@ def load_weights(head: DraftHead, weights: Mapping[str, Tensor]) -> None:
 def check_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], tokens: Tensor | None, what: str
 ) -> None:
-    """Check that weights can replace a head's, of these `shapes` and draft vocabulary `tokens` `[K]`, if any.
+    """Raise `LoadError`, about `what`, if weights cannot replace a head's.
 
-    Raises `LoadError`, about `what`, if a tensor is missing, unknown, misshapen or not finite, or the vocabulary is
-    another.
+    The head has these `shapes`, and the draft vocabulary `tokens` `[K]`, if any.
     """
     if names := sorted(shapes.keys() ^ weights.keys()):
         raise LoadError(f"{what} is of another shape than the one that drafts: tensor {names[0]!r}")
@@ -69,9 +67,7 @@ def check_weights(
 def load_start(start: StartingHead, base: BaseModel) -> DraftHead:
     """Return the starting head in evaluation mode, on the target model's device and in its dtype.
 
-    Raises:
-        LoadError: There is no such head or algorithm, it belongs to another target model, or a new one has a draft
-            vocabulary, which is chosen by texts that are not there yet.
+    Raises `LoadError` if it cannot be loaded or made; a new one cannot have a draft vocabulary.
     """
     if start.folder is not None:
         embedded = EMBEDDED_HEADS / start.folder
@@ -203,8 +199,7 @@ def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
     return TokenTree(*parts)
 
 
-LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))
-"""Members of `auto` that draft with a learning head."""
+LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))  # members of `auto` that draft with a learning head
 
 
 def found_start(start: StartingHead, base: BaseModel) -> StartingHead:
@@ -224,15 +219,9 @@ class Learning:
     def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
         """Load a drafter whose head is hot-swapped as better versions come; see `ChangingHead`.
 
-        Args:
-            name: `auto`: the head, the training-free drafters and both merged, of which the fastest drafts; on a GPU
-                the head merged with `ngram`. Or the name of the starting head: that head alone.
-            base: The target model.
-            nodes: Draft nodes of the largest trees.
-            isolated: Never draft from another request's text.
-
-        Raises:
-            LoadError: `nodes` is 0, the name is neither, or the head cannot be loaded.
+        `auto` is the head, the training-free drafters and both merged, of which the fastest drafts; on a GPU, the head
+        merged with `ngram`. The name of the starting head is that head alone. With `isolated`, no text of another
+        request is drafted from. Raises `LoadError` for another name, 0 nodes, or a head that cannot be loaded.
         """
         if nodes < 1:
             raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")

@@ -1,6 +1,5 @@
 """Learns from rows as they arrive, in short slices, and publishes versions of the head that improve.
 
-A slice is a few optimiser steps or measurements of held-out rows, so a learner can run between engines' steps or alone.
 β is measured on rows whose prompts are never trained on; a version must beat the previous one on the same rows.
 """
 
@@ -33,11 +32,8 @@ from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_batches
 
-_TOKENS = 8192
-"""Tokens of a micro-batch, padding included."""
-_TEXTS_AT_ONCE = 2
-"""Held-out texts measured per unit of work."""
-_OVER = object()
+_TOKENS = 8192  # tokens of a micro-batch, padding included
+_TEXTS_AT_ONCE = 2  # held-out texts measured per unit of work
 STATE_FILE = "learner.safetensors"
 """A learner's state: one file, so that its replacement is atomic; the header holds all that is not a tensor."""
 _FACTS = "learner"
@@ -45,46 +41,30 @@ _FACTS = "learner"
 
 @dataclass(frozen=True)
 class HeadVersion:
-    """Weights of a head that beat the version before; can be pickled.
+    """Weights of a head that beat the version before; can be pickled."""
 
-    Args:
-        number: Counts up from 1; engines begin with 0.
-        weights: Name → tensor of `DraftHead.state_dict()`, in fp32, on the CPU.
-        beta: β by the simulated walk over held-out rows; `beta_before` is the previous version's, 1.0 without one.
-        provenance: Steps, rows, seconds; becomes `Provenance.training` of a head's folder; JSON.
-    """
-
-    number: int
-    weights: dict[str, Tensor]
-    beta: float
-    beta_before: float
-    provenance: dict[str, Any] = field(default_factory=dict)
+    number: int  # counts up from 1; engines begin with 0
+    weights: dict[str, Tensor]  # of `DraftHead.state_dict()`, in fp32, on the CPU
+    beta: float  # by the simulated walk over held-out rows
+    beta_before: float  # of the previous version; 1.0 without one
+    provenance: dict[str, Any] = field(default_factory=dict)  # JSON; becomes `Provenance.training` of a head's folder
 
 
 @dataclass
 class LearnerProgress:
-    """The learner's state; `evaluation` and `version` are those of the last slice of work.
+    """The learner's state. `steps`, `seconds` and `discarded` are those of all its processes."""
 
-    Args:
-        number: Of the newest version.
-        steps: Optimiser steps of all processes of the learner, as are working `seconds` and `discarded`.
-        discarded: Candidates given up because the loss was not finite.
-        loss: Of the newest step, in nats; None before the first.
-        rows: Training rows in memory; `nbytes` are of these and the held-out ones.
-        idle: It waits for rows.
-    """
-
-    number: int = 0
+    number: int = 0  # of the newest version
     steps: int = 0
-    seconds: float = 0.0
-    discarded: int = 0
-    loss: float | None = None
-    rows: int = 0
+    seconds: float = 0.0  # of work
+    discarded: int = 0  # candidates given up because the loss was not finite
+    loss: float | None = None  # of the newest step, in nats; None before the first
+    rows: int = 0  # training rows in memory
     held_out: int = 0
-    nbytes: int = 0
-    evaluation: Evaluation | None = None
+    nbytes: int = 0  # of both
+    evaluation: Evaluation | None = None  # of the last slice of work, as is `version`
     version: HeadVersion | None = None
-    idle: bool = True
+    idle: bool = True  # it waits for rows
 
 
 class Learner:
@@ -136,7 +116,7 @@ class Learner:
                     self._measuring = self._measure()
             if self._measuring is None:
                 return self._learn()
-            if next(self._measuring, _OVER) is _OVER:
+            if next(self._measuring, True):  # it yields None until it ends
                 self._measuring = None
         except TrainingError:
             self._measuring = None
@@ -240,10 +220,9 @@ class Learner:
         """Return a learner that continues from a saved state; raise `LoadError` if there is no state of this head."""
         learner = cls(base, start, settings)
         tensors, facts = _read_state(Path(folder))
-        good = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith("good/")}
-        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("good/")}
+        good = _under("good/", tensors)
         try:
-            learner._training.load(rest, facts["training_steps"], facts["learning_rate"])
+            learner._training.load(tensors, facts["training_steps"], facts["learning_rate"])
             totals, version = LearnerProgress(**facts["totals"]), facts["version"]
             # The head's folder is newer than the state if a process died between the two writes.
             learner._progress = replace(totals, number=max(totals.number, learner._progress.number))
@@ -259,7 +238,6 @@ class Learner:
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and facts of `Learner.save`; raise `LoadError` if there are none, or they are damaged."""
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             facts = json.loads(file.metadata()[_FACTS])
@@ -268,6 +246,10 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise LoadError(f"no learner's state in {folder}: it has no {STATE_FILE}") from error
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise LoadError(f"the learner's state in {folder} is damaged: {first_line(error)}") from error
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class AveragedTraining:
@@ -328,19 +310,14 @@ class AveragedTraining:
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, learning_rate: float) -> None:
         """Restore what `tensors` returned; raise KeyError, ValueError or RuntimeError if it is of another head."""
-        groups: dict[str, dict[str, Tensor]] = {"weights": {}, "average": {}}
-        moments: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            group, _, name = key.partition("/")
-            if group == "adamw":
-                place, _, name = name.partition("/")
-                moments.setdefault(int(place), {})[name] = tensor
-            else:
-                groups[group][name] = tensor
         self.learning_rate = learning_rate
-        self._head.load_state_dict(groups["weights"])
+        self._head.load_state_dict(_under("weights/", tensors))
         self._begin()
         for name, average in self._average.items():
-            average.copy_(groups["average"][name])
+            average.copy_(tensors[f"average/{name}"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in _under("adamw/", tensors).items():
+            place, _, name = key.partition("/")
+            moments.setdefault(int(place), {})[name] = tensor
         adamw: dict[str, Any] = self._optimiser.state_dict()["adamw"]
         self._optimiser.load_state_dict({"adamw": {**adamw, "state": moments}, "steps": steps})

@@ -1,7 +1,7 @@
 """Cost and benefit of learning during a job, and the decision to learn or rest. Pure functions of measurements.
 
-A learner that shares a machine slows engines down: its cost is the difference in speed with and without it, measured
-close together. It saves the time that the same tokens would have taken with the original drafter.
+A learner that shares a machine slows engines down: its cost is the difference in speed with and without it. It saves
+the time that the same tokens would have taken with the original drafter.
 """
 
 from __future__ import annotations
@@ -10,67 +10,46 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression
-from typing import NamedTuple
 
 from drafter.statistics import BatchChoice, per_second
 
 _PACE = 0.2  # EMA weight of the newest interval
-_UNKNOWN_DRAG = 0.3
-"""Share of the engines' speed that a learner is assumed to cost until measured."""
+_UNKNOWN_DRAG = 0.3  # share of the engines' speed that a learner is assumed to cost until measured
 _SAME_TIME = 1e-6  # log seconds: points closer than this tell no slope
-_CLOSE = 4
-"""Intervals after the learner starts or stops that are compared with those just before."""
+_CLOSE = 4  # intervals after the learner starts or stops that are compared with those just before
 _DRAG_PACE = 0.1  # EMA weight of the newest comparison
 _POINTS = 5  # newest ones of the learning curve that are extrapolated
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a job, during all of which the learner worked (`learned`) or rested.
-
-    Args:
-        tokens: New tokens of all engines, in `row_steps` decode steps × rows in each.
-        gain: Speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`.
-        lead: See `lead_by_choice`; None where unknown.
-        full: Engines had work all the time. If not, the interval does not count for speeds.
-    """
+    """A part of a job, during all of which the learner worked (`learned`) or rested."""
 
     seconds: float
-    tokens: int
-    row_steps: int
+    tokens: int  # new tokens of all engines
+    row_steps: int  # decode steps × rows in each
     learned: bool
-    gain: float = 1.0
-    lead: float | None = None
-    full: bool = True
+    gain: float = 1.0  # speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`
+    lead: float | None = None  # see `lead_by_choice`; None where unknown
+    full: bool = True  # engines had work all the time; if not, the interval does not count for speeds
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Cost and savings of learning in the job's first `seconds`.
-
-    Args:
-        taken: Seconds by which the learner has delayed the job.
-        saved: Seconds by which the learned head has shortened it.
-        learning_rate: Tokens per second when the learner last worked; 0 before.
-        resting_rate: Tokens per second when it last rested, over `rests` intervals.
-        beta: EMA of tokens per row and step; 0 before the first interval.
-        lead: Speed with the learned head ÷ without; below 1.0 other members draft.
-        worked: The learner worked in the last interval, as in `turn` before it; None before the first.
-        difference: EMA, of `compared` values, of the share of speed lost when it started, or regained when it stopped.
-    """
+    """Cost and savings of learning in the job's first `seconds`."""
 
     seconds: float = 0.0
-    taken: float = 0.0
-    saved: float = 0.0
-    learning_rate: float = 0.0
-    resting_rate: float = 0.0
-    beta: float = 0.0
-    lead: float = 1.0
-    rests: int = 0
-    worked: bool | None = None
-    turn: int = 0
-    difference: float = _UNKNOWN_DRAG
-    compared: int = 0
+    taken: float = 0.0  # seconds by which the learner has delayed the job
+    saved: float = 0.0  # seconds by which the learned head has shortened it
+    learning_rate: float = 0.0  # tokens per second when the learner last worked; 0 before
+    resting_rate: float = 0.0  # tokens per second when it last rested
+    beta: float = 0.0  # EMA of tokens per row and step; 0 before the first interval
+    lead: float = 1.0  # speed with the learned head ÷ without; below 1.0 other members draft
+    rests: int = 0  # intervals of rest
+    worked: bool | None = None  # in the last interval; None before the first
+    turn: int = 0  # intervals of the same kind before the last
+    difference: float = _UNKNOWN_DRAG  # EMA of the share of speed lost when it started, or regained when it stopped
+    compared: int = 0  # values in that EMA
 
     @property
     def drag(self) -> float:
@@ -126,17 +105,14 @@ class Balance:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """β on held-out rows after some working time: of the current weights, and of the newest version; 1.0 before one.
-
-    A `better` candidate was published.
-    """
+    """β on held-out rows after some working time."""
 
     seconds: float
     steps: int
     rows: int
-    candidate: float
-    published: float
-    better: bool
+    candidate: float  # β of the current weights
+    published: float  # β of the newest version; 1.0 before one
+    better: bool  # the candidate was published
 
 
 @dataclass(frozen=True)
@@ -150,8 +126,7 @@ class Point:
 def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
     """Return the learning curve on the scale of the first evaluation, in order of time.
 
-    Held-out rows change, and β with them, so each candidate is only compared with the version before it on the same
-    rows.
+    Held-out rows change, so each candidate is only compared with the version before it on the same rows.
     """
     if not evaluations:
         return []
@@ -165,9 +140,9 @@ def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
 
 
 def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """Return an engine's speed ÷ its speed without the members `learned`, by its budget's estimates; at least 1.0.
+    """Return engines' speed ÷ their speed without the members `learned`, by their budgets' estimates; at least 1.0.
 
-    `choices` are `EngineState.choices`; batch sizes are weighted by their trials.
+    `choices` are `EngineState.choices` of all engines, weighted by their trials.
     """
     leads = (_lead(choice, learned) if choice.chosen in learned else None for choice in choices)
     found = _mean([(choice.trials, max(lead or 1.0, 1.0)) for choice, lead in zip(choices, leads, strict=True)])
@@ -177,13 +152,13 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
     """Return the speed of the best drafter with the learned head ÷ the best without it; below 1.0 others are faster.
 
-    None where one side has not been tried. Batch sizes are weighted as in `gain_by_choice`.
+    None where one side has not been tried. Choices are weighted as in `gain_by_choice`.
     """
     return _mean([(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None])
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """Return the share of an engine's steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
+    """Return the share of engines' steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
     if not choices:
         return 1.0
     return _mean([(choice.trials, float(choice.chosen in learned)) for choice in choices]) or 0.0
@@ -242,15 +217,11 @@ def _average(before: float, now: float) -> float:
 
 HORIZON = 30.0
 """Seconds of work decided on together: about the time to a better version. Longer horizons are its doubles."""
-MOST_LOST = 0.02
-"""Share of a job's time that learning may have cost without return."""
-_FIRST_RESTS = 3
-"""Intervals of rest before it first works, to measure the speed without it."""
+MOST_LOST = 0.02  # share of a job's time that learning may have cost without return
+_FIRST_RESTS = 3  # intervals of rest before it first works, to measure the speed without it
 _HOPE = 1.3  # assumed growth of β over the first `HORIZON`, before any measurement
-_START = 1.5
-"""A resting learner starts again only if the expected benefit is so many times its cost."""
-_FALLEN = 0.93
-"""β below this share of its value when learning stopped means that the text has changed."""
+_START = 1.5  # a resting learner starts again only if the expected benefit is so many times its cost
+_FALLEN = 0.93  # β below this share of its value when learning stopped means that the text has changed
 _FOLLOWS = 0.01  # EMA weight of the newest interval in β at rest, which drifts slowly
 _TURNS = 16  # intervals of work before one of rest, to measure the learner's cost
 _LOADING = 2.0  # approximate seconds that a starting learner process costs the job
@@ -260,29 +231,14 @@ _LONGEST = 86_400.0  # seconds of look-ahead
 
 @dataclass(frozen=True)
 class Course:
-    """A decision about the learner, with the reason in a line for people.
-
-    Args:
-        turn: Intervals since the last rest.
-        rest_beta: EMA of β since learning stopped; None while it works.
-        since: Working seconds at which the current text began: earlier points of the curve do not count.
-        target: β to recover where the text has changed.
-    """
+    """A decision about the learner, with the reason in a line for people."""
 
     learns: bool = False
     reason: str = "nothing has been decoded yet"
-    turn: int = 0
-    rest_beta: float | None = None
-    since: float = 0.0
-    target: float | None = None
-
-
-class _Work(NamedTuple):
-    """Seconds of work, and the seconds of the job that it saves later and takes now."""
-
-    seconds: float
-    saves: float
-    takes: float
+    turn: int = 0  # intervals since the last rest
+    rest_beta: float | None = None  # EMA of β since learning stopped; None while it works
+    since: float = 0.0  # working seconds at which the current text began: earlier points of the curve do not count
+    target: float | None = None  # β to recover where the text has changed
 
 
 def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
@@ -302,21 +258,20 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
     factor, allowed = _START if resting else 1.0, MOST_LOST * (balance.seconds + left)
     most = (allowed - balance.lost) / balance.drag if balance.drag else math.inf
-    works = []
+    works = []  # seconds of work, and seconds of the job that it saves later and takes now
     for horizon in _horizons(min(left / 2, most)):
         saves = benefit(left - horizon, _growth(course, balance, curve, horizon), balance.lead)
-        works.append(_Work(horizon, saves, horizon * balance.drag))
-    best = max(works, key=lambda one: one.saves - factor * one.takes)
+        works.append((horizon, saves, horizon * balance.drag))
+    work, saves, takes = max(works, key=lambda one: one[1] - factor * one[2])
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
-    elif best.saves <= factor * best.takes:
-        expected = f"expected to save {best.saves:.1f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
-        why = f"{best.seconds:.0f} s more are {expected}"
+    elif saves <= factor * takes:
+        why = f"{work:.0f} s more are expected to save {saves:.1f} s of {left:.0f} s left, and to take {takes:.1f} s"
     elif course.turn >= _TURNS:
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
-        expected = f"expected to save {best.saves:.0f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
-        why = f"{begins}{best.seconds:.0f} s are {expected}"
+        expected = f"expected to save {saves:.0f} s of {left:.0f} s left, and to take {takes:.1f} s"
+        why = f"{begins}{work:.0f} s are {expected}"
         return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
     before = balance.beta if course.rest_beta is None else course.rest_beta
     return replace(course, learns=False, reason=why, turn=0, rest_beta=before + _FOLLOWS * (balance.beta - before))

@@ -27,20 +27,15 @@ Row = TypeVar("Row")
 class RowSample:
     """A finished row, on the CPU; it can be pickled.
 
-    Args:
-        request_id: The caller's id.
-        tokens: `[T]` int64 prompt and output.
-        prompt_length: At least 1.
-        hidden: `[T, K · d]` the target model's hidden states that the head reads (`DraftHead.hidden_layers`). The last
-            token's are undefined: nothing is drafted after it. With None a learner runs the target model over the text.
-        steps: Decode steps that the output took.
+    Without hidden states, a learner runs the target model over the text. The last token's are undefined: nothing is
+    drafted after it.
     """
 
     request_id: str
-    tokens: Tensor
-    prompt_length: int
-    hidden: Tensor | None
-    steps: int
+    tokens: Tensor  # `[T]` int64 prompt and output
+    prompt_length: int  # at least 1
+    hidden: Tensor | None  # `[T, K · d]` those that the head reads (`DraftHead.hidden_layers`)
+    steps: int  # decode steps that the output took
 
     @property
     def surprise(self) -> float:
@@ -52,8 +47,7 @@ class RowSample:
         return self.tokens.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
-_HALF_LIFE = 512.0
-"""A row ranks like one that came so many rows later and is half as surprising."""
+_HALF_LIFE = 512.0  # a row ranks like one that came so many rows later and is half as surprising
 
 
 def rank(surprise: float, arrival: int) -> float:

@@ -71,19 +71,13 @@ class LearnerSettings:
 
 @dataclass(frozen=True)
 class StartingHead:
-    """A head by name, or the shape of a new one. Engines and learner must start from the same.
+    """A head by name, or the shape of a new one. Engines and learner must start from the same."""
 
-    Args:
-        folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
-        settings: Fields of a new head's configuration; empty for those with which it learns fast.
-        copied_from: Source of the folder if it is a copy; for provenance.
-    """
-
-    folder: str | None = None
+    folder: str | None = None  # a head's folder or hub id, or the algorithm of an embedded head; None for a new head
     algorithm: str = "ctc"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of a new head's configuration
     seed: int = 0
-    copied_from: str | None = None
+    copied_from: str | None = None  # source of the folder if it is a copy; for provenance
 
     @property
     def drafts(self) -> bool:

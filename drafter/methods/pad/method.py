@@ -35,16 +35,11 @@ _LEAST_DEVIATION = 1e-6
 
 @dataclass(frozen=True)
 class PivotFeatures:
-    """Inputs for draft tokens, of any shape `[...]`.
+    """Inputs for draft tokens, of any shape `[...]`."""
 
-    Args:
-        hidden: `[..., d]` the target model's hidden state of the draft token itself, at the classifier's layer.
-        entropy: `[...]` of the target model's distribution there, in nats; `probability` is the token's.
-    """
-
-    hidden: Tensor
-    entropy: Tensor
-    probability: Tensor
+    hidden: Tensor  # `[..., d]` the target model's hidden state of the draft token itself, at the classifier's layer
+    entropy: Tensor  # `[...]` of the target model's distribution there, in nats
+    probability: Tensor  # `[...]` of the token
 
     @property
     def values(self) -> Tensor:
@@ -153,8 +148,7 @@ def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier
     return classifier.eval().requires_grad_(False), base
 
 
-_LOG_FLOOR = math.log(1e-4)
-"""Tokens with a probability below 10⁻⁴ are always rejected."""
+_LOG_FLOOR = math.log(1e-4)  # tokens with a probability below 10⁻⁴ are always rejected
 _PLAIN = SamplingMode.of([SamplingParams()])
 
 
@@ -165,13 +159,7 @@ class PadVerifier(Verifier):
     distribution that the row samples from, so tokens that its settings forbid are never accepted. The paper applies it
     to exactly accepted tokens, too, but rejecting these would choose them again. On a tree see `lenient_walk`.
 
-    Args:
-        classifier: Folder of a classifier, made by `jobs.pivots` for the target model.
-        sigma: σ. With 0 only the target model's choices are accepted.
-
-    Raises:
-        ValueError: σ is not between 0 and 1.
-        LoadError: There is no classifier, or it is damaged.
+    Raises `ValueError` if σ is not between 0 and 1, and `LoadError` if there is no classifier, or it is damaged.
     """
 
     name = "pad"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.generation_jobs.learning import JobRun, by_tenth, rates_with_and_without, write_table
-from pipeline.learning.record import Moment
+from pipeline.progress.board import Moment
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -29,11 +29,12 @@ from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from pipeline.engines.models import EngineSpec
 from pipeline.io.files import locate
-from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning
 from pipeline.learning.feed import Answer, EngineBeat
 from pipeline.learning.learner_actor import LearnerActor
-from pipeline.learning.record import LearningRecord, Moment, read_record
-from pipeline.output.folder import OutputFolder
+from pipeline.learning.record import LearningRecord, read_record
+from pipeline.output.folder import OutputFolder, put_head
+from pipeline.progress.board import Moment
 from tests.support.waiting import PATIENCE, wait_until
 
 SETTINGS = LearnerSettings(

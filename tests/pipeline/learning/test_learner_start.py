@@ -15,10 +15,10 @@ from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, parse_config
 from pipeline.io.files import locate
-from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, put_head
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning
 from pipeline.learning.job_learner import JobLearner, beside_learner, seconds_left, tokens_left
 from pipeline.learning.record import LearningRecord
-from pipeline.output.folder import OutputFolder
+from pipeline.output.folder import OutputFolder, put_head
 from pipeline.progress.board import LearningReport, Progress
 from tests.support.paths import ROOT
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from drafter.methods.learning.learner import HeadVersion
 from drafter.methods.learning.payoff import Evaluation, Interval
-from pipeline.learning.record import LearningRecord, Moment, Published, together
-from pipeline.report.page import learning_charts
+from pipeline.learning.record import LearningRecord, Published
+from pipeline.progress.board import Moment, together
 
 FOUND = Evaluation(seconds=4.0, steps=9, rows=3, candidate=1.5, published=1.0, better=True)
 
@@ -83,12 +83,3 @@ def test_moments_that_become_one_keep_their_sums(tokens: list[int], most: int) -
     for name in ("seconds", "tokens", "row_steps", "learned"):
         assert sum(getattr(one, name) for one in found) == sum(getattr(one, name) for one in moments)
     assert (found[-1].at, found[-1].version) == (moments[-1].at, moments[-1].version)
-
-
-def test_charts_mark_the_versions() -> None:
-    beta, speed = learning_charts(learnt())
-    assert [bar.value for bar in beta.bars] == [2.0, 1.6]
-    assert [bar.value for bar in speed.bars] == [50.0, 40.0]
-    assert beta.marks == ((0.5, "version 1"),)
-    assert beta.bars[1].text == "1.60, version 1, learning 100% of the time"
-    assert learning_charts(LearningRecord()) == []

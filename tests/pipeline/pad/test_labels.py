@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import json
@@ -22,7 +20,6 @@ from pipeline.openai.batch import parse_line
 from pipeline.pad.config import PivotsConfig, PivotsFolder
 from pipeline.pad.labels import (
     REJECTION_TYPE,
-    Label,
     continuations_by_side,
     features_of,
     is_held_out,
@@ -50,6 +47,11 @@ def rejection(prefix: list[int], rejected: int, chosen: int, prompt: int = 2) ->
 def token(**columns: Any) -> dict[str, Any]:
     (found,) = tokens_of(ROWS[:1], [rejection([1, 2, 3], 30, 4)], frozenset({9}), 5)
     return {**found, **columns}
+
+
+def label(number: int, with_it: float, without: float, *rollouts: int, pivot: bool) -> dict[str, Any]:
+    counts = {"rollouts_with": rollouts[0], "rollouts_without": rollouts[1]}
+    return {"number": number, "utility_with": with_it, "utility_without": without, **counts, "pivot": pivot}
 
 
 def test_rejections_are_given_to_the_row_that_they_are_of() -> None:
@@ -156,8 +158,7 @@ def test_answers_are_scored_whole_and_means_make_the_label() -> None:
     unread = ("prefix", "left", "hidden")
     tokens = [{name: value for name, value in one.items() if name not in unread} for one in tokens]
     found = list(labels_of(tokens, sides, answers, even, lambda ids: " ".join(map(str, ids)), ["8"]))
-    assert found == [Label(0, 0.5, 1.0, 2, 2), Label(1, 1.0, 0.0, 1, 1)]
-    assert [label.pivot for label in found] == [True, False]
+    assert found == [label(0, 0.5, 1.0, 2, 2, pivot=True), label(1, 1.0, 0.0, 1, 1, pivot=False)]
 
 
 def test_an_answer_that_is_worth_less_than_nothing_is_refused() -> None:
@@ -174,7 +175,7 @@ def test_an_answer_that_is_worth_less_than_nothing_is_refused() -> None:
 
 def test_labels_are_a_table_that_a_classifier_reads(tmp_path: Path) -> None:
     tokens = pa.Table.from_pylist([token(), token(request_id="b", rejected=31, hidden=[1.0, 31.0])], REJECTION_TYPE)
-    table = labelled(tokens, [Label(1, 0.2, 0.8, 20, 19)], 0.5)
+    table = labelled(tokens, [label(1, 0.2, 0.8, 20, 19, pivot=True)], 0.5)
     base = BaseOfClassifier("tiny", "v2-1", 3)
     write_table(table, tmp_path / "labels.parquet", base)
     again, facts = read_table(tmp_path / "labels.parquet")

@@ -21,10 +21,9 @@ from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.parts import unpack
-from pipeline.learning.learner_actor import LearnerMetrics
 from pipeline.output.columns import RunTraits
 from pipeline.progress.board import LearningReport, Progress, StatusBoard
-from pipeline.progress.prometheus import JobMetrics
+from pipeline.progress.prometheus import job_metrics, learner_metrics
 from pipeline.settings import LimitsConfig, WritingConfig
 from tests.support.parts import request_part
 from tests.support.paths import ROOT
@@ -86,13 +85,13 @@ def exported(local_ray: None) -> Iterator[Exported]:
     )
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
     ((_, table),) = unpack(ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40))))
-    job, learner = JobMetrics(RUN), LearnerMetrics(RUN, LearningReport(steps=30))
+    job, learner = job_metrics(RUN), learner_metrics(RUN, LearningReport(steps=30))
     rows = table["generated"].to_pylist()[:10]
 
     def all_reported() -> Exported | None:
         """Processes report to the node's agent every few seconds: the actor's own, and this one."""
         job.show(Progress("generating", total=40, before=8, rows=12, errors=2, recent_row_rate=2.0, engines=1))
-        learner.publish(LEARNER)
+        learner.show(LEARNER)
         found = Exported(scrape(), rows)
         whole = found.total("ray_drafter_tokens_total") == 400 and found.total("ray_drafter_job_rows_done")
         return found if whole else None

@@ -212,6 +212,25 @@ def test_why_no_learner_has_recorded_anything_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_the_record_of_a_learner_is_shown_and_a_damaged_one_is_said(tmp_path: Path) -> None:
+    output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], [])
+    write_run(output)
+    moment = {"at": 4.0, "seconds": 2.0, "tokens": 80, "row_steps": 50, "learned": 2.0, "version": 2}
+    versions = [{"at": 3.0, "number": number, "beta": 1.5 * number, "beta_before": 1.0} for number in (1, 2)]
+    record = {"balance": {"taken": 61.0, "saved": 125.0}, "versions": versions, "moments": [moment]}
+    for text, said in (
+        (json.dumps(record), "The newest version of the head is 2. On rows held out, its acceptance length is 3.00"),
+        (json.dumps(record), "Learning made the job 01:01 longer, and what was learnt made it 02:05 shorter"),
+        (json.dumps(record), "1.60, version 2, learning 100% of the time"),
+        (json.dumps({**record, "versions": []}), "No version of the head was published."),
+        (json.dumps({**record, "moments": [{}]}), "learning.json is damaged"),
+        ("[]", "learning.json is damaged"),
+    ):
+        output.learning_file.write_text(text)
+        assert job(tmp_path / "out") == 0
+        assert said in Page((tmp_path / "out" / "report.html").read_text()).text
+
+
 def test_steps_and_texts_that_are_lost_are_said(tmp_path: Path) -> None:
     output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1, 1]}]], [])
     write_run(output)

@@ -8,8 +8,8 @@ import re
 from drafter import Generation
 from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
-from pipeline.learning.record import learner_families
 from pipeline.progress.board import LearningReport
+from pipeline.progress.prometheus import learner_families
 from pipeline.serving.handles import metrics_page
 from pipeline.serving.replica import ReplicaMetrics
 from tests.support.paths import ROOT

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import yaml
 
 from pipeline.errors import InputError
 from pipeline.training.config import parse_config
@@ -48,7 +48,7 @@ def test_a_printed_configuration_can_be_given_back(tmp_path: Path) -> None:
     settings = [*GOOD.split(), "--workers.number", "[1, 3]", "--head", '{"depth": 4}', "--training.precision", "bf16"]
     config = parse_config(settings)
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(config.as_dict()))
+    file.write_text(json.dumps(asdict(config)))
     assert parse_config(["--config", str(file)]) == config
     assert (config.workers.number, config.head) == ((1, 3), {"depth": 4})
 
