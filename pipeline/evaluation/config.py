@@ -99,18 +99,12 @@ class EvaluateConfig:
     def plan(self) -> Plan:
         """Return the plan of drafters. Raises `ValueError` for a value out of range."""
         default = embedded_heads() if self.model is None else ("ngram",)
-        return Plan(
-            drafters=default if self.drafters is None else _each(self.drafters),
-            trees=_each(self.trees),
-            num_draft_tokens=_each(self.num_draft_tokens),
-            batches=_each(self.batches),
-            temperatures=_each(self.temperatures),
-            samples=self.samples,
-            rounds=self.rounds,
-            max_new_tokens=self.max_new_tokens,
-            compile=self.compile,
-            transformers=self.transformers,
-        )
+        drafters = default if self.drafters is None else _each(self.drafters)
+        lists = ("trees", "num_draft_tokens", "batches", "temperatures")
+        settings: dict[str, Any] = {name: _each(getattr(self, name)) for name in lists}
+        for name in ("samples", "rounds", "max_new_tokens", "compile", "transformers"):
+            settings[name] = getattr(self, name)
+        return Plan(drafters, **settings)
 
 
 def named_verifier(text: str) -> VerifierSettings:
