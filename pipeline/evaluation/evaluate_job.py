@@ -63,9 +63,9 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     folder = output_folder(config.output)
     earlier = _earlier_results(folder)
     if config.verifiers is not None and earlier is not None:
-        raise InputError(f"output {folder} holds an evaluation of drafters: choose another")
+        raise _unusable(folder, "holds an evaluation of drafters")
     if config.verifiers is None and (folder / VERIFIERS_FILE).exists():
-        raise InputError(f"output {folder} holds an evaluation of verifiers: choose another")
+        raise _unusable(folder, "holds an evaluation of verifiers")
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
     if config.verifiers is None:
         evaluate_drafters(config, questions, command, folder, resources, earlier)
@@ -80,6 +80,10 @@ def output_folder(output: str) -> Path:
     except OSError as error:
         raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
     return folder
+
+
+def _unusable(folder: Path, why: str) -> InputError:
+    return InputError(f"output {folder} {why}: choose another")
 
 
 # Drafters.
@@ -102,10 +106,7 @@ def evaluate_drafters(
             say(item)
         elif isinstance(item, Results):
             if earlier is not None and earlier.identity != item.identity:
-                raise InputError(
-                    f"output {folder} holds another evaluation (settings, questions, models, machine or code): "
-                    "choose another"
-                )
+                raise _unusable(folder, "holds another evaluation (settings, questions, models, machine or code)")
             results, last_line = earlier or item, time.monotonic()
         elif isinstance(item, list):
             assert results is not None
@@ -133,7 +134,7 @@ def _earlier_results(folder: Path) -> Results | None:
     except OSError as error:
         raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
     except ValueError as error:
-        raise InputError(f"output {folder} has a damaged {RESULTS_FILE}: choose another output") from error
+        raise _unusable(folder, f"has a damaged {RESULTS_FILE}") from error
 
 
 def _measure(
@@ -203,12 +204,14 @@ def evaluate_verifiers(
         results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
         for block in left:
             say(block.title)
-            verifiers, left_out = _usable(config, block.temperature)
-            for reason in left_out:
-                say(f"left out at temperature {block.temperature:g}: {reason}")
-            found = _measured(config, block, questions[block.questions], verifiers, scorer, ask)
+            left_out, found = _measured(config, block, questions[block.questions], scorer, ask)
             kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
-            plot = _add_block(block, left_out, found, kept, results, folder)
+            figures = {"verifiers": [one.as_dict() for one in found], "kept": [one.as_dict() for one in kept]}
+            results["blocks"].append({"block": asdict(block), "left_out": left_out, **figures})
+            # The plot comes first: a block in the results is not measured again, so a kill in between would lose it.
+            plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
+            utility_plot(found, kept).savefig(plot, dpi=150)
+            write_json(folder / VERIFIERS_FILE, results)
             print(f"## {block.title}\n\n{utility_table(found)}\n")
             if config.keep is not None:
                 print(_kept_lines(config.keep, found, kept))
@@ -244,11 +247,9 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
         same = results["identity"] == json.loads(json.dumps(identity))
         comparable(results["environment"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"output {folder} has a damaged {VERIFIERS_FILE} ({one_line(error)}): choose another"
-        ) from error
+        raise _unusable(folder, f"has a damaged {VERIFIERS_FILE} ({one_line(error)})") from error
     if not same:
-        raise InputError(f"output {folder} holds another evaluation of verifiers (settings or models): choose another")
+        raise _unusable(folder, "holds another evaluation of verifiers (settings or models)")
     return results
 
 
@@ -258,39 +259,30 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
         return here
     before, now = comparable(earlier), comparable(here)
     if other := [name for name in now if now[name] != before[name]]:
-        raise InputError(
-            f"output {folder} holds an evaluation of verifiers on another machine or by other code "
-            f"({', '.join(other)}), and speeds of both cannot stand side by side: choose another"
+        raise _unusable(
+            folder,
+            f"holds an evaluation of verifiers on another machine or by other code ({', '.join(other)}), and speeds of "
+            "both cannot stand side by side",
         )
     return earlier
 
 
-def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
-    """Return the verifiers that decode at a temperature, and why the others do not."""
-    found: list[VerifierSettings] = []
+def _measured(
+    config: EvaluateConfig, block: Block, questions: Sequence[Question], scorer: Scorer, ask: Ask
+) -> tuple[list[str], list[VerifierFigures]]:
+    """Return why verifiers are left out, and the figures of exact decoding and of the others, each from strict on."""
+    verifiers: list[VerifierSettings] = []
     left_out: list[str] = []
     for one in config.lenient_verifiers():
         try:
-            for settings in verifier_grid(one):
-                make_verifier(settings).refuse(SamplingParams(temperature=temperature))
+            make_verifier(verifier_grid(one)[0]).refuse(SamplingParams(temperature=block.temperature))
         except RequestError as error:
             left_out.append(str(error))
+            say(f"left out at temperature {block.temperature:g}: {error}")
         except LoadError as error:
             raise InputError(str(error)) from error
         else:
-            found.append(one)
-    return found, left_out
-
-
-def _measured(
-    config: EvaluateConfig,
-    block: Block,
-    questions: Sequence[Question],
-    verifiers: Sequence[VerifierSettings],
-    scorer: Scorer,
-    ask: Ask,
-) -> list[VerifierFigures]:
-    """Return the figures of exact decoding, then of each verifier's settings from the strictest."""
+            verifiers.append(one)
     with as_job_errors((LoadError, RequestError)):
         tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
         requests = [
@@ -312,31 +304,7 @@ def _measured(
         return found
 
     lenient = [one for verifier in verifiers for one in search(verifier, measure, config.keep, depth)]
-    return in_order([scored.exact, *lenient])
-
-
-def _add_block(
-    block: Block,
-    left_out: Sequence[str],
-    found: Sequence[VerifierFigures],
-    kept: Sequence[VerifierFigures],
-    results: dict[str, Any],
-    folder: Path,
-) -> Path:
-    """Plot the figures of a block, and write the results with it. Return the plot's path."""
-    results["blocks"].append(
-        {
-            "block": asdict(block),
-            "left_out": left_out,
-            "verifiers": [one.as_dict() for one in found],
-            "kept": [one.as_dict() for one in kept],
-        }
-    )
-    # The plot comes first: a block in the results is not measured again, and a kill in between would lose its plot.
-    plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-    utility_plot(found, kept).savefig(plot, dpi=150)
-    write_json(folder / VERIFIERS_FILE, results)
-    return plot
+    return left_out, in_order([scored.exact, *lenient])
 
 
 def _kept_lines(keep: float, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> str:
