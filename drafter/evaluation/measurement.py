@@ -51,9 +51,6 @@ from drafter.requests import Request
 from drafter.statistics import DecodeCounts, per_second, speedup, total
 from drafter.target.model import BaseModel
 
-_STAGE_PROMPTS = 2
-"""Fewest prompts of the pass that takes stage times; a larger batch takes as many as fill it."""
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -137,9 +134,7 @@ class Evaluation:
             portions = [[request] for request in asked] if batch == 1 else [asked]
             for turn, runs in enumerate(in_turns(decoders, portions, rounds), start=1):  # noqa: B007 - read below
                 yield Progress(setting, turn, rounds * len(portions))
-            part = asked[: max(_STAGE_PROMPTS, batch)]
-            stages = {arm: _stage_sums(decode(part)) for arm, decode in decoders.items() if arm != TRANSFORMERS}
-            yield [_cell_of(setting, arm, runs[arm], prompts[setting], stages.get(arm)) for arm in decoders]
+            yield [_cell_of(setting, arm, runs[arm], prompts[setting]) for arm in decoders]
 
     def _decoders(self, batch: int, requests: Sequence[Request]) -> dict[Arm, Decoder]:
         """Return decoders of all arms that can decode `requests`, warmed up."""
@@ -167,14 +162,13 @@ class Evaluation:
         return load_drafter(arm.drafter, self._base, nodes)
 
 
-def _stage_sums(run: Run) -> StageSums:
-    spent = run.stages | {"verify": run.stages["verify"] + run.stages["wait"]}
-    return StageSums({stage: spent[stage] for stage in STAGES}, run.num_tokens)
+def _stage_sums(runs: Sequence[Run]) -> StageSums:
+    spent = {stage: sum(run.stages[stage] for run in runs) for stage in (*STAGES, "wait")}
+    spent["verify"] += spent.pop("wait")
+    return StageSums(spent, sum(run.num_tokens for run in runs))
 
 
-def _cell_of(
-    setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompts: Sequence[Prompt], stages: StageSums | None
-) -> Cell:
+def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompts: Sequence[Prompt]) -> Cell:
     temperature, batch, questions = setting
     counts: dict[str, list[DecodeCounts]] = {}
     differing = 0
@@ -194,7 +188,7 @@ def _cell_of(
         seconds=[[round(run.seconds, 6) for run in runs] for runs in rounds],
         differing_tokens=differing if same_draws else None,
         counts={category: total(some) for category, some in counts.items()},
-        stages=stages,
+        stages=None if arm == TRANSFORMERS else _stage_sums([run for runs in rounds for run in runs]),
     )
 
 

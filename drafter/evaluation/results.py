@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class StageSums:
-    """Seconds by stage over all steps of a separate pass, and the number of their new tokens."""
+    """Seconds by stage over all steps, and the number of their new tokens."""
 
     seconds: dict[str, float]
     tokens: int

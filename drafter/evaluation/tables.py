@@ -107,7 +107,7 @@ def page(results: Results) -> str:
     for batch in sorted({setting[1] for setting in settings}):
         parts += [
             f"## Where the time goes: {first}, batch {batch}",
-            f"Milliseconds per token at temperature {temperature:g}, without prefills, from a separate pass.",
+            f"Milliseconds per token at temperature {temperature:g}, without prefills.",
             stage_table(settings[temperature, batch, first]),
         ]
     if results.skipped:
