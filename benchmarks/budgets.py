@@ -31,14 +31,13 @@ from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Ask
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.decoders import decode_all, room_for
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
-from drafter.statistics import BatchChoice
+from drafter.statistics import BatchChoice, mean_acceptance_length, total
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
@@ -169,12 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(base: BaseModel, tokenizer: Any, args: argparse.Namespace, batch: int) -> list[Cell]:
     """Decode the same prompts by every policy, all of them in every round, and check that the tokens are the same."""
     requests = requests_of(tokenizer, max(_FEWEST, 2 * batch), args.max_new_tokens)
-    longest = max(len(one.prompt_ids) for one in requests) + args.max_new_tokens
-    config = EngineConfig(batch, longest, max_queue=len(requests))
 
     def engine(budget: Budget | None) -> Engine:
         drafter = load_drafter(args.drafter, base, useful_nodes(base.device))
-        return Engine(base, drafter, tokenizer, config, budget=budget)
+        return Engine(base, drafter, tokenizer, room_for(requests, batch), budget=budget)
 
     default = engine(None).budget
     assert isinstance(default, AdaptiveBudget)
@@ -185,19 +182,17 @@ def measure(base: BaseModel, tokenizer: Any, args: argparse.Namespace, batch: in
     for turn in range(-1, args.rounds):  # the first one warms up
         random.Random(turn).shuffle(order)
         for name in order:
-            before, turns.now = measured.state(), budgets[name]
+            turns.now = budgets[name]
             with POLICIES[name].applied():
-                seconds, made = decode_all(measured, requests)
-            after = measured.state()
-            tokens = [one.token_ids for one in made]
-            expected = expected or tokens
-            if tokens != expected:
+                run = decode_all(measured, requests)
+            expected = expected or run.outputs
+            if run.outputs != expected:
                 raise AssertionError(f"{name} gave other tokens at batch {batch}")
-            steps = after.row_steps - before.row_steps
-            nodes = (after.draft_tokens - before.draft_tokens) / steps
-            count = sum(map(len, tokens))
+            counts = total(run.counts)
+            nodes = counts.num_draft_tokens / counts.num_decode_steps
             if turn >= 0:
-                cells.append(Cell(name, batch, turn, count, seconds, count / steps, nodes))
+                beta = mean_acceptance_length(counts)
+                cells.append(Cell(name, batch, turn, run.num_tokens, run.seconds, beta, nodes))
     return cells
 
 

@@ -81,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
     """Load the heads in `folder`, by name. Each is a head's folder, or the output of `jobs.train`, with `head/` in it.
 
-    Raises:
-        LoadError: There is no head, or a head belongs to another base.
+    Raises `LoadError` if there is no head, or a head belongs to another base.
     """
     found = {file.parent.name: file.parent for file in folder.glob(f"*/{CONFIG_FILE}")}
     found |= {file.parents[1].name: file.parent for file in folder.glob(f"*/head/{CONFIG_FILE}")}
@@ -99,15 +98,9 @@ def answers(
     file: str | Path = _QUESTIONS,
     temperature: float = 0.0,
 ) -> list[RegeneratedText]:
-    """Return the base's answers to held-out questions, all turns of each.
-
-    Raises:
-        QuestionError: The file, or a question, cannot be used.
-    """
-    questions, slots = read_questions(file, count), min(_SLOTS, count)
-    prompts = prompts_of(
-        base, tokenizer, questions, temperature=temperature, max_new_tokens=max_new_tokens, slots=slots
-    )
+    """Return the base's answers to held-out questions, all turns of each, or raise `QuestionError`."""
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    prompts = prompts_of(base, tokenizer, read_questions(file, count), slots=min(_SLOTS, count), **settings)
     ids = [list(prompt.request.prompt_ids) for prompt in prompts]
     return [RegeneratedText(one + prompt.answer, len(one)) for one, prompt in zip(ids, prompts, strict=True)]
 

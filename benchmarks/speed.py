@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +31,7 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
+from drafter.evaluation.decoders import Decoder, Run, decode_all, padding, transformers_decoder
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.questions import QuestionError, encode, read_questions
 from drafter.evaluation.results import write_json
@@ -87,13 +88,16 @@ def _engine(drafted: bool, compiled: bool) -> Way:
     def make(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
         name, nodes = (drafter, useful_nodes(base.device)) if drafted else ("none", 0)
         config = EngineConfig(batch, longest, compile=compiled, max_queue=max(batch, _FEWEST))
-        return engine_decoder(Engine(base, load_drafter(name, base, nodes), tokenizer, config))
+        return partial(decode_all, Engine(base, load_drafter(name, base, nodes), tokenizer, config))
 
     return make
 
 
 def _generate(**settings: Any) -> Way:
-    return lambda base, tokenizer, _, batch, __: transformers_decoder(base, batch, padding(tokenizer), **settings)
+    def make(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
+        return transformers_decoder(base.model, base.eos_token_ids, batch, padding(tokenizer), **settings)
+
+    return make
 
 
 def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
@@ -107,7 +111,7 @@ def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, l
         start = time.perf_counter()
         with as_loaded(base.model):
             made = base.model.generate_batch([list(request.prompt_ids) for request in requests], settings)
-        return Run(time.perf_counter() - start, [list(one.generated_tokens) for one in made.values()], [])
+        return Run(time.perf_counter() - start, [list(one.generated_tokens) for one in made.values()])
 
     return decode
 

@@ -19,8 +19,7 @@ from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.evaluation.decoders import decode_all
-from drafter.evaluation.measurement import differing_tokens
+from drafter.evaluation.decoders import decode_all, differing_tokens
 from drafter.requests import Request, SamplingParams
 from drafter.target.architecture import random_model
 from drafter.target.loading import pick_device
@@ -92,7 +91,7 @@ def prepare(plan: Plan) -> Measure:
         room = of_half if way == "blocks" else None
         config = EngineConfig(slots, longest, num_draft_tokens=_NODES, kv_gib=room, compile=way == "compiled")
         engine = Engine(base, load_drafter(drafter, base, _NODES), tokenizer, config)
-        return [one.token_ids for one in decode_all(engine, requests)[1]]
+        return decode_all(engine, requests).outputs
 
     alone = cache(lambda family, dtype: decoded(base_of(family, dtype), "none", 1))
 

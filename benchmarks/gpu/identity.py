@@ -10,10 +10,8 @@ from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.speed import prompts_of
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.evaluation.decoders import decode_all
-from drafter.evaluation.measurement import differing_tokens
+from drafter.evaluation.decoders import decode_all, differing_tokens, room_for
 from drafter.requests import Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
@@ -49,17 +47,12 @@ def prepare(plan: Plan) -> Measure:
 
     def decoded(dtype: str, name: str, batch: int, temperature: float) -> list[list[int]]:
         base: BaseModel = base_in(dtype)
-        longest = max(map(len, prompts)) + tokens
-        engine = Engine(
-            base,
-            load_drafter(name, base, NODES),
-            tokenizer,
-            EngineConfig(max_num_seqs=batch, max_model_len=longest, num_draft_tokens=NODES),
-        )
         requests = [
             Request(ids, SamplingParams(tokens, temperature=temperature, seed=seed)) for seed, ids in enumerate(prompts)
         ]
-        return [one.token_ids for one in decode_all(engine, requests)[1]]
+        config = room_for(requests, batch, num_draft_tokens=NODES)
+        engine = Engine(base, load_drafter(name, base, NODES), tokenizer, config)
+        return decode_all(engine, requests).outputs
 
     alone = cache(lambda dtype, temperature: decoded(dtype, "none", 1, temperature))
 

@@ -23,9 +23,8 @@ from benchmarks.budgets import QUESTIONS
 from benchmarks.peers.cells import Cell
 from benchmarks.peers.contenders import PEERS, Contender, contenders
 from benchmarks.peers.environments import PeerError, cache_folder, python_of
-from benchmarks.peers.plots import plot
 from benchmarks.peers.rounds import Start, measure
-from benchmarks.peers.tables import contenders_of, page, settings, table
+from benchmarks.peers.tables import contenders_of, page, plot, settings, table
 from benchmarks.peers.worker_process import WorkerProcess
 from benchmarks.peers.workers.protocol import Settings, Work
 from benchmarks.speed import BATCHES, prompts_of

@@ -1,14 +1,20 @@
-"""The measurement as a Markdown page, as a pure function of its record."""
+"""The measurement as a Markdown page and a plot, as pure functions of its record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.cells import Cell, Failure, standings
 from benchmarks.peers.contenders import Contender
 from drafter.evaluation.environment import machine
-from drafter.evaluation.tables import markdown_table
+from drafter.evaluation.tables import markdown_table, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MARKERS = "osD^vPX*"
 
 
 def page(record: Mapping[str, Any], plot: str) -> str:
@@ -80,3 +86,33 @@ def version_table(versions: Mapping[str, Mapping[str, str]]) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def plot(cells: Sequence[Cell], about: Mapping[str, Contender]) -> Figure:
+    """Plot tokens per second over batch sizes, a panel a context. An engine has a colour, a way to speculate dashes."""
+    contexts = list(dict.fromkeys(cell.context for cell in cells))
+    engines = list(dict.fromkeys(one.engine for one in about.values()))
+    batches = sorted({cell.batch for cell in cells})
+    figure, panels = new_figure((4.5 * len(contexts) + 3, 4.5), len(contexts))
+    for panel, context in zip(panels, contexts, strict=True):
+        for place, (name, contender) in enumerate(about.items()):
+            rates: dict[int, list[float]] = {}
+            for cell in cells:
+                if (cell.contender, cell.context) == (name, context):
+                    rates.setdefault(cell.batch, []).append(cell.rate)
+            points = sorted((batch, median(some)) for batch, some in rates.items())
+            panel.plot(
+                [batch for batch, _ in points],
+                [rate for _, rate in points],
+                color=f"C{engines.index(contender.engine)}",
+                linestyle="-" if contender.is_plain else "--",
+                marker=_MARKERS[place % len(_MARKERS)],
+                label=name,
+            )
+        panel.set(title=f"{context} prompts", xlabel="batch", ylabel="tokens per second", yscale="log")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(batches, list(map(str, batches)))
+        panel.grid(alpha=0.3)
+        panel.label_outer()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    return figure

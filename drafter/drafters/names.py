@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from drafter import plugins
-from drafter.embedded import EMBEDDED_HEADS
+from drafter.embedded import embedded_heads
 from drafter.errors import LoadError
 
 _TAKE_ALL = ("stack:", "auto:")
@@ -70,7 +70,7 @@ def check_name(name: str) -> None:
     """Raise `LoadError` unless one of `leaf_names` is a drafter's name, a path or may be a hub id."""
     kind, rest = kind_and_rest(name)
     kinds, without_weights = sorted(["auto", *plugins.names("families")]), ["none", *plugins.names("drafters")]
-    heads = sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file())
+    heads = embedded_heads()
     if kind in kinds or "/" in name or Path(name).expanduser().exists() or name in ("auto", *without_weights, *heads):
         return
     known = ["auto", *without_weights, *heads, *(f"{one}:…" for one in kinds)]

@@ -10,3 +10,8 @@ EMBEDDED_HEADS = Path(__file__).parent / "heads"
 """Folder of the embedded base's draft heads, a folder an algorithm."""
 OTHER_HEADS = Path(__file__).parent / "other_heads"
 """Folder of draft heads of bases that do not ship with the project, a folder a base."""
+
+
+def embedded_heads() -> list[str]:
+    """Return the names of the embedded base's draft heads."""
+    return sorted(config.parent.name for config in EMBEDDED_HEADS.glob("*/config.json"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby, product
 from typing import Any
 
@@ -15,16 +16,19 @@ from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.engine.config import EngineConfig
+from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import (
+    Decoder,
     Run,
     decode_all,
-    engine_decoder,
+    differing_tokens,
     in_turns,
     padding,
+    room_for,
     transformers_decoder,
+    warm_up,
 )
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import Prompt, Question, check_batches, prompts_of
@@ -44,13 +48,8 @@ from drafter.evaluation.verifiers import VerifierFigures
 from drafter.heads.checkpoint import HEADS, load_head
 from drafter.heads.contract import DraftHead
 from drafter.requests import Request
-from drafter.statistics import DecodeCounts, per_second, total
+from drafter.statistics import DecodeCounts, per_second, speedup, total
 from drafter.target.model import BaseModel
-
-_WARM_UP_PROMPTS = 2
-_WARM_UP_TOKENS = 16
-_STAGE_PROMPTS = 2
-"""Fewest prompts of the pass that takes stage times; a larger batch takes as many as fill it."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +79,16 @@ class Evaluation:
         self._heads = {name: head for name in plan.drafters if (head := _load_head(name, base)) is not None}
         self._arms: list[Arm] = []
         self._skipped: list[Skipped] = []
-        for name in plan.drafters:
-            for tree in plan.trees:
-                arms = [Arm(name, tree, nodes) for nodes in plan.num_draft_tokens]
-                try:
-                    self._drafter(arms[0])
-                except ValueError as error:
-                    if tree == "exact":
-                        raise
-                    self._skipped.append(Skipped(name, tree, str(error)))
-                else:
-                    self._arms += arms
+        for name, tree in product(plan.drafters, plan.trees):
+            arms = [Arm(name, tree, nodes) for nodes in plan.num_draft_tokens]
+            try:
+                self._drafter(arms[0])
+            except ValueError as error:
+                if tree == "exact":
+                    raise
+                self._skipped.append(Skipped(name, tree, str(error)))
+            else:
+                self._arms += arms
         if not self._arms:
             raise LoadError(f"there is nothing to measure: {self._skipped[0].reason} (trees: {', '.join(plan.trees)})")
 
@@ -124,36 +122,33 @@ class Evaluation:
         }
         # Each temperature has new engines: a drafter that stores texts would have seen answers to the same prompts.
         for (batch, _), some in groupby(left, key=lambda setting: (setting[1], setting[0])):
-            yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in some})
+            yield from self._with_decoders(batch, {(t, b, name): prompts[t, name] for t, b, name in some})
 
-    def _with_engines(self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
+    def _with_decoders(
+        self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]
+    ) -> Iterator[list[Cell] | Progress]:
         """Measure settings of one batch size with the same engines. They and their caches are freed afterwards."""
-        requests = {setting: [prompt.request for prompt in some] for setting, some in prompts.items()}
-        longest = max(len(one.prompt_ids) for some in requests.values() for one in some) + self._plan.max_new_tokens
-        queue = max(map(len, requests.values()))
-        engines = {arm: self._engine(arm, batch, longest, queue) for arm in (PLAIN, *self._arms)}
-        decoders = {arm: engine_decoder(engine) for arm, engine in engines.items()}
-        if self._plan.transformers:
-            theirs = transformers_decoder(self._base, batch, padding(self._tokenizer))
-            decoders = {TRANSFORMERS: theirs} | decoders
-        for decode in decoders.values():
-            decode([warm_up_request(one) for one in next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)]])
-        for setting, some in prompts.items():
-            asked = requests[setting]
+        rounds, requests = self._plan.rounds, {name: [one.request for one in some] for name, some in prompts.items()}
+        decoders = self._decoders(batch, [one for some in requests.values() for one in some])
+        for setting, asked in requests.items():
             portions = [[request] for request in asked] if batch == 1 else [asked]
-            turns = self._plan.rounds * len(portions)
-            measuring = in_turns(decoders, portions, self._plan.rounds)
-            for turn in range(turns):
-                runs = next(measuring)
-                yield Progress(setting, turn + 1, turns)
-            part = asked[: max(_STAGE_PROMPTS, batch)]
-            stages = {arm: _stage_sums(engine, part) for arm, engine in engines.items()}
-            yield [_cell_of(setting, arm, runs[arm], some, stages.get(arm)) for arm in decoders]
+            for turn, runs in enumerate(in_turns(decoders, portions, rounds), start=1):  # noqa: B007 - read below
+                yield Progress(setting, turn, rounds * len(portions))
+            yield [_cell_of(setting, arm, runs[arm], prompts[setting]) for arm in decoders]
 
-    def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
-        nodes = "auto" if arm.nodes is None else arm.nodes
-        config = EngineConfig(batch, max_length, nodes, self._plan.compile, max_queue)
-        return Engine(self._base, self._drafter(arm), self._tokenizer, config)
+    def _decoders(self, batch: int, requests: Sequence[Request]) -> dict[Arm, Decoder]:
+        """Return decoders of all arms that can decode `requests`, warmed up."""
+        decoders: dict[Arm, Decoder] = {}
+        if self._plan.transformers:
+            ends, pad = self._base.eos_token_ids, padding(self._tokenizer)
+            decoders[TRANSFORMERS] = transformers_decoder(self._base.model, ends, batch, pad)
+        for arm in (PLAIN, *self._arms):
+            nodes = "auto" if arm.nodes is None else arm.nodes
+            config = room_for(requests, batch, num_draft_tokens=nodes, compile=self._plan.compile)
+            decoders[arm] = partial(decode_all, Engine(self._base, self._drafter(arm), self._tokenizer, config))
+        for decode in decoders.values():
+            warm_up(decode, requests, batch)
+        return decoders
 
     def _drafter(self, arm: Arm) -> Drafter:
         """Return a new drafter for an arm. Raises `ValueError` if the drafter has no such tree."""
@@ -167,30 +162,13 @@ class Evaluation:
         return load_drafter(arm.drafter, self._base, nodes)
 
 
-def warm_up_request(request: Request) -> Request:
-    """Return a request of the same length with the prompt reversed, so that a drafter learns nothing from it."""
-    tokens = min(request.sampling.over().max_new_tokens, _WARM_UP_TOKENS)
-    sampling = replace(request.sampling, max_new_tokens=tokens, ignore_eos=True)
-    return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
+def _stage_sums(runs: Sequence[Run]) -> StageSums:
+    spent = {stage: sum(run.stages[stage] for run in runs) for stage in (*STAGES, "wait")}
+    spent["verify"] += spent.pop("wait")
+    return StageSums(spent, sum(run.num_tokens for run in runs))
 
 
-def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
-    """Count tokens that differ from those expected at the same positions; missing tokens differ."""
-    return max(len(output), len(expected)) - sum(a == b for a, b in zip(output, expected, strict=False))
-
-
-def _stage_sums(engine: Engine, requests: Sequence[Request]) -> StageSums:
-    """Decode requests; return the seconds by each of `STAGES`, without prefills."""
-    before = engine.state().stage_seconds
-    _, generations = decode_all(engine, requests)
-    spent = {stage: seconds - before[stage] for stage, seconds in engine.state().stage_seconds.items()}
-    spent["verify"] += spent["wait"]
-    return StageSums({stage: spent[stage] for stage in STAGES}, sum(len(one.token_ids) for one in generations))
-
-
-def _cell_of(
-    setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompts: Sequence[Prompt], stages: StageSums | None
-) -> Cell:
+def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompts: Sequence[Prompt]) -> Cell:
     temperature, batch, questions = setting
     counts: dict[str, list[DecodeCounts]] = {}
     differing = 0
@@ -210,7 +188,7 @@ def _cell_of(
         seconds=[[round(run.seconds, 6) for run in runs] for runs in rounds],
         differing_tokens=differing if same_draws else None,
         counts={category: total(some) for category, some in counts.items()},
-        stages=stages,
+        stages=None if arm == TRANSFORMERS else _stage_sums([run for runs in rounds for run in runs]),
     )
 
 
@@ -236,27 +214,30 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
 class VerifierTrials:
     """Decodes the same requests under several verifiers, each beside plain decoding in the same rounds.
 
-    Each verifier has its own engine, because an engine learns what pays under its verifier, reads the hidden states
-    that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time. `drafter` makes a new
-    drafter for each; `depth` is the most draft tokens of a path.
+    `load` comes first, then `begin` for some requests, then `run` for each verifier. So it can be an actor, whose
+    constructor must not fail. Each verifier has its own engine, because an engine learns what pays under its verifier,
+    reads the hidden states that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time.
     """
 
-    def __init__(
-        self,
-        base: BaseModel,
-        tokenizer: Any,
-        drafter: Callable[[], Drafter],
-        requests: Sequence[Request],
-        config: EngineConfig,
-        rounds: int,
-    ) -> None:
-        self._base, self._tokenizer, self._drafter, self._requests = base, tokenizer, drafter, requests
-        self._config, self._rounds = replace(config, max_queue=max(config.max_queue, len(requests))), rounds
+    def __init__(self, load_models: Callable[[], tuple[BaseModel, Any]]) -> None:
+        self._load_models = load_models
+
+    def load(self, command: str) -> dict[str, Any]:
+        """Load the target model and its tokenizer, and return the record of the environment."""
+        self._base, self._tokenizer = self._load_models()
+        return environment(self._base, command)
+
+    def begin(self, drafter: str, engine: EngineSettings, requests: Sequence[Request], rounds: int) -> int:
+        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path."""
+        self._plain: Decoder | None = None
         gc.collect()  # engines are cyclic: an unused one holds device memory until collected
-        spec, nodes = drafter().spec, config.num_draft_tokens
-        self.depth = min(spec.max_depth, spec.max_nodes if nodes == "auto" else nodes)
-        self._plain = engine_decoder(Engine(base, PlainDecoding(), tokenizer, self._config))
-        self._plain(requests[:_WARM_UP_PROMPTS])
+        config = EngineConfig(**{**asdict(engine), "max_queue": len(requests)})
+        nodes = useful_nodes(self._base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
+        self._load_drafter = partial(load_drafter, drafter, self._base, nodes)
+        self._config, self._requests, self._rounds = config, requests, rounds
+        spec = self._load_drafter().spec
+        self._plain = self._decoder(PlainDecoding(), VerifierSettings())
+        return min(spec.max_depth, spec.max_nodes, nodes)
 
     def run(self, settings: VerifierSettings) -> VerifierFigures:
         """Decode the requests under a verifier; the figures have answers, and no utility yet.
@@ -265,19 +246,23 @@ class VerifierTrials:
             LoadError: The verifier does not fit the target model or the drafter.
             RequestError: The verifier does not take the requests' settings.
         """
+        assert self._plain is not None
         gc.collect()
-        verifier = make_verifier(settings)
-        decode = engine_decoder(Engine(self._base, self._drafter(), self._tokenizer, self._config, verifier=verifier))
-        decode(self._requests[:_WARM_UP_PROMPTS])
-        *_, runs = in_turns({"verifier": decode, "plain": self._plain}, [self._requests], self._rounds)
-        rates = {name: [per_second(run.num_tokens, run.seconds) for (run,) in some] for name, some in runs.items()}
-        first = runs["verifier"][0][0]
+        decoders = {settings: self._decoder(self._load_drafter(), settings), None: self._plain}
+        *_, runs = in_turns(decoders, [self._requests], self._rounds)
+        rates, plain_rates = ([per_second(one.num_tokens, one.seconds) for (one,) in some] for some in runs.values())
+        first = runs[settings][0][0]
         return VerifierFigures(
             settings,
             first.outputs,
             [one.text for one in first.generations],
             sum(len(one.lenient) for one in first.generations),
             total(first.counts),
-            rates["verifier"],
-            rates["plain"],
+            speedup(rates, plain_rates),
         )
+
+    def _decoder(self, drafter: Drafter, settings: VerifierSettings) -> Decoder:
+        verifier = make_verifier(settings)
+        decode = partial(decode_all, Engine(self._base, drafter, self._tokenizer, self._config, verifier=verifier))
+        warm_up(decode, self._requests, self._config.max_num_seqs)
+        return decode

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from drafter.drafters.contract import PlainDecoding
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import RequestError
-from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.decoders import decode_all, room_for
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
@@ -72,19 +71,17 @@ def check_batches(name: str, questions: Sequence[Question], samples: int, batche
 
 
 def _question(file: str | Path, number: int, line: str) -> Question:
+    where = f"question file {file}, line {number}"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise QuestionError(f"question file {file}, line {number}: not JSON: {error}") from error
-    where = f"question file {file}, line {number}"
+        raise QuestionError(f"{where}: not JSON: {error}") from error
     found = next((key for key in _KEYS if isinstance(row, dict) and key in row), None)
     if found is None:
         raise QuestionError(f"{where}: it must be an object with one of {', '.join(_KEYS)}")
-    turns: Any = row[found]
-    if found == "messages":
-        turns = _turns_of(row[found], where)
-    elif found != "turns":
-        turns = [row[found]]
+    turns: Any = _turns_of(row[found], where) if found == "messages" else row[found]
+    if found in ("prompt", "question"):
+        turns = [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise QuestionError(f"{where}: its {found} must hold texts, at least one, none empty")
     category = row.get("category") or ""
@@ -128,29 +125,27 @@ def prompts_of(
     histories: list[list[dict[str, str]]] = [[] for _ in questions]
     prompts: list[Prompt] = []
     for turn in range(max(len(question.turns) for question in questions)):
-        asked = [index for index, question in enumerate(questions) if turn < len(question.turns)]
+        asked = [pair for pair in zip(questions, histories, strict=True) if turn < len(pair[0].turns)]
         requests: list[Request] = []
-        for index in asked:
-            question = questions[index]
-            histories[index].append({"role": "user", "content": question.turns[turn]})
+        for question, history in asked:
+            where = f"question {question.name}, turn {turn + 1}"
+            history.append({"role": "user", "content": question.turns[turn]})
             try:
-                ids = encode(tokenizer, histories[index])
+                ids = encode(tokenizer, history)
             except RequestError as error:
-                raise QuestionError(f"question {question.name}, turn {turn + 1}: {error}") from error
+                raise QuestionError(f"{where}: {error}") from error
             if base.max_positions is not None and len(ids) + max_new_tokens > base.max_positions:
                 raise QuestionError(
-                    f"question {question.name}, turn {turn + 1}: {len(ids)} tokens of prompt and {max_new_tokens} of "
-                    f"answer are more than the model's {base.max_positions} positions: lower max_new_tokens, or leave "
-                    "the question out"
+                    f"{where}: {len(ids)} tokens of prompt and {max_new_tokens} of answer are more than the model's "
+                    f"{base.max_positions} positions: lower max_new_tokens, or leave the question out"
                 )
             sampling = SamplingParams(max_new_tokens, temperature, seed=len(prompts) + len(requests))
             requests.append(Request(ids, sampling))
-        longest = max(len(request.prompt_ids) for request in requests) + max_new_tokens
-        config = EngineConfig(slots, max_model_len=longest, max_queue=len(requests))
-        _, generations = decode_all(Engine(base, PlainDecoding(), tokenizer, config), requests)
-        for index, request, generation in zip(asked, requests, generations, strict=True):
-            histories[index].append({"role": "assistant", "content": generation.text})
-            prompts.append(Prompt(request, questions[index].category, generation.token_ids))
+        engine = Engine(base, PlainDecoding(), tokenizer, room_for(requests, slots))
+        made = decode_all(engine, requests).generations
+        for (question, history), request, generation in zip(asked, requests, made, strict=True):
+            history.append({"role": "assistant", "content": generation.text})
+            prompts.append(Prompt(request, question.category, generation.token_ids))
     return prompts
 
 

@@ -19,10 +19,7 @@ from drafter.statistics import DecodeCounts, acceptance_by_depth, mean_acceptanc
 RESULTS_FILE = "results.json"
 
 STAGES = ("draft", "tree", "verify", "commit", "host")
-"""Stages of a decoding step: the head's forward, the tree search, the target model's forward with the verifier's
-decision, the commit of accepted tokens, and everything else. On a GPU a step is queued as a whole, and all of it counts
-as `verify`.
-"""
+"""Stages of a step in results; `wait` of `statistics.STAGES` counts as `verify`, `prefill` is left out."""
 
 Nodes = int | Literal["auto"]
 
@@ -32,12 +29,9 @@ Setting = tuple[float, int, str]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode.
+    """One way to decode: a drafter as `load_drafter` takes it, its draft tree and number of draft tokens.
 
-    Args:
-        drafter: Name of a drafter as `load_drafter` takes it; `none` is plain decoding.
-        tree: Shape of its trees; None for plain decoding.
-        nodes: Draft tokens of a step; `auto` adapts to the machine; None for plain decoding.
+    The latter are None for plain decoding, the drafter `none`.
     """
 
     drafter: str
@@ -89,16 +83,11 @@ class Plan:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be at least one value, none of them twice, not {list(values)}")
-        counts = {
-            "num_draft_tokens": [nodes for nodes in self.num_draft_tokens if nodes != "auto"],
-            "batches": self.batches,
-            "samples": [self.samples],
-            "rounds": [self.rounds],
-            "max_new_tokens": [self.max_new_tokens],
-        }
-        for name, numbers in counts.items():
-            if wrong := [number for number in numbers if number < 1]:
-                raise ValueError(f"{name} must be at least 1, not {wrong[0]}")
+        for name in ("num_draft_tokens", "batches", "samples", "rounds", "max_new_tokens"):
+            values = getattr(self, name)
+            for number in values if isinstance(values, tuple) else (values,):
+                if number != "auto" and number < 1:
+                    raise ValueError(f"{name} must be at least 1, not {number}")
         if not all(0 <= temperature < math.inf for temperature in self.temperatures):
             raise ValueError(f"temperatures must be finite and at least 0, not {list(self.temperatures)}")
         if self.samples > 1 and 0 in self.temperatures:
@@ -113,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class StageSums:
-    """Seconds by stage over all steps of a separate pass, and the number of their new tokens."""
+    """Seconds by stage over all steps, and the number of their new tokens."""
 
     seconds: dict[str, float]
     tokens: int
@@ -121,25 +110,19 @@ class StageSums:
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm on one set of questions, at one batch size and temperature.
+    """Record of one arm on one set of questions, at one batch size and temperature.
 
-    Args:
-        tokens: New tokens of each run, by round. A run is one prompt at batch 1, otherwise all prompts.
-        seconds: Seconds of the same runs.
-        differing_tokens: Tokens over all rounds that differ from plain decoding's; None if the arm does not draw the
-            same random numbers.
-        counts: Raw speculation counts over all rounds, by category; empty if the decoder keeps none.
-        stages: Time by stage; None if the decoder does not measure it.
+    A run is one prompt at batch 1, otherwise all prompts. `transformers.generate` has no counts and no stages.
     """
 
     questions: str
     batch: int
     temperature: float
     arm: Arm
-    tokens: list[list[int]]
-    seconds: list[list[float]]
-    differing_tokens: int | None
-    counts: dict[str, DecodeCounts] = field(default_factory=dict)
+    tokens: list[list[int]]  # new tokens of each run, by round
+    seconds: list[list[float]]  # of the same runs
+    differing_tokens: int | None  # from plain decoding's, over all rounds; None if the arm draws other random numbers
+    counts: dict[str, DecodeCounts] = field(default_factory=dict)  # sums over all rounds, by category
     stages: StageSums | None = None
 
     @property
@@ -158,25 +141,18 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Results:
-    """An evaluation.
-
-    Args:
-        questions: For each set: file, number of questions and of prompts, fingerprint, categories.
-        heads: For each draft head: algorithm, configuration, number of parameters, provenance.
-    """
+    """An evaluation; a setting has either the cells of all arms or none."""
 
     environment: dict[str, Any]
     plan: dict[str, Any]
-    questions: dict[str, dict[str, Any]]
-    heads: dict[str, dict[str, Any]]
+    questions: dict[str, dict[str, Any]]  # of each set: file, questions, prompts, fingerprint, categories
+    heads: dict[str, dict[str, Any]]  # of each draft head: algorithm, configuration, parameters, training
     skipped: list[Skipped]
     cells: list[Cell] = field(default_factory=list)
 
-    def same_measurement(self, other: Results) -> bool:
-        """Return whether cells of both can be compared: same plan, questions, models, machine and code."""
-        return self._identity() == other._identity()
-
-    def _identity(self) -> str:
+    @property
+    def identity(self) -> str:
+        """Plan, questions, models, machine and code: only cells of equal ones can be compared."""
         values = [self.plan, self.questions, self.heads, comparable(self.environment)]
         return json.dumps(values, sort_keys=True)  # as JSON, because loaded results have lists instead of tuples
 
@@ -210,21 +186,14 @@ def write_json(path: Path, values: Any) -> None:
 
 @dataclass(frozen=True)
 class Figures:
-    """Derived figures of one cell.
-
-    Args:
-        rate: Tokens per second, median over rounds.
-        gamma: Speed relative to plain decoding.
-        beta: New tokens per target decode forward; None for transformers.
-        by_depth: Share of steps that accepted at least 1, 2, … draft tokens.
-    """
+    """Derived figures of one cell."""
 
     cell: Cell
-    rate: float
-    gamma: float
+    rate: float  # tokens per second, median over rounds
+    gamma: float  # speed relative to plain decoding
     relative_to_transformers: float | None
-    beta: float | None
-    by_depth: list[float]
+    beta: float | None  # new tokens per decode forward of the target model; None for transformers
+    by_depth: list[float]  # share of steps that accepted at least 1, 2, … draft tokens
 
 
 def figures(cells: Sequence[Cell]) -> list[Figures]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,9 @@ def stage_table(cells: Sequence[Cell]) -> str:
     rows = []
     for cell in cells:
         if times := _stage_times(cell):
-            row, whole = _named(cell.arm), sum(times.values())
-            row |= {f"{stage} ms": f"{time:.2f} ({time / whole:.0%})" for stage, time in times.items()}
-            rows.append(row | {"all ms": f"{whole:.2f}"})
+            whole = sum(times.values())
+            shares = {f"{stage} ms": f"{time:.2f} ({time / whole:.0%})" for stage, time in times.items()}
+            rows.append({**_named(cell.arm), **shares, "all ms": f"{whole:.2f}"})
     return markdown_table(rows)
 
 
@@ -106,7 +107,7 @@ def page(results: Results) -> str:
     for batch in sorted({setting[1] for setting in settings}):
         parts += [
             f"## Where the time goes: {first}, batch {batch}",
-            f"Milliseconds per token at temperature {temperature:g}, without prefills, from a separate pass.",
+            f"Milliseconds per token at temperature {temperature:g}, without prefills.",
             stage_table(settings[temperature, batch, first]),
         ]
     if results.skipped:
@@ -159,57 +160,46 @@ def plots(results: Results) -> dict[str, Figure]:
     found = [one for one in found if one.cell.temperature == coldest]
     smallest = min(one.cell.batch for one in found)
     fixed = [one for one in found if one.cell.batch == smallest and isinstance(one.cell.arm.nodes, int)]
-    made = {"gamma_by_batch": gamma_by_batch(found), "stage_times": stage_times(found)}
+    made = {"gamma_by_batch": _gamma_by_batch(found), "stage_times": _stage_times_plot(found)}
     if fixed:
-        made |= {"beta_by_nodes": beta_by_nodes(fixed), "acceptance_by_depth": acceptance_by_depth(fixed)}
+        largest = max(map(_nodes, fixed))
+        made["beta_by_nodes"] = _curves(
+            fixed,
+            "β by budget",
+            lambda one: [(_nodes(one), one.beta or 0.0)],
+            xlabel="draft nodes per step",
+            ylabel="β (tokens per forward of the target model)",
+        )
+        made["acceptance_by_depth"] = _curves(
+            [one for one in fixed if one.cell.arm.nodes == largest],
+            f"Acceptance by depth, {largest} draft nodes",
+            lambda one: list(enumerate(one.by_depth, start=1)),
+            xscale="linear",
+            xlabel="depth (draft tokens)",
+            ylabel="share of steps that accept as many",
+            ylim=(0, 1),
+        )
     return made
 
 
-def acceptance_by_depth(found: Sequence[Figures]) -> Figure:
-    """Plot the share of steps that accept at least 1, 2, … draft tokens, for the largest trees."""
-    nodes = max(map(_nodes, found))
-    found = [one for one in found if one.cell.arm.nodes == nodes]
-    figure, panels = _panels(found, f"Acceptance by depth, {nodes} draft nodes")
-    for name, panel in panels.items():
-        for arm, (one,) in _lines(found, name).items():
-            panel.plot(range(1, len(one.by_depth) + 1), one.by_depth, **_style(arm, found))
-        panel.set(xlabel="depth (draft tokens)", ylabel="share of steps that accept as many", ylim=(0, 1))
-        panel.set_xticks(range(1, max(len(one.by_depth) for one in found) + 1))
-    return _finished(figure, panels.values())
-
-
-def beta_by_nodes(found: Sequence[Figures]) -> Figure:
-    """Plot β over fixed numbers of draft tokens."""
-    figure, panels = _panels(found, "β by budget")
-    for name, panel in panels.items():
-        for arm, line in _lines(found, name).items():
-            points = sorted((_nodes(one), one.beta or 0.0) for one in line)
-            panel.plot(*zip(*points, strict=True), **_style(arm, found))
-        _ticks(panel, map(_nodes, found))
-        panel.set(xlabel="draft nodes per step", ylabel="β (tokens per forward of the target model)")
-    return _finished(figure, panels.values())
-
-
-def gamma_by_batch(found: Sequence[Figures]) -> Figure:
+def _gamma_by_batch(found: Sequence[Figures]) -> Figure:
     """Plot γ over batch sizes, for adaptive trees if they were measured, otherwise for the smallest."""
-    fixed = [one.cell.arm.nodes for one in found if isinstance(one.cell.arm.nodes, int)]
     adaptive = any(one.cell.arm.nodes == "auto" for one in found)
-    nodes = "auto" if adaptive else min(fixed)
+    nodes = "auto" if adaptive else min(_nodes(one) for one in found if one.cell.arm.nodes is not None)
     drafted = [one for one in found if one.cell.arm.nodes == nodes]
-    theirs = [one for one in found if one.cell.arm == TRANSFORMERS]
-    figure, panels = _panels(found, f"γ by batch, {'adaptive number of' if adaptive else nodes} draft nodes")
-    for name, panel in panels.items():
-        panel.axhline(1, color="black", linewidth=1, label=PLAIN.method)
-        for arm, line in _lines([*drafted, *theirs], name).items():
-            points = sorted((one.cell.batch, one.gamma) for one in line)
-            panel.plot(*zip(*points, strict=True), **_style(arm, drafted))
-        _ticks(panel, (one.cell.batch for one in found))
-        panel.set(xlabel="batch", ylabel="γ (speed, plain decoding = 1)")
-        panel.set_ylim(0, 1.1 * max(one.gamma for one in [*drafted, *theirs]))
-    return _finished(figure, panels.values())
+    shown = [*drafted, *(one for one in found if one.cell.arm == TRANSFORMERS)]
+    return _curves(
+        shown,
+        f"γ by batch, {'adaptive number of' if adaptive else nodes} draft nodes",
+        lambda one: [(one.cell.batch, one.gamma)],
+        plain=1.0,
+        xlabel="batch",
+        ylabel="γ (speed, plain decoding = 1)",
+        ylim=(0, 1.1 * max(one.gamma for one in shown)),
+    )
 
 
-def stage_times(found: Sequence[Figures]) -> Figure:
+def _stage_times_plot(found: Sequence[Figures]) -> Figure:
     """Plot milliseconds per token by stage, for the first set of questions."""
     cells = [one.cell for one in found if one.cell.questions == found[0].cell.questions]
     times = {(cell.batch, cell.arm): _stage_times(cell) for cell in cells if cell.stages is not None}
@@ -238,14 +228,39 @@ def new_figure(size: tuple[float, float], panels: int = 1, title: str | None = N
     return figure, figure.subplots(1, panels, squeeze=False, sharey=True)[0]
 
 
-def _panels(found: Iterable[Figures], title: str) -> tuple[Figure, dict[str, Any]]:
-    """Return a figure and its panels, one for each set of questions."""
+def _curves(
+    found: Sequence[Figures],
+    title: str,
+    points: Callable[[Figures], list[tuple[int, float]]],
+    *,
+    plain: float | None = None,
+    xscale: str = "log",
+    **axes: Any,
+) -> Figure:
+    """Plot the points of each drafter and tree as a line, in a panel for each set of questions.
+
+    `plain` is plain decoding's value, a horizontal line; `axes` are labels and limits.
+    """
     names = list(dict.fromkeys(one.cell.questions for one in found))
+    drafters = list(dict.fromkeys(one.cell.arm.drafter for one in found if one.cell.arm != TRANSFORMERS))
+    ticks = sorted({x for one in found for x, _ in points(one)})
     figure, panels = new_figure((4.5 * len(names) + 2, 4), len(names), title)
     for panel, name in zip(panels, names, strict=True):
-        panel.set_title(name)
+        if plain is not None:
+            panel.axhline(plain, color="black", linewidth=1, label=PLAIN.method)
+        lines: dict[Arm, list[tuple[int, float]]] = {}
+        for one in found:
+            if one.cell.questions == name:
+                lines.setdefault(replace(one.cell.arm, nodes=None), []).extend(points(one))
+        for arm, line in lines.items():
+            xs, ys = [x for x, _ in sorted(line)], [y for _, y in sorted(line)]
+            panel.plot(xs, ys, **_style(arm, drafters))
+        panel.set(title=name, **axes)
+        panel.set_xscale(xscale, **({"base": 2} if xscale == "log" else {}))
+        panel.set_xticks(ticks, list(map(str, ticks)))
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
-    return figure, dict(zip(names, panels, strict=True))
+    return _finished(figure, panels)
 
 
 def _nodes(one: Figures) -> int:
@@ -254,28 +269,11 @@ def _nodes(one: Figures) -> int:
     return one.cell.arm.nodes
 
 
-def _lines(found: Iterable[Figures], questions: str) -> dict[Arm, list[Figures]]:
-    """Return the figures of a set of questions by drafter and tree, keyed by the first arm of each."""
-    lines: dict[tuple[str, str | None], list[Figures]] = {}
-    for one in found:
-        if one.cell.questions == questions:
-            lines.setdefault((one.cell.arm.drafter, one.cell.arm.tree), []).append(one)
-    return {line[0].cell.arm: line for line in lines.values()}
-
-
-def _ticks(panel: Any, values: Iterable[int]) -> None:
-    """Make the x axis logarithmic, with a tick at each value."""
-    places = sorted(set(values))
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(places, list(map(str, places)))
-    panel.minorticks_off()
-
-
-def _style(arm: Arm, found: Iterable[Figures]) -> dict[str, Any]:
+def _style(arm: Arm, drafters: Sequence[str]) -> dict[str, Any]:
     """Return a drafter's colour and marker, and its tree's line style."""
     if arm == TRANSFORMERS:
         return {"color": "grey", "linestyle": ":", "marker": ".", "label": arm.method}
-    place = list(dict.fromkeys(one.cell.arm.drafter for one in found)).index(arm.drafter)
+    place = drafters.index(arm.drafter)
     return {
         "color": COLOURS[place % len(COLOURS)],
         "marker": _MARKERS[place % len(_MARKERS)],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.evaluation.tables import COLOURS, markdown_table, new_figure
-from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, speedup
+from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length
 
 if TYPE_CHECKING:  # a GPU's bare machine measures without it
     from matplotlib.figure import Figure
@@ -34,7 +34,9 @@ def _with_value(settings: VerifierSettings, value: float | None) -> VerifierSett
 
 
 def leniency(settings: VerifierSettings) -> float:
-    """Return a number that grows with the leniency of the varied setting, which must be set."""
+    """Return a number that grows with the leniency of the varied setting, which must be set; 0 for `exact`."""
+    if settings == EXACT:
+        return 0.0
     value, (strictest, *_, most_lenient) = _value(settings), _GRIDS[settings.name][1]
     assert value is not None
     return value if most_lenient > strictest else -value
@@ -49,20 +51,15 @@ def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
 
 @dataclass(frozen=True)
 class VerifierFigures:
-    """Speed and utility of a verifier: answers and counts of the first round, tokens per second by round.
-
-    `lenient_tokens` are those that the target model would not have chosen. `utility` sums that of exact decoding over
-    the requests, and that of this verifier.
-    """
+    """Speed and utility of a verifier; answers and counts are those of the first round."""
 
     verifier: VerifierSettings
     token_ids: list[list[int]]
     texts: list[str]
-    lenient_tokens: int
+    lenient_tokens: int  # those that the target model would not have chosen
     counts: DecodeCounts
-    rates: list[float]
-    plain_rates: list[float]
-    utility: PairedSums = field(default_factory=PairedSums)
+    gamma: float  # speed relative to plain decoding
+    utility: PairedSums = field(default_factory=PairedSums)  # over the requests: of exact decoding, and of this one
 
     def scored(self, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
         """Return the figures without the answers, but with the utility of each: of exact decoding, and of this one."""
@@ -74,10 +71,6 @@ class VerifierFigures:
     @property
     def beta(self) -> float:
         return mean_acceptance_length(self.counts)
-
-    @property
-    def gamma(self) -> float:
-        return speedup(self.rates, self.plain_rates)
 
     @property
     def kept(self) -> float | None:
@@ -134,17 +127,10 @@ def in_order(found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
 
 def _lines(found: Sequence[VerifierFigures]) -> dict[VerifierSettings, list[VerifierFigures]]:
     """Return figures by all of their settings but the varied one, each line from the strictest."""
-    commons = dict.fromkeys(_common(one.verifier) for one in found)
-    return {common: _on(common, found) for common in commons}
-
-
-def _common(settings: VerifierSettings) -> VerifierSettings:
-    return EXACT if settings == EXACT else _with_value(settings, None)
-
-
-def _on(line: VerifierSettings, found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
-    some = [one for one in found if _common(one.verifier) == line]
-    return some if line == EXACT else sorted(some, key=lambda one: leniency(one.verifier))
+    lines: dict[VerifierSettings, list[VerifierFigures]] = {}
+    for one in found:
+        lines.setdefault(EXACT if one.verifier == EXACT else _with_value(one.verifier, None), []).append(one)
+    return {common: sorted(line, key=lambda one: leniency(one.verifier)) for common, line in lines.items()}
 
 
 def utility_table(found: Sequence[VerifierFigures]) -> str:
@@ -203,8 +189,6 @@ def _place(one: VerifierFigures) -> tuple[float, float]:
     return one.beta, one.utility.difference.second
 
 
-# The search for a setting between those of the grid.
-
 _HALVINGS = 4
 """Bisections of an interval: a sixteenth of it is left."""
 _DIGITS = 4
@@ -213,10 +197,13 @@ _EXACT_AT = {"fly": math.log(3), "pad": 0.0}
 _PUBLISHED_WINDOW = 6
 
 
-def next_setting(
-    verifier: VerifierSettings, found: Sequence[VerifierFigures], keep: float, depth: int
-) -> VerifierSettings | None:
-    """Return the next setting to measure of a verifier whose grid has been measured; None at the end of the search.
+def search(
+    verifier: VerifierSettings,
+    measure: Callable[[VerifierSettings], VerifierFigures],
+    keep: float | None = None,
+    depth: int = 0,
+) -> list[VerifierFigures]:
+    """Measure a verifier's grid, and with `keep` also settings between those of the grid; return all figures.
 
     The interval between the most lenient setting that keeps enough and the next one is bisected. If the window of `fly`
     is not set, so are the intervals at twice the window, which is stricter and so may allow a smaller θ, and at half of
@@ -224,59 +211,47 @@ def next_setting(
     better.
 
     Args:
-        found: The figures of the verifier's settings so far, in any order.
         keep: Share of exact decoding's utility that is enough.
         depth: Most draft tokens of a path.
     """
-    if _value(verifier) is not None:
-        return None
-    exact, best = _EXACT_AT.get(verifier.name), max((one.beta for one in found if one.keeps(keep)), default=0.0)
-    strict, lenient = _limits(_on(verifier, found), keep, exact)
-    setting = _between(verifier, found, keep, (strict, lenient), best)
+    found = [measure(settings) for settings in verifier_grid(verifier)]
+    if keep is None or _value(verifier) is not None:
+        return found
+    enough, (most_lenient, exact) = keep, (_GRIDS[verifier.name][1][-1], _EXACT_AT.get(verifier.name))
+
+    def tried(settings: VerifierSettings) -> VerifierFigures:
+        found.append(measure(settings))
+        return found[-1]
+
+    def bisect(line: VerifierSettings, strict: float, lenient: float, beta: float = math.inf) -> tuple[float, float]:
+        """Narrow an interval and return it; `beta` is that of its lenient end, if that was measured."""
+        for _ in range(_HALVINGS):
+            middle = round((strict + lenient) / 2, _DIGITS)
+            best = max((one.beta for one in found if one.keeps(enough)), default=0.0)
+            if beta <= best or middle in (strict, lenient):
+                break
+            one = tried(_with_value(line, middle))
+            if one.keeps(enough):
+                strict = middle
+            else:
+                lenient, beta = middle, one.beta
+        return strict, lenient
+
+    last = max((place for place, one in enumerate(found) if one.keeps(keep)), default=-1)
+    strict, after = exact if last < 0 else _value(found[last].verifier), found[last + 1 :]
+    lenient = _value(after[0].verifier) if after else None
+    if strict is not None and lenient is not None:
+        strict, lenient = bisect(verifier, strict, lenient, after[0].beta)
     for window in _other_windows(verifier, depth):
-        if setting is None:
-            # What keeps enough at a window does so at a longer one; what does not, does not at a shorter one.
-            limits = (strict, None) if window > _PUBLISHED_WINDOW else (exact, lenient)
-            setting = _between(replace(verifier, window=window), found, keep, limits, best)
-    return setting
-
-
-def _between(
-    line: VerifierSettings,
-    found: Sequence[VerifierFigures],
-    keep: float,
-    limits: tuple[float | None, float | None],
-    best: float,
-) -> VerifierSettings | None:
-    """Return the next setting to measure on one line; None if there is nothing to gain.
-
-    `limits` are values believed to keep enough and too little, `best` is the largest β that keeps enough.
-    """
-    tried = _on(line, found)
-    strict, lenient = _limits(tried, keep, limits[0])
-    if strict is None:
-        return None
-    betas = {_value(one.verifier): one.beta for one in tried}
-    if lenient is None:
-        lenient = limits[1]
-    elif betas[lenient] <= best:
-        return None
-    grid = _GRIDS[line.name][1]
-    if lenient is None:
-        return None if grid[-1] in betas else _with_value(line, grid[-1])
-    middle = round((strict + lenient) / 2, _DIGITS)
-    if len(betas.keys() - set(grid)) >= _HALVINGS or middle in (strict, lenient):
-        return None
-    return _with_value(line, middle)
-
-
-def _limits(tried: Sequence[VerifierFigures], keep: float, strict: float | None) -> tuple[float | None, float | None]:
-    """Return the most lenient value that keeps enough (`strict` if none was measured), and the next one, if any."""
-    last = max((place for place, one in enumerate(tried) if one.keeps(keep)), default=-1)
-    if last >= 0:
-        strict = _value(tried[last].verifier)
-    following = tried[last + 1 :]
-    return strict, _value(following[0].verifier) if following else None
+        line = replace(verifier, window=window)
+        # What keeps enough at a window does so at a longer one; what does not, does not at a shorter one.
+        if window < _PUBLISHED_WINDOW and exact is not None and lenient is not None:
+            bisect(line, exact, lenient)
+            continue
+        begin = strict if window > _PUBLISHED_WINDOW else exact
+        if begin is not None and not (one := tried(_with_value(line, most_lenient))).keeps(keep):
+            bisect(line, begin, most_lenient, one.beta)
+    return found
 
 
 def _other_windows(verifier: VerifierSettings, depth: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.embedded import EMBEDDED_HEADS
+from drafter.embedded import embedded_heads
 from drafter.evaluation.results import Nodes, Plan
 from drafter.heads.config import Tree
 from pipeline.command_line import at_least, make_parser, parse
@@ -98,19 +98,13 @@ class EvaluateConfig:
 
     def plan(self) -> Plan:
         """Return the plan of drafters. Raises `ValueError` for a value out of range."""
-        default = embedded_heads() if self.model is None else ("ngram",)
-        return Plan(
-            drafters=default if self.drafters is None else _each(self.drafters),
-            trees=_each(self.trees),
-            num_draft_tokens=_each(self.num_draft_tokens),
-            batches=_each(self.batches),
-            temperatures=_each(self.temperatures),
-            samples=self.samples,
-            rounds=self.rounds,
-            max_new_tokens=self.max_new_tokens,
-            compile=self.compile,
-            transformers=self.transformers,
-        )
+        default = embedded_heads() if self.model is None else "ngram"
+        drafters = _each(default if self.drafters is None else self.drafters)
+        lists = ("trees", "num_draft_tokens", "batches", "temperatures")
+        settings: dict[str, Any] = {name: _each(getattr(self, name)) for name in lists}
+        for name in ("samples", "rounds", "max_new_tokens", "compile", "transformers"):
+            settings[name] = getattr(self, name)
+        return Plan(drafters, **settings)
 
 
 def named_verifier(text: str) -> VerifierSettings:
@@ -133,10 +127,6 @@ def named_verifier(text: str) -> VerifierSettings:
         except ValueError as error:
             raise InputError(f"verifiers: {text}: {setting} must be a number, not {value!r}") from error
     return VerifierSettings(name, **settings)  # type: ignore[arg-type]
-
-
-def embedded_heads() -> tuple[str, ...]:
-    return tuple(sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file()))
 
 
 def _each(value: Any) -> tuple[Any, ...]:

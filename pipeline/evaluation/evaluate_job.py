@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from drafter.acceptance.contract import make_verifier
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError, one_line
-from drafter.evaluation.measurement import Evaluation, Progress
+from drafter.evaluation.decoders import room_for
+from drafter.evaluation.measurement import Evaluation, Progress, VerifierTrials
 from drafter.evaluation.questions import Question, QuestionError, encode, read_questions
 from drafter.evaluation.results import RESULTS_FILE, Cell, Nodes, Results, Setting, comparable, write_json
 from drafter.evaluation.tables import speed_tables, write_report
@@ -22,7 +24,7 @@ from drafter.evaluation.verifiers import (
     VerifierFigures,
     fastest_that_keeps,
     in_order,
-    next_setting,
+    search,
     title_of,
     utility_plot,
     utility_table,
@@ -41,20 +43,14 @@ from pipeline.engines.models import (
 )
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
-from pipeline.evaluation.measuring import (
-    Ask,
-    ScoredVerifiers,
-    VerifierMeasurement,
-    as_job_errors,
-    load_models,
-    measured,
-    measuring,
-)
+from pipeline.evaluation.measuring import Ask, ScoredVerifiers, as_job_errors, load_models, measured, measuring
 from pipeline.report.scorers import Scorer, make_scorer, scorer_file
 from pipeline.settings import ResourcesConfig
 
 VERIFIERS_FILE = "verifiers.json"
 _LINE_SECONDS = 5.0
+
+Questions = Mapping[str, Sequence[Question]]
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:
@@ -67,21 +63,14 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     folder = output_folder(config.output)
     earlier = _earlier_results(folder)
     if config.verifiers is not None and earlier is not None:
-        raise InputError(f"output {folder} holds an evaluation of drafters: choose another")
+        raise _unusable(folder, "holds an evaluation of drafters")
     if config.verifiers is None and (folder / VERIFIERS_FILE).exists():
-        raise InputError(f"output {folder} holds an evaluation of verifiers: choose another")
+        raise _unusable(folder, "holds an evaluation of verifiers")
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
-    if config.verifiers is not None:
+    if config.verifiers is None:
+        evaluate_drafters(config, questions, command, folder, resources, earlier)
+    else:
         evaluate_verifiers(config, questions, command, folder, resources)
-        return
-    done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
-    asked = (config, questions, command, done, resources.threads)
-    results = _collect(measured(resources, _measure, *asked, mistakes=(LoadError, QuestionError)), folder, earlier)
-    files = write_report(results, folder)
-    print(f"{speed_tables(results)}\n")
-    for one in results.skipped:
-        print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
-    print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
 
 
 def output_folder(output: str) -> Path:
@@ -93,6 +82,49 @@ def output_folder(output: str) -> Path:
     return folder
 
 
+def _unusable(folder: Path, why: str) -> InputError:
+    return InputError(f"output {folder} {why}: choose another")
+
+
+# Drafters.
+
+
+def evaluate_drafters(
+    config: EvaluateConfig,
+    questions: Questions,
+    command: str,
+    folder: Path,
+    resources: ActorResources,
+    earlier: Results | None,
+) -> None:
+    """Measure all settings except those of `earlier` results, and write the report."""
+    done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
+    asked = (config, questions, command, done, resources.threads)
+    results, last_line = earlier, 0.0
+    for item in measured(resources, _measure, *asked, mistakes=(LoadError, QuestionError)):
+        if isinstance(item, str):
+            say(item)
+        elif isinstance(item, Results):
+            if earlier is not None and earlier.identity != item.identity:
+                raise _unusable(folder, "holds another evaluation (settings, questions, models, machine or code)")
+            results, last_line = earlier or item, time.monotonic()
+        elif isinstance(item, list):
+            assert results is not None
+            results.cells.extend(item)
+            results.save(folder)
+        elif item.done == item.total or time.monotonic() - last_line > _LINE_SECONDS:
+            last_line = time.monotonic()
+            temperature, batch, name = item.setting
+            where = f"temperature {temperature:g}, batch {batch}, {name}"
+            say(f"{where}: {item.done} of {item.total} turns of all arms")
+    assert results is not None
+    files = write_report(results, folder)
+    print(f"{speed_tables(results)}\n")
+    for one in results.skipped:
+        print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
+    print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
+
+
 def _earlier_results(folder: Path) -> Results | None:
     """Return the results of an earlier submission; None if there are none."""
     try:
@@ -102,16 +134,12 @@ def _earlier_results(folder: Path) -> Results | None:
     except OSError as error:
         raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
     except ValueError as error:
-        raise InputError(f"output {folder} has a damaged {RESULTS_FILE}: choose another output") from error
+        raise _unusable(folder, f"has a damaged {RESULTS_FILE}") from error
 
 
 def _measure(
-    config: EvaluateConfig,
-    questions: Mapping[str, Sequence[Question]],
-    command: str,
-    done: frozenset[Setting],
-    threads: int,
-) -> Iterator[Results | list[Cell] | Progress | str]:
+    config: EvaluateConfig, questions: Questions, command: str, done: frozenset[Setting], threads: int
+) -> Iterator[str | Results | list[Cell] | Progress]:
     """Load the models and measure all settings but those in `done`. Runs on a worker.
 
     Yields status lines, then results without cells, then the cells of each setting, and progress.
@@ -123,34 +151,6 @@ def _measure(
     evaluation = Evaluation(base, tokenizer, questions, config.plan())
     yield evaluation.describe(command, config.questions)
     yield from evaluation.run(done)
-
-
-def _collect(stream: Iterator[Results | list[Cell] | Progress | str], folder: Path, earlier: Results | None) -> Results:
-    """Collect and save what `_measure` yields as it arrives, and print progress.
-
-    Raises `InputError` if `earlier` holds another measurement.
-    """
-    while isinstance(results := next(stream), str):
-        say(results)
-    assert isinstance(results, Results)
-    if earlier is not None:
-        if not earlier.same_measurement(results):
-            raise InputError(
-                f"output {folder} holds another evaluation (settings, questions, models, machine or code): "
-                "choose another"
-            )
-        results = earlier
-    last_line = time.monotonic()
-    for item in stream:
-        if isinstance(item, list):
-            results.cells.extend(item)
-            results.save(folder)
-        elif isinstance(item, Progress) and (item.done == item.total or time.monotonic() - last_line > _LINE_SECONDS):
-            last_line = time.monotonic()
-            temperature, batch, questions = item.setting
-            where = f"temperature {temperature:g}, batch {batch}, {questions}"
-            say(f"{where}: {item.done} of {item.total} turns of all arms")
-    return results
 
 
 # Verifiers.
@@ -175,18 +175,14 @@ class Block:
 
 
 def evaluate_verifiers(
-    config: EvaluateConfig,
-    questions: Mapping[str, Sequence[Question]],
-    command: str,
-    folder: Path,
-    resources: ActorResources,
+    config: EvaluateConfig, questions: Questions, command: str, folder: Path, resources: ActorResources
 ) -> None:
     """Measure all blocks, one after another, except those that an earlier submission has measured.
 
     Raises `InputError` if questions, models, verifiers or the output cannot be used, and `JobError` on failure.
     """
     assert config.scorer is not None
-    scorer, plan = make_scorer(config.scorer, config.target), config.plan()
+    scorer, plan, model = make_scorer(config.scorer, config.target), config.plan(), model_name(config.model)
     for name, some in questions.items():
         if more := [question.name for question in some if len(question.turns) > 1]:
             raise InputError(
@@ -195,25 +191,34 @@ def evaluate_verifiers(
     results = _open_results(folder, _identity(config, questions))
     made = [one["block"] for one in results["blocks"]]
     settings = product(questions, plan.drafters, plan.num_draft_tokens, plan.batches, plan.temperatures)
-    blocks = [Block(*one) for one in settings]
-    for block in (one for one in blocks if asdict(one) in made):
-        say(f"{block.title}: measured before")
-    left = [one for one in blocks if asdict(one) not in made]
+    left = []
+    for block in (Block(*one) for one in settings):
+        if asdict(block) in made:
+            say(f"{block.title}: measured before")
+        else:
+            left.append(block)
     if not left:
         return
-    loaded = (model_name(config.model), asdict(config.loading), resources.threads)
-    with measuring(resources, VerifierMeasurement, *loaded, mistakes=(LoadError, RequestError)) as ask:
+    load = partial(load_models, model, asdict(config.loading), resources.threads)
+    with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
         results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
         for block in left:
-            verifiers, left_out = _usable(config, block.temperature)
             say(block.title)
-            for reason in left_out:
-                say(f"left out at temperature {block.temperature:g}: {reason}")
-            found = _measured(config, block, questions[block.questions], verifiers, scorer, ask)
-            _add_block(config, block, left_out, found, results, folder)
+            left_out, found = _measured(config, block, questions[block.questions], scorer, ask)
+            kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
+            figures = {"verifiers": [one.as_dict() for one in found], "kept": [one.as_dict() for one in kept]}
+            results["blocks"].append({"block": asdict(block), "left_out": left_out, **figures})
+            # The plot comes first: a block in the results is not measured again, so a kill in between would lose it.
+            plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
+            utility_plot(found, kept).savefig(plot, dpi=150)
+            write_json(folder / VERIFIERS_FILE, results)
+            print(f"## {block.title}\n\n{utility_table(found)}\n")
+            if config.keep is not None:
+                print(_kept_lines(config.keep, found, kept))
+            print(f"written:  {folder / VERIFIERS_FILE}, {plot}", flush=True)
 
 
-def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
+def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
     assert config.scorer is not None
     file, verifiers = scorer_file(config.scorer), config.lenient_verifiers()
     heads: dict[str, str] = {}
@@ -229,11 +234,7 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
         "questions": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()},
         "verifiers": [asdict(one) for one in verifiers],
         "scorer": config.scorer if file is None else file_fingerprint(file),
-        "target": config.target,
-        "keep": config.keep,
-        "rounds": config.rounds,
-        "max_new_tokens": config.max_new_tokens,
-        "compile": config.compile,
+        **{name: getattr(config, name) for name in ("target", "keep", "rounds", "max_new_tokens", "compile")},
     }
 
 
@@ -246,11 +247,9 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
         same = results["identity"] == json.loads(json.dumps(identity))
         comparable(results["environment"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"output {folder} has a damaged {VERIFIERS_FILE} ({one_line(error)}): choose another"
-        ) from error
+        raise _unusable(folder, f"has a damaged {VERIFIERS_FILE} ({one_line(error)})") from error
     if not same:
-        raise InputError(f"output {folder} holds another evaluation of verifiers (settings or models): choose another")
+        raise _unusable(folder, "holds another evaluation of verifiers (settings or models)")
     return results
 
 
@@ -260,38 +259,30 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
         return here
     before, now = comparable(earlier), comparable(here)
     if other := [name for name in now if now[name] != before[name]]:
-        raise InputError(
-            f"output {folder} holds an evaluation of verifiers on another machine or by other code "
-            f"({', '.join(other)}), and speeds of both cannot stand side by side: choose another"
+        raise _unusable(
+            folder,
+            f"holds an evaluation of verifiers on another machine or by other code ({', '.join(other)}), and speeds of "
+            "both cannot stand side by side",
         )
     return earlier
 
 
-def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
-    """Return the verifiers that decode at a temperature, and why the others do not."""
-    found: list[VerifierSettings] = []
+def _measured(
+    config: EvaluateConfig, block: Block, questions: Sequence[Question], scorer: Scorer, ask: Ask
+) -> tuple[list[str], list[VerifierFigures]]:
+    """Return why verifiers are left out, and the figures of exact decoding and of the others, each from strict on."""
+    verifiers: list[VerifierSettings] = []
     left_out: list[str] = []
     for one in config.lenient_verifiers():
         try:
-            for settings in verifier_grid(one):
-                make_verifier(settings).refuse(SamplingParams(temperature=temperature))
+            make_verifier(verifier_grid(one)[0]).refuse(SamplingParams(temperature=block.temperature))
         except RequestError as error:
             left_out.append(str(error))
+            say(f"left out at temperature {block.temperature:g}: {error}")
         except LoadError as error:
             raise InputError(str(error)) from error
         else:
-            found.append(one)
-    return found, left_out
-
-
-def _measured(
-    config: EvaluateConfig,
-    block: Block,
-    questions: Sequence[Question],
-    verifiers: Sequence[VerifierSettings],
-    scorer: Scorer,
-    ask: Ask,
-) -> list[VerifierFigures]:
+            verifiers.append(one)
     with as_job_errors((LoadError, RequestError)):
         tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
         requests = [
@@ -302,74 +293,28 @@ def _measured(
             )
             for number, question in enumerate(questions)
         ]
-    engine = {
-        "max_num_seqs": block.batch,
-        "max_model_len": max(len(request.prompt_ids) for request in requests) + config.max_new_tokens,
-        "num_draft_tokens": block.nodes,
-        "compile": config.compile,
-    }
+    engine = room_for(requests, block.batch, num_draft_tokens=block.nodes, compile=config.compile)
     depth: int = ask("begin", block.drafter, engine, requests, config.rounds)
-    rows = [{**question.columns, "request_id": question.name} for question in questions]
-    scored = ScoredVerifiers(ask, rows, scorer)
-    found = [scored.exact]
-    for verifier in verifiers:
-        found += _tried(verifier, scored, config.keep, depth)
-    return in_order(found)
+    scored = ScoredVerifiers(ask, [{**one.columns, "request_id": one.name} for one in questions], scorer)
+
+    def measure(settings: VerifierSettings) -> VerifierFigures:
+        found = scored.measure(settings)
+        kept = "" if found.kept is None else f", keeps {found.kept:.1%}"
+        say(f"{title_of(settings)}: β {found.beta:.2f}{kept}")
+        return found
+
+    lenient = [one for verifier in verifiers for one in search(verifier, measure, config.keep, depth)]
+    return left_out, in_order([scored.exact, *lenient])
 
 
-def _tried(
-    verifier: VerifierSettings, scored: ScoredVerifiers, keep: float | None, depth: int
-) -> list[VerifierFigures]:
-    """Return the figures of a verifier's grid and of the search after it, if some utility is to be kept."""
-    found: list[VerifierFigures] = []
-
-    def measure(settings: VerifierSettings) -> None:
-        found.append(scored.measure(settings))
-        kept = "" if (share := found[-1].kept) is None else f", keeps {share:.1%}"
-        say(f"{title_of(settings)}: β {found[-1].beta:.2f}{kept}")
-
-    for settings in verifier_grid(verifier):
-        measure(settings)
-    while keep is not None and (following := next_setting(verifier, found, keep, depth)) is not None:
-        measure(following)
-    return found
-
-
-def _add_block(
-    config: EvaluateConfig,
-    block: Block,
-    left_out: Sequence[str],
-    found: Sequence[VerifierFigures],
-    results: dict[str, Any],
-    folder: Path,
-) -> None:
-    """Plot, write and print the figures of a block."""
-    kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
-    measured_block = {
-        "block": asdict(block),
-        "left_out": left_out,
-        "verifiers": [one.as_dict() for one in found],
-        "kept": [one.as_dict() for one in kept],
-    }
-    results["blocks"].append(measured_block)
-    # The plot comes first: a block in the results is not measured again, and a kill in between would lose its plot.
-    plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-    utility_plot(found, kept).savefig(plot, dpi=150)
-    write_json(folder / VERIFIERS_FILE, results)
-    print(f"## {block.title}\n\n{utility_table(found)}\n")
-    print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / VERIFIERS_FILE}, {plot}"]), flush=True)
-
-
-def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:
-    if config.keep is None:
-        return []
+def _kept_lines(keep: float, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> str:
+    best = {one.verifier.name: one for one in kept}
     lines = []
     for name in dict.fromkeys(one.verifier.name for one in found[1:]):
-        best = next((one for one in kept if one.verifier.name == name), None)
-        if best is None:
-            lines.append(f"keeps {config.keep:.1%}: no setting of {name}")
+        if name not in best:
+            lines.append(f"keeps {keep:.1%}: no setting of {name}")
             continue
-        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best.verifier.given.items())
-        betas = f"β {best.beta:.2f}, exact {found[0].beta:.2f}"
-        lines.append(f"keeps {config.keep:.1%}: --verifier {name} {flags} ({betas})")
-    return [*lines, ""]
+        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best[name].verifier.given.items())
+        betas = f"β {best[name].beta:.2f}, exact {found[0].beta:.2f}"
+        lines.append(f"keeps {keep:.1%}: --verifier {name} {flags} ({betas})")
+    return "\n".join([*lines, ""])

@@ -10,13 +10,8 @@ import ray
 import torch
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.drafters.registry import load_drafter, useful_nodes
-from drafter.engine.config import EngineConfig
 from drafter.errors import one_line
-from drafter.evaluation.environment import environment
-from drafter.evaluation.measurement import VerifierTrials
 from drafter.evaluation.verifiers import EXACT, VerifierFigures
-from drafter.requests import Request
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
@@ -79,44 +74,13 @@ def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
 
 
 def load_models(model: str, loading: Mapping[str, Any], threads: int) -> tuple[BaseModel, Any]:
-    """Load a target model and its tokenizer on a worker that has so many threads.
-
-    Raises `LoadError` if one of them cannot be loaded.
-    """
+    """Load a target model and its tokenizer on a worker that has so many threads, or raise `LoadError`."""
     torch.set_num_threads(threads)
     return load_base(model, **loading), load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
 
 
-class VerifierMeasurement:
-    """Actor that holds the target model. Call `load`, then `begin`, then `run` for each verifier."""
-
-    def __init__(self, model: str, loading: Mapping[str, Any], threads: int) -> None:
-        self._asked = model, loading, threads
-        self._trials: VerifierTrials | None = None
-
-    def load(self, command: str) -> dict[str, Any]:
-        """Load the target model, and return the record of the environment."""
-        self._base, self._tokenizer = load_models(*self._asked)
-        return environment(self._base, command)
-
-    def begin(self, drafter: str, engine: Mapping[str, Any], requests: Sequence[Request], rounds: int) -> int:
-        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path."""
-        self._trials = None  # frees the previous engine's memory
-        base, config = self._base, EngineConfig(**engine)
-        nodes = useful_nodes(base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
-        self._trials = VerifierTrials(
-            base, self._tokenizer, lambda: load_drafter(drafter, base, nodes), requests, config, rounds
-        )
-        return self._trials.depth
-
-    def run(self, settings: VerifierSettings) -> VerifierFigures:
-        """Decode the requests under a verifier; see `VerifierTrials.run`."""
-        assert self._trials is not None
-        return self._trials.run(settings)
-
-
 class ScoredVerifiers:
-    """Measures verifiers on the requests of a `VerifierMeasurement`, whose rows are `rows`; exact decoding at once."""
+    """Measures verifiers on the requests of `VerifierTrials`, whose rows are `rows`; exact decoding at once."""
 
     def __init__(self, ask: Ask, rows: Sequence[Mapping[str, Any]], scorer: Scorer) -> None:
         self._ask, self._rows, self._scorer = ask, rows, scorer
@@ -130,6 +94,5 @@ class ScoredVerifiers:
         """
         found: VerifierFigures = self._ask("run", settings)
         scores = scores_of(self._rows, found.token_ids, found.texts, self._scorer)
-        if settings == EXACT:
-            self._exact = scores
+        self._exact = self._exact or scores
         return found.scored(self._exact, scores)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError
+from drafter.evaluation.measurement import VerifierTrials
 from drafter.evaluation.verifiers import VerifierFigures, utility_plot, utility_table, verifier_grid
 from drafter.methods.pad.method import BaseOfClassifier, save_classifier
 from drafter.methods.pad.training import Roc, roc, train_classifier
@@ -21,7 +23,7 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.measuring import ScoredVerifiers, VerifierMeasurement, measured, measuring
+from pipeline.evaluation.measuring import ScoredVerifiers, load_models, measured, measuring
 from pipeline.generate.checks import with_model_defaults
 from pipeline.io.files import locate
 from pipeline.output.folder import versions
@@ -177,10 +179,10 @@ class PivotSteps:
         requests, answers = [row.request for row in held_out], self._answers()
         rows = [answers[request.request_id] for request in requests]
         pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
-        loaded = (self._model, asdict(config.loading), resources.threads)
-        with measuring(resources, VerifierMeasurement, *loaded, mistakes=(LoadError, RequestError)) as ask:
+        load = partial(load_models, self._model, asdict(config.loading), resources.threads)
+        with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
             where: dict[str, Any] = ask("load", command)
-            ask("begin", config.drafter, asdict(config.engine), requests, config.rounds)
+            ask("begin", config.drafter, config.engine, requests, config.rounds)
             scored = ScoredVerifiers(ask, rows, self._scorer)
             return where, [scored.exact, *map(scored.measure, verifier_grid(pad))]
 

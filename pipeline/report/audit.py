@@ -132,8 +132,8 @@ def _plain_differences(
             f"{fingerprint}): have that one where the output's run.json names it"
         )
     config = EngineConfig(**engine, max_queue=len(rows))
-    _, found = decode_all(Engine(base, PlainDecoding(), tokenizer, config), [row.request for row in rows])
-    for row, plain in zip(rows, found, strict=True):
+    found = decode_all(Engine(base, PlainDecoding(), tokenizer, config), [row.request for row in rows])
+    for row, plain in zip(rows, found.generations, strict=True):
         place = first_difference(row.token_ids, plain.token_ids)
         if place is not None:
             logits = _logits(base, [*row.request.prompt_ids, *row.token_ids[:place]])

@@ -9,7 +9,7 @@ from drafter.devices import in_passing_thread
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.evaluation.decoders import engine_decoder
+from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
@@ -24,8 +24,8 @@ def load(settings: Settings) -> Decode:
     base = in_passing_thread(lambda: load_base(settings.model, dtype=settings.dtype, device="cpu"))
     drafter = load_drafter(settings.variant, base, useful_nodes(base.device), isolated=True)
     config = EngineConfig(settings.batch, settings.longest)
-    decode = engine_decoder(Engine(base, drafter, load_tokenizer(settings.model), config))
-    return lambda work: decode(requests_of(work)).outputs
+    engine = Engine(base, drafter, load_tokenizer(settings.model), config)
+    return lambda work: decode_all(engine, requests_of(work)).outputs
 
 
 def requests_of(work: Work) -> list[Request]:

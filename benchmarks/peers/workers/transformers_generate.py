@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,21 +10,11 @@ from benchmarks.peers.workers.this_engine import requests_of
 from drafter.evaluation.decoders import transformers_decoder
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model that was not loaded as a base of this engine, which would hold its weights in other forms, too."""
-
-    model: Any
-    device: torch.device
-    eos_token_ids: frozenset[int]
-
-
 def load(settings: Settings) -> Decode:
-    """Load the model."""
+    """Load the model, not as a base of this engine, which would hold its weights in other forms, too."""
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval()
-    loaded = Loaded(model, model.device, frozenset(settings.ends))
-    decode = transformers_decoder(loaded, settings.batch, settings.ends[0])
+    decode = transformers_decoder(model, settings.ends, settings.batch, settings.ends[0])
     return lambda work: decode(requests_of(work)).outputs
 
 

@@ -8,8 +8,10 @@ tokens as it expects to be accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,20 @@ from drafter import devices
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.names import kind_and_rest, leaf_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.decoders import Run, decode_all, room_for, warm_up
 from drafter.evaluation.questions import Prompt
 from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
 from drafter.methods.draft_models.drafter import LOWER_NODES, ModelDrafter, StackedDrafter, load_draft_model
 from drafter.requests import Request
+from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel
 
 Numbers = Sequence[float]
+Names = tuple[str, ...]
+"""A stack's drafters, lowest first; none is plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,22 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Expectation:
-    """Expected cost of decoding with a stack: tokens per row and step, seconds per step, seconds per token.
+class Cost:
+    """Cost of decoding with a stack: tokens per row and step, seconds per step without prefills, seconds per token."""
 
-    `levels` are the names of its drafters, lowest first; none is plain decoding.
-    """
-
-    levels: tuple[str, ...]
+    levels: Names
     tokens: float
     seconds: float
     per_token: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan from `measured` inputs, best stack first, and held-out measurements of the best and of plain decoding."""
+
+    measured: Levels
+    expected: list[Cost]
+    taken: list[Cost]
 
 
 def expected_tokens(acceptance: float, block: float) -> float:
@@ -111,18 +122,18 @@ def put_above(levels: Levels, stack: Stack, model: int) -> Stack:
     )
 
 
-def expectation(levels: Levels, stack: Stack | None) -> Expectation:
+def expectation(levels: Levels, stack: Stack | None) -> Cost:
     """Return the expected cost of decoding with a stack, or plainly for None."""
     if stack is None:
-        return Expectation((), 1.0, levels.plain, levels.plain / levels.rows)
+        return Cost((), 1.0, levels.plain, levels.plain / levels.rows)
     below = stack.levels[-1]
     tokens = expected_tokens(levels.acceptance[below][-1], stack.block)
     seconds = stack.seconds + levels.pricing[below][-1]
     names = tuple(levels.names[level] for level in stack.levels)
-    return Expectation(names, tokens, seconds, seconds / (tokens * levels.rows))
+    return Cost(names, tokens, seconds, seconds / (tokens * levels.rows))
 
 
-def compare_stacks(levels: Levels) -> list[Expectation]:
+def compare_stacks(levels: Levels) -> list[Cost]:
     """Return the stacks that may be best, plain decoding included, best first.
 
     A shortest-path search with two labels: of two stacks with the same top level, one that is slower and passes on less
@@ -145,38 +156,6 @@ def undominated(stacks: Sequence[Stack]) -> list[Stack]:
         if not kept or stack.block > kept[-1].block:
             kept.append(stack)
     return kept
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measured cost of a stack; see `Expectation`. Prefills are not counted."""
-
-    levels: tuple[str, ...]
-    tokens: float
-    per_token: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A plan from `measured` inputs, best stack first, and held-out measurements of the best and of plain decoding."""
-
-    measured: Levels
-    expected: list[Expectation]
-    taken: list[Measured]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Mean seconds of drafting and of the rest of a step, without prefills; rows of a step; tokens per row and step."""
-
-    drafting: float
-    rest: float
-    rows: float
-    tokens: float
-
-    @property
-    def step(self) -> float:
-        return self.drafting + self.rest
 
 
 class StackPlanning:
@@ -204,44 +183,45 @@ class StackPlanning:
 
     def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Generator[str, None, Comparison]:
         """Plan by `prompts` and measure the plan on `held_out` ones. Yields a progress line before each measurement."""
-        levels = yield from self._measure(prompts)
+        pairs = [pair for pair in combinations(self._names, 2) if pair[1] in self._models]
+        runs: dict[Names, Run] = {}
+        for stack in [(), *((name,) for name in self._names), *pairs]:
+            yield f"measuring {stack_name(stack) if stack else 'plain decoding'}"
+            runs[stack] = self._decode(stack, [prompt.request for prompt in prompts])
+        levels = self._levels(runs)
         expected = compare_stacks(levels)
-        requests = [prompt.request for prompt in held_out]
         taken = []
         for stack in dict.fromkeys([expected[0].levels, ()]):
             yield f"taking the time of {stack_name(stack)}"
-            run = self._decode(self._stack(stack), requests)
-            taken.append(Measured(stack, run.tokens, run.step / (run.tokens * run.rows)))
+            taken.append(cost_of(stack, self._decode(stack, [prompt.request for prompt in held_out])))
         return Comparison(levels, expected, taken)
 
-    def _measure(self, prompts: Sequence[Prompt]) -> Generator[str, None, Levels]:
-        names, count = self._names, len(self._names)
-        requests = [prompt.request for prompt in prompts]
-        yield "measuring plain decoding"
-        plain = self._decode(PlainDecoding(), requests)
-        blocks, drafting = [0.0] * count, [0.0] * count
-        acceptance, pricing = ([[empty] * (count + 1) for _ in names] for empty in (0.0, math.inf))
-        for place, name in enumerate(names):
-            yield f"measuring {name} for the target model"
-            drafter = self._stack((name,))
-            run = self._decode(drafter, requests)
-            blocks[place], drafting[place] = float(drafter.spec.max_depth), self._drafting(run, plain)
-            acceptance[place][-1] = acceptance_of(run.tokens, blocks[place])
-            pricing[place][-1] = run.step - drafting[place]
-        models = [place for place, name in enumerate(names) if name in self._models]
-        for below, above in ((lower, model) for model in models for lower in range(model)):
-            stack = (names[below], names[above])
-            yield f"measuring {stack_name(stack)}"
-            run = self._decode(self._stack(stack), requests)
-            # Counted as the block of the model's own tokens with the same acceptance length.
-            passed = block_of(run.tokens, acceptance[above][-1], blocks[below] + 1.0)
-            acceptance[below][above] = acceptance_of(passed, blocks[below])
-            pricing[below][above] = max(self._drafting(run, plain) - drafting[below], 0.0)
-        return Levels(names, blocks, drafting, acceptance, pricing, plain.step, plain.rows)
+    def _levels(self, runs: Mapping[Names, Run]) -> Levels:
+        """Derive the levels from runs of plain decoding, of each drafter alone, and of each pair."""
+        names, costs = self._names, {stack: cost_of(stack, run) for stack, run in runs.items()}
+        plain = costs[()]
 
-    def _drafting(self, run: _Run, plain: _Run) -> float:
-        """Return the seconds of drafting per step. On a GPU the stages have no times of their own."""
-        return max(run.step - plain.step, 0.0) if devices.is_asynchronous(self._base.device) else run.drafting
+        def drafted(stack: Names) -> float:
+            """Return the seconds of drafting per step. On a GPU the stages have no times of their own."""
+            if devices.is_asynchronous(self._base.device):
+                return max(costs[stack].seconds - plain.seconds, 0.0)
+            return (runs[stack].stages["draft"] + runs[stack].stages["tree"]) / runs[stack].steps
+
+        blocks = [float(self._stack((name,)).spec.max_depth) for name in names]
+        drafting = [drafted((name,)) for name in names]
+        acceptance, pricing = ([[empty] * (len(names) + 1) for _ in names] for empty in (0.0, math.inf))
+        for place, name in enumerate(names):
+            acceptance[place][-1] = acceptance_of(costs[name,].tokens, blocks[place])
+            pricing[place][-1] = costs[name,].seconds - drafting[place]
+        for below, above in combinations(range(len(names)), 2):
+            pair = names[below], names[above]
+            if pair in costs:
+                # Counted as the block of the model's own tokens with the same acceptance length.
+                passed = block_of(costs[pair].tokens, acceptance[above][-1], blocks[below] + 1.0)
+                acceptance[below][above] = acceptance_of(passed, blocks[below])
+                pricing[below][above] = max(drafted(pair) - drafting[below], 0.0)
+        rows = plain.seconds / (plain.per_token * plain.tokens)
+        return Levels(names, blocks, drafting, acceptance, pricing, plain.seconds, rows)
 
     def _stack(self, levels: Sequence[str]) -> Drafter:
         """Build the drafter of these levels. The lowest is isolated, because the sample is decoded more than once."""
@@ -259,26 +239,17 @@ class StackPlanning:
             drafter = StackedDrafter(drafter, self._models[name], self._base, nodes)
         return drafter
 
-    def _decode(self, drafter: Drafter, requests: Sequence[Request]) -> _Run:
-        longest = max(len(one.prompt_ids) + one.sampling.over().max_new_tokens for one in requests)
-        slots = min(self._slots, len(requests))
-        config = EngineConfig(slots, max_model_len=longest, num_draft_tokens=self._nodes, max_queue=len(requests))
-        engine = Engine(self._base, drafter, self._tokenizer, config)
-        decode_all(engine, requests[:slots])  # warm-up
-        before = engine.state()
-        decode_all(engine, requests)
-        after = engine.state()
-        steps, row_steps = max(after.steps - before.steps, 1), after.row_steps - before.row_steps
-        spent = {
-            stage: (seconds - before.stage_seconds[stage]) / steps for stage, seconds in after.stage_seconds.items()
-        }
-        drafting = spent["draft"] + spent["tree"]
-        return _Run(
-            drafting,
-            sum(spent.values()) - drafting - spent["prefill"],
-            row_steps / steps,
-            (after.output_tokens - before.output_tokens) / max(row_steps, 1),
-        )
+    def _decode(self, levels: Sequence[str], requests: Sequence[Request]) -> Run:
+        config = room_for(requests, min(self._slots, len(requests)), num_draft_tokens=self._nodes)
+        decode = partial(decode_all, Engine(self._base, self._stack(levels), self._tokenizer, config))
+        warm_up(decode, requests, config.max_num_seqs)
+        return decode(requests)
+
+
+def cost_of(levels: Names, run: Run) -> Cost:
+    """Return the measured cost of decoding with a stack."""
+    seconds = sum(run.stages.values()) - run.stages["prefill"]
+    return Cost(levels, mean_acceptance_length(total(run.counts)), seconds / run.steps, seconds / run.num_tokens)
 
 
 def stack_name(levels: Sequence[str]) -> str:
@@ -290,32 +261,36 @@ def stack_name(levels: Sequence[str]) -> str:
 
 def stack_table(found: Comparison) -> str:
     """Return the compared stacks as a Markdown table, best first, with held-out measurements where there are any."""
-    taken = {one.levels: one for one in found.taken}
-    lines = [
-        "| drafter | expected ms a token | tokens a step | ms a step | measured ms a token | difference | tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    taken, rows = {one.levels: one for one in found.taken}, []
     for one in found.expected:
         measured = taken.get(one.levels)
-        cells = [""] * 3
-        if measured is not None:
-            difference = measured.per_token / one.per_token - 1.0
-            cells = [f"{1000 * measured.per_token:.2f}", f"{difference:+.0%}", f"{measured.tokens:.2f}"]
-        numbers = [f"{1000 * one.per_token:.2f}", f"{one.tokens:.2f}", f"{1000 * one.seconds:.2f}", *cells]
-        lines.append(f"| `{stack_name(one.levels)}` | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+        rows.append(
+            {
+                "drafter": f"`{stack_name(one.levels)}`",
+                "expected ms a token": f"{1000 * one.per_token:.2f}",
+                "tokens a step": f"{one.tokens:.2f}",
+                "ms a step": f"{1000 * one.seconds:.2f}",
+                "measured ms a token": f"{1000 * measured.per_token:.2f}" if measured else "",
+                "difference": f"{measured.per_token / one.per_token - 1.0:+.0%}" if measured else "",
+                "tokens": f"{measured.tokens:.2f}" if measured else "",
+            }
+        )
+    return markdown_table(rows)
 
 
 def acceptance_table(found: Comparison) -> str:
     """Return a Markdown table of acceptance rates: drafters by models."""
     levels = found.measured
     models = [place for place in range(len(levels.names)) if any(math.isfinite(row[place]) for row in levels.pricing)]
-    heads = [f"`{levels.names[place]}`" for place in models]
-    lines = [f"| drafted by | {' | '.join([*heads, 'the target model'])} |", "|---" * (len(models) + 2) + "|"]
-    for name, accepted, priced in zip(levels.names, levels.acceptance, levels.pricing, strict=True):
-        cells = [f"{accepted[place]:.2f}" if math.isfinite(priced[place]) else "" for place in [*models, -1]]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    columns = {**{place: f"`{levels.names[place]}`" for place in models}, -1: "the target model"}
+    rows = zip(levels.names, levels.acceptance, levels.pricing, strict=True)
+    return markdown_table(
+        [
+            {"drafted by": f"`{name}`"}
+            | {head: f"{accepted[at]:.2f}" if math.isfinite(priced[at]) else "" for at, head in columns.items()}
+            for name, accepted, priced in rows
+        ]
+    )
 
 
 def write_stacks(found: Comparison, environment: dict[str, Any], folder: Path) -> list[Path]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from benchmarks.peers.cells import Cell, Failure
 from benchmarks.peers.contenders import Contender, contenders
-from benchmarks.peers.plots import plot
-from benchmarks.peers.tables import contenders_of, page
+from benchmarks.peers.tables import contenders_of, page, plot
 
 MEASURED = [Contender("this engine", "none", "this_engine"), Contender("slow", "plain", "slow")]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from drafter.errors import LoadError
-from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens, warm_up_request
+from drafter.evaluation.decoders import differing_tokens, warm_up_request
+from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import PLAIN, STAGES, TRANSFORMERS, Arm, Plan, Results
 from drafter.heads.checkpoint import save_head

@@ -123,9 +123,9 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
     before.save(tmp_path)
     after = Results.load(tmp_path)
     assert after == before
-    assert after.same_measurement(before)
+    assert after.identity == before.identity
     after.environment["commit"] = "def"
-    assert not after.same_measurement(before)
+    assert after.identity != before.identity
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -14,7 +14,7 @@ from drafter.evaluation.verifiers import (
     VerifierFigures,
     fastest_that_keeps,
     leniency,
-    next_setting,
+    search,
     title_of,
     verifier_grid,
 )
@@ -27,19 +27,16 @@ FLY, PAD, TYPICAL = VerifierSettings("fly"), VerifierSettings("pad", classifier=
 
 
 def searched(verifier: VerifierSettings, curve: Curve, keep: float = 0.99, depth: int = 15) -> list[VerifierFigures]:
-    """The figures of the grid, and then of all that is tried."""
 
     def measure(one: VerifierSettings) -> VerifierFigures:
         beta, kept = curve(one)
         sums = PairedSums()
         sums.add(1.0, kept)
         counts = DecodeCounts(num_output_tokens=round(beta * 10**9), num_decode_steps=10**9)
-        return VerifierFigures(one, [], [], 0, counts, [1.0], [1.0], sums)
+        return VerifierFigures(one, [], [], 0, counts, 1.0, sums)
 
-    found = [measure(one) for one in verifier_grid(verifier)]
-    while (following := next_setting(verifier, found, keep, depth)) is not None:
-        assert following not in [one.verifier for one in found]
-        found.append(measure(following))
+    found = search(verifier, measure, keep, depth)
+    assert len({one.verifier for one in found}) == len(found)
     return found
 
 

@@ -1,16 +1,18 @@
-""""""
+"""Verifiers are decoded beside plain decoding; their tables and plots, of figures written by hand."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import PlainDecoding
-from drafter.engine.config import EngineConfig
+from drafter.drafters.registry import TRAINING_FREE
+from drafter.engine.config import EngineSettings
 from drafter.evaluation.measurement import VerifierTrials
 from drafter.evaluation.verifiers import (
     EXACT,
@@ -28,20 +30,29 @@ from drafter.target.model import BaseModel
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine
 
 
+def begun(
+    base: BaseModel, requests: list[Request], engine: EngineSettings, *, rounds: int
+) -> tuple[VerifierTrials, int]:
+    trials = VerifierTrials(lambda: (base, SpellingTokenizer()))
+    assert trials.load("a command")["command"] == "a command"
+    return trials, trials.begin("adversarial", engine, requests, rounds)
+
+
 def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_base: BaseModel) -> None:
     requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
     verifiers = [EXACT, VerifierSettings("fly", theta=0.0, window=1)]
-    config = EngineConfig(max_num_seqs=3, num_draft_tokens=8)
-    trials = VerifierTrials(tiny_base, SpellingTokenizer(), lambda: AdversarialDrafter(1), requests, config, 2)
-    made = [trials.run(one) for one in verifiers]
-    assert trials.depth == min(AdversarialDrafter(1).spec.max_depth, 8)
+    config = EngineSettings(max_num_seqs=3, num_draft_tokens=8)
+    with patch.dict(TRAINING_FREE, {"adversarial": lambda _: AdversarialDrafter(1)}):
+        trials, depth = begun(tiny_base, requests, config, rounds=2)
+        made = [trials.run(one) for one in verifiers]
+    assert depth == min(AdversarialDrafter(1).spec.max_depth, 8)
     assert [run.verifier for run in made] == verifiers
     assert made[0].token_ids == expected
     assert made[0].lenient_tokens == 0 < made[1].lenient_tokens
     assert made[1].beta > made[0].beta > 1
     for run in made:
-        assert len(run.rates) == len(run.plain_rates) == 2
+        assert run.gamma > 0
         assert run.texts == [SpellingTokenizer().decode(ids) for ids in run.token_ids]
         assert run.counts.num_output_tokens == 48
 
@@ -56,11 +67,10 @@ def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -
         return one
 
     requests = [Request([5, 6, 7], SamplingParams(4, ignore_eos=True))]
-    trials = VerifierTrials(
-        tiny_base, SpellingTokenizer(), drafter, requests, EngineConfig(max_num_seqs=1, num_draft_tokens=8), 1
-    )
-    for _ in range(2):
-        trials.run(EXACT)
+    with patch.dict(TRAINING_FREE, {"adversarial": lambda _: drafter()}):
+        trials, _ = begun(tiny_base, requests, EngineSettings(max_num_seqs=1, num_draft_tokens=8), rounds=1)
+        for _ in range(2):
+            trials.run(EXACT)
     assert len(made) == 3
 
 
@@ -76,7 +86,7 @@ def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> Non
 
 def figures(exact: list[float], scores: list[float], beta: int, name: Any = "fly", **given: Any) -> VerifierFigures:
     counts = DecodeCounts(num_output_tokens=10 * beta, num_decode_steps=10)
-    run = VerifierFigures(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, [20.0, 40.0], [10.0, 10.0])
+    run = VerifierFigures(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, 3.0)
     return run.scored(exact, scores)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
@@ -21,9 +20,8 @@ from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.questions import Prompt, Question, prompts_of, read_questions
 from drafter.methods.draft_models.planning import (
     Comparison,
-    Expectation,
+    Cost,
     Levels,
-    Measured,
     Stack,
     StackPlanning,
     acceptance_table,
@@ -85,9 +83,9 @@ def test_what_is_taken_is_measured_on_prompts_that_the_plan_has_not_seen(base: B
     planning, decoded = StackPlanning(base, tokenizer, ["ngram"], 4, 1), []
     decode = planning._decode
 
-    def watched(drafter: Drafter, requests: Sequence[Request]) -> Any:
+    def watched(levels: Sequence[str], requests: Sequence[Request]) -> Any:
         decoded.append(list(requests))
-        return decode(drafter, requests)
+        return decode(levels, requests)
 
     planning._decode = watched  # type: ignore[method-assign]
     found, said = planned(planning, seen, others)
@@ -98,14 +96,14 @@ def test_what_is_taken_is_measured_on_prompts_that_the_plan_has_not_seen(base: B
 
 def test_the_table_says_how_far_the_truth_is_from_what_was_expected() -> None:
     expected = [
-        Expectation(("a",), 2.0, 0.016, 0.008),
-        Expectation(("b",), 2.0, 0.018, 0.009),
-        Expectation((), 1, 0.01, 0.01),
+        Cost(("a",), 2.0, 0.016, 0.008),
+        Cost(("b",), 2.0, 0.018, 0.009),
+        Cost((), 1, 0.01, 0.01),
     ]
     found = Comparison(
         Levels(["a"], [4.0], [0.1], [[0.0, 0.5]], [[math.inf, 1.0]], 0.9),
         expected,
-        [Measured(("a",), 1.8, 0.010), Measured((), 1.0, 0.0095)],
+        [Cost(("a",), 1.8, 0.018, 0.010), Cost((), 1.0, 0.0095, 0.0095)],
     )
     assert stack_table(found).splitlines()[2:] == [
         "| `a` | 8.00 | 2.00 | 16.00 | 10.00 | +25% | 1.80 |",

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drafter.embedded import embedded_heads
 from drafter.evaluation.results import Results
 from jobs.evaluate import main
 from pipeline.errors import InputError
-from pipeline.evaluation.config import EvaluateConfig, embedded_heads, parse_config
+from pipeline.evaluation.config import EvaluateConfig, parse_config
 from tests.pipeline.conftest import Outcome, write_jsonl
 from tests.support.paths import ROOT
 
@@ -122,7 +123,7 @@ def test_one_value_or_a_list() -> None:
     ).plan()
     assert (plan.drafters, plan.num_draft_tokens, plan.batches) == (("a",), (16, "auto"), (4,))
     assert EvaluateConfig("o", model="other").plan().drafters == ("ngram",)
-    assert EvaluateConfig("o").plan().drafters == embedded_heads()
+    assert EvaluateConfig("o").plan().drafters == tuple(embedded_heads())
     assert "ctc" in embedded_heads()
     with pytest.raises(InputError, match="output is empty"):
         EvaluateConfig(" ")

@@ -105,7 +105,7 @@ class Measured:
 
     @contextmanager
     def measuring(self, resources: ActorResources, *asked: Any, **_: object) -> Iterator[Callable[..., Any]]:
-        """Stand in for `measuring_actor.measuring`."""
+        """Stand in for `measuring.measuring`."""
         yield lambda method, *given: getattr(self, f"_{method}")(*given)
 
     def _load(self, command: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Measured:
         delta = 1.0 if settings.delta is None else settings.delta
         counts = DecodeCounts(num_output_tokens=int(1e4 * (4 - delta)), num_decode_steps=10_000)
         (_,) = self._requests
-        return VerifierFigures(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, [2.0], [1.0])
+        return VerifierFigures(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, 2.0)
 
     def run(self, **settings: Any) -> None:
         """Evaluate."""
