@@ -285,7 +285,7 @@ class NativeAttentionDrafter(AttentionDrafter):
         states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
-            slots=len(self._cached),
+            slots=self._kv.cache.slots,
             length=self._length,
             embeddings=embeddings.data_ptr(),
             hidden=hidden.data_ptr(),

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.slots import DraftCache
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
+from drafter.target.kv_cache import KVCache, LayerShape
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
@@ -67,59 +69,38 @@ class ContextDrafter(Drafter):
     bounded = True
 
     def __init__(self, base: BaseModel, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
-        self._base, self._rates, self._layers, self._heads, self._behind = base, rates, layers, heads, behind
-        self.bytes_per_token = 2 * layers * heads * 2 * len(rates) * base.dtype.itemsize
-        self._cached: list[int] = []  # cached entries of each slot
+        self._base, self._rates, self._behind = base, rates, behind
+        self._shapes = [LayerShape(heads, 2 * len(rates), 2 * len(rates), base.dtype, base.device)] * layers
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in self._shapes)
         # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
         # number of entries from every row, enough for two steps.
         self._late = devices.is_asynchronous(base.device)
         self._usual = 2 * fresh if self._late else fresh
-        self._new = np.zeros(0, dtype=np.int64)  # entries of each row that the next step has to read
 
     @abstractmethod
     def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
         """Read entries into the cache."""
 
     def open(self, loan: Loan) -> None:
-        slots, device, dtype = loan.slots, self._base.device, self._base.dtype
+        device = self._base.device
         self._times = loan.times
         self._length = loan.length + self._behind + 1
-        shape = (self._layers, 2, slots * self._length, self._heads, 2 * len(self._rates))
-        self._cache = torch.zeros(shape, device=device, dtype=dtype)
-        self._rotation = rotation_table(self._rates, self._length, dtype)
+        self._kv = DraftCache(KVCache(self._shapes, loan.slots, self._length, device), self._usual, self._behind)
+        self.slots = [self._kv]
+        # `[layers, 2, slots · length, H, D]`, keys first.
+        self._cache = self._kv.cache.buffers[0].unflatten(0, (len(self._shapes), 2, -1))
+        self._rotation = rotation_table(self._rates, self._length, self._base.dtype)
         self._place = torch.arange(self._length, device=device)
-        self._slot = torch.arange(slots, device=device)
-        self._cached = [0] * slots
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._cached[slot] = 0
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        # An entry follows from its token and the hidden state before it, so texts that begin alike share entries.
-        known = min(self._cached[source], length)
-        texts = self._cache.unflatten(2, (-1, self._length))
-        texts[:, :, target, :known] = texts[:, :, source, :known]
-        self._cached[target] = known
-
-    def move(self, source: int, target: int) -> None:
-        self.copy(source, target, self._cached[source])
-
-    def clear(self, slot: int) -> None:
-        self._cache.unflatten(2, (-1, self._length))[:, :, slot] = 0
+        self._slot = torch.arange(loan.slots, device=device)
 
     def prepare(self, context: DraftContext) -> None:
         """Read rows that have more new entries than an ordinary step reads."""
-        known = np.array(context.host_lengths, dtype=np.int64)
-        new = known + (context.ahead + 1) - np.array(self._cached[: len(known)], dtype=np.int64)
-        late = new > self._usual
-        if late.any():
-            slots, back = _last_entries(late.nonzero()[0], new[late])
+        late, unread = self._kv.advance(context)
+        if len(late):
+            slots, back = _last_entries(late, unread)
             for first in range(0, len(slots), _PROMPT_ENTRIES):
                 some = slice(first, first + _PROMPT_ENTRIES)
                 self._remember(context, *self._sent(slots[some], back[some]))
-        # The step reads the pending token's entry in any case, because drafting starts from it.
-        self._new = np.where(late, 1, new.clip(1))
-        self._cached[: len(known)] = (known + 1).tolist()
 
     def _texts(self, rows: int, longest: int) -> Tensor:
         """Return the cache of `rows` rows, with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
@@ -146,7 +127,8 @@ class ContextDrafter(Drafter):
     def _recent(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the possibly new entries of `rows` rows, and the indices of the pending tokens' entries, `[rows]`."""
         if not self._late:
-            return *self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
+            new = self._kv.new
+            return *self._sent(*_last_entries(np.arange(rows), new)), torch.from_numpy(new.cumsum() - 1)
         back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
         slots = self._slot[:rows, None].expand(-1, self._usual)
         return slots.flatten(), back.repeat(rows), (self._slot[:rows] + 1) * self._usual - 1

@@ -238,9 +238,10 @@ class KVCache:
         """Move the first `length` positions of slot `source` to slot `target`."""
         self.copy(source, target, length)
 
-    def clear(self, slot: int) -> None:
+    def clear(self, slot: int, length: int | None = None) -> None:
+        """Zero at least the first `length` positions of a slot; by default all."""
         for buffer in self.buffers:
-            buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
+            buffer.unflatten(0, (-1, self.slots, self.length))[:, slot, :length] = 0
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
         """Zero the `nodes` draft positions behind `lengths` `[R]` of the slots `rows` where `which` `[R]` is true."""
@@ -356,7 +357,7 @@ class PagedKVCache(KVCache):
         self._held[source], self._held[target] = self._held[target], self._held[source]
         self._send(both)
 
-    def clear(self, slot: int) -> None:
+    def clear(self, slot: int, length: int | None = None) -> None:
         for buffer in self.buffers:
             in_blocks = buffer.unflatten(0, (-1, self._positions // BLOCK, BLOCK))
             in_blocks.index_fill_(1, devices.send(self.blocks[slot, : self._held[slot]].clone(), buffer.device), 0)

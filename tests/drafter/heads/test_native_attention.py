@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +14,7 @@ from drafter.heads.attention import AttentionDrafter, AttentionModule, NativeAtt
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.heads import sequence
+from tests.support.slots import enter
 
 
 def module_of(base: BaseModel, heads: int = 2) -> AttentionModule:
@@ -60,8 +60,9 @@ def test_rows_of_other_slots_and_copies(tiny_base: BaseModel) -> None:
     alone = DraftContext(tokens[:1], hidden[:1], torch.tensor([30]), [30])
     drafter.prepare(alone)
     expected = drafter.read(alone)
-    drafter.enter(1, np.empty(0, dtype=np.int64))
-    drafter.copy(0, 1, 28)
+    enter(drafter, 1)
+    for state in drafter.slots:
+        state.copy(0, 1, 28)
     both = DraftContext(tokens, hidden, torch.tensor([30, 30]), [30, 30])
     drafter.prepare(both)
     frames = drafter.read(both)
