@@ -25,8 +25,7 @@ from torch import Tensor
 
 from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
-from drafter.ctc.frames import FrameLattice, label_factor
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, FrameLattice, label_factor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError

@@ -1,4 +1,4 @@
-"""Heads that draft from frames, and the memory of the engine's slots that draft modules with attention extend.
+"""Heads that draft from frames, and readers of the slots' texts with a KV cache.
 
 A draft module computes `T` frame states for each pending token. Two implementations must agree: many anchors of a known
 text at once (training, simulated walks), and step by step for the engine's slots (decoding).
@@ -7,9 +7,7 @@ text at once (training, simulated walks), and step by step for the engine's slot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan, SlotState
 from drafter.drafters.slots import DraftCache
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
@@ -56,7 +54,7 @@ _PROMPT_ENTRIES = 4096
 """Most prompt entries read in one forward."""
 
 
-class ContextDrafter(Drafter):
+class ContextReader(ABC):
     """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into a KV cache, which is allocated once.
 
     Args:
@@ -67,6 +65,7 @@ class ContextDrafter(Drafter):
     """
 
     bounded = True
+    slots: Sequence[SlotState] = ()
 
     def __init__(self, base: BaseModel, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
         self._base, self._rates, self._behind = base, rates, behind
@@ -83,7 +82,6 @@ class ContextDrafter(Drafter):
 
     def open(self, loan: Loan) -> None:
         device = self._base.device
-        self._times = loan.times
         self._length = loan.length + self._behind + 1
         self._kv = DraftCache(KVCache(self._shapes, loan.slots, self._length, device), self._usual, self._behind)
         self.slots = [self._kv]
@@ -144,7 +142,7 @@ def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:
     return slots.repeat(counts), ends.repeat(counts) - 1 - np.arange(counts.sum())
 
 
-# Draft modules, and drafters that compute their frames.
+# Draft modules, and the drafter that searches their frames.
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
 """Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
@@ -164,41 +162,56 @@ class DraftModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
-        """Return a drafter, still without its head, on the target model's device and in its dtype.
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """Return what computes the frames of the engine's slots with the present weights, which are then frozen.
 
         An ordinary step adds at most `fresh` tokens to a sequence.
         """
 
 
-class FrameDrafter(Drafter):
-    """Computes a module's frames for the engine's slots, step by step, and searches them for trees."""
+class FrameReader(ABC):
+    """Computes a module's frames for the engine's slots, step by step. See `Drafter` and `DraftSpec` for the rest."""
 
-    bounded = False
-    bytes_per_token = 0
+    bounded: bool = False
+    bytes_per_token: int = 0
+    slots: Sequence[SlotState] = ()
 
-    def with_head(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> FrameDrafter:
-        """Return this drafter, with a head; see `DraftHead.drafter`."""
-        needs = DraftSpec(nodes, head.config.depth, head.hidden_layers)
-        self.spec = replace(needs, bounded=self.bounded, bytes_per_token=self.bytes_per_token)
-        self._recent_tokens = head.recent_tokens
-        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
-        self._frames_for = partial(head.frames_for, tree=tree)
-        return self
+    def open(self, loan: Loan) -> None:  # noqa: B027 - a reader without memory has nothing to do
+        pass
+
+    def prepare(self, context: DraftContext) -> None:  # noqa: B027
+        pass
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         """Return the first `count` frames (default: all) of the context's rows, `[B, F, d]`; see `Drafter.propose`."""
 
+
+class FrameDrafter(Drafter):
+    """Searches the frames of a head's module for trees; see `DraftHead.drafter`."""
+
+    def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
+        depth = head.config.depth
+        self._reader = reader = head.module.reader(base, depth + 1)
+        self.spec = DraftSpec(
+            nodes, depth, head.hidden_layers, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token
+        )
+        self._head, self._tree, self._search = head, tree, head.prepared_search(base, tree)
+
     def open(self, loan: Loan) -> None:
         self._times = loan.times
+        self._reader.open(loan)
+        self.slots = self._reader.slots
+
+    def prepare(self, context: DraftContext) -> None:
+        self._reader.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         size = ask.nodes + 1
-        states = self.read(context, self._frames_for(size))
+        states = self._reader.read(context, self._head.frames_for(size, self._tree))
         self._times.mark("draft")
-        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
+        recent = last_tokens(context.tokens, context.lengths[:, None], self._head.recent_tokens)[:, 0]
+        return self._head.name_nodes(self._search(states, recent, size, ask.least_probability))
 
 
 def all_hidden_before(hidden: Tensor) -> Tensor:
@@ -212,7 +225,7 @@ def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
     return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
 
 
-class LastHidden(DraftModule):
+class LastHidden(DraftModule, FrameReader):
     """Frames of the hidden state before the pending token alone. Here its one frame is that state itself."""
 
     num_frames = 1
@@ -224,19 +237,13 @@ class LastHidden(DraftModule):
         """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
         return hidden.unsqueeze(-2)
 
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         prepack(self)
-        return _LastHiddenDrafter(self, base.dtype)
-
-
-class _LastHiddenDrafter(FrameDrafter):
-    def __init__(self, module: LastHidden, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
+        return self
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         assert context.hidden is not None
-        newest = hidden_before(context.hidden, context.lengths[:, None])[:, 0]
-        return self._module.frames(newest.to(self._dtype), count)
+        return self.frames(hidden_before(context.hidden, context.lengths[:, None])[:, 0], count)
 
 
 class ResidualBlocks(LastHidden):
@@ -302,7 +309,7 @@ class FrameHead(DraftHead):
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         self.refuse_tree(tree)
-        return self.module.drafter(base, self.config.depth + 1).with_head(self, base, nodes, tree)
+        return FrameDrafter(self, base, nodes, tree)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

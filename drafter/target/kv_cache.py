@@ -5,7 +5,7 @@ All use of transformers' cache classes is in this module, because their signatur
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ class KVCache:
 
     def __init__(
         self,
-        shapes: list[LayerShape | None],
+        shapes: Sequence[LayerShape | None],
         slots: int,
         length: int,
         device: torch.device,
@@ -315,7 +315,7 @@ class PagedKVCache(KVCache):
     in_order = False
 
     def __init__(
-        self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
+        self, shapes: Sequence[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
     ) -> None:
         super().__init__(shapes, slots, length, device, positions=(blocks + SPARE) * BLOCK)
         self.block, self.blocks = BLOCK, torch.zeros(slots, blocks_of(length), dtype=torch.long)

@@ -90,8 +90,9 @@ class LearningDrafter(Drafter):
         self.slots = [self.texts]
 
     def begin(self, text: Ids) -> list[int]:
-        self.after.update(itertools.pairwise(text.tolist()))
-        return text.tolist()
+        tokens: list[int] = text.tolist()
+        self.after.update(itertools.pairwise(tokens))
+        return tokens
 
     def observe(self, committed: Committed) -> None:
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):

@@ -18,10 +18,10 @@ from drafter.drafters.contract import DraftContext
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.contract import check_hidden_layers
 from drafter.heads.frame_head import (
-    ContextDrafter,
+    ContextReader,
     DraftModule,
-    FrameDrafter,
     FrameHead,
+    FrameReader,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -132,12 +132,12 @@ class SpecFormerModule(DraftModule):
         frames = self.frames(entries[row, anchors].flatten(0, 1), read.flatten(0, 1), count)
         return frames.view(*anchors.shape, *frames.shape[1:])
 
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         prepack(self)
-        return _SpecFormerDrafter(self, base, fresh)
+        return _SpecFormerReader(self, base, fresh)
 
 
-class _SpecFormerDrafter(ContextDrafter, FrameDrafter):
+class _SpecFormerReader(ContextReader, FrameReader):
     def __init__(self, module: SpecFormerModule, base: BaseModel, fresh: int) -> None:
         super().__init__(base, fresh, module.rates(base.device), layers=1, heads=module.text_attention.num_heads)
         self._module = module

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafter.drafters.contract import DraftContext, Loan
-from drafter.heads.attention import AttentionDrafter, AttentionModule
+from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.heads import sequence
@@ -77,8 +77,8 @@ def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -
 
 
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
-    drafter = module.drafter(tiny_base, 5)
-    assert isinstance(drafter, AttentionDrafter)
+    drafter = module.reader(tiny_base, 5)
+    assert isinstance(drafter, AttentionReader)
     drafter.open(Loan(tiny_base, 2, 40, None, StageTimes()))
     place = drafter._cache.data_ptr()
     tokens, hidden = sequence(tiny_base, 2, 40)
