@@ -53,7 +53,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FactoredCTCHead(CTCHead):
     """The same head, with the search of GPUs."""
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         """See `FrameHead.search`."""
         config, factor = self.config, label_factor(self, base)
         model = FrameLattice(self, base, states, recent, factor)

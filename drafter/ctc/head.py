@@ -53,8 +53,7 @@ class CTCHeadConfig(HeadConfig):
 
     Args:
         num_frames: T, number of frames.
-        module: Draft module. `attention` reads the whole text; `linear` reads only the last hidden state, through
-            Medusa's residual blocks.
+        module: `attention` reads the whole text, `linear` the last hidden state, through Medusa's residual blocks.
         causal: Whether a frame of the attention module attends to no later frame.
         num_layers: Transformer layers of the attention module.
         num_heads: Attention heads of a layer; each has an even width.
@@ -65,8 +64,7 @@ class CTCHeadConfig(HeadConfig):
         joint_size: Inner width of the joint network of frame and labels.
         joint_layers: Number of layers of the joint network.
         rope_theta: Base of the rotary positions.
-        blank_bias: Initial log-odds of the blank. Blanks start improbable, and training makes them likely where they
-            pay.
+        blank_bias: Initial log-odds of the blank. Training makes blanks likely where they pay.
         loss: `prefix` weights prefix probabilities by depth. `ctc` is the paper's loss; its labels are the text itself,
             whatever the teacher finds likely. `ce` is cross-entropy of frame `u` on token `u`: no blank and no CTC.
     """
@@ -246,12 +244,14 @@ class CTCHead(FrameHead):
         tokens = torch.cat([targets[:, :, None], labels.tokens], 2)
         chosen = chosen_log_probs(self.output(base), states, tokens[:, :, None].expand(-1, -1, config.band, -1)) + emit
         choices = (chosen[..., 1:], labels.probs)
-        return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, config.depth_decay, choices)
+        return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, choices, config.depth_decay)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(states, recent, size, 0.0, base)
+            return self._search_lattice(states, recent, size, least, base)
         blank = config.loss != "ce"
         log_probs = (self.log_probs if blank else self.token_log_probs)(states, self.output(base).lm_head)
         if tree == "static":
@@ -261,17 +261,17 @@ class CTCHead(FrameHead):
         return best_product_trie(log_probs, pending, size)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        if not self.config.label_context:
-            return super().prepared_search(base, tree)
-        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+        lattice = bool(self.config.label_context)
+        if lattice and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
                 return NativeSearch(self, base, LATTICE_BEAM)
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
-        self.prepack_search()
+        search = super().prepared_search(base, tree)
         # On a CPU improbable paths are pruned, so the LM head is read for few and a factor does not pay.
-        if devices.is_asynchronous(base.device) and is_factored(self, base):
-            self._factor = label_factor(self, base)
+        if not (lattice and devices.is_asynchronous(base.device) and is_factored(self, base)):
+            return search
+        self._factor = label_factor(self, base)
         return partial(self._search_lattice, base=base, factor=self._factor)
 
     def weights_changed(self, base: BaseModel) -> None:

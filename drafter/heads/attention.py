@@ -208,7 +208,7 @@ class AttentionReader(ContextReader, FrameReader):
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
         return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
         positions, fused = self._fused(context, slots, back)
         places, rotation = positions + slots * self._length, self._rotation[positions][None]
         for index, layer in enumerate(self._module.layers):
@@ -268,7 +268,7 @@ class NativeAttentionReader(AttentionReader):
         frames = count or self._module.num_frames
         return self._run(context, *self._recent(len(context.tokens)), frames)
 
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
         self._run(context, slots, back, slots[:0], 0)
 
     def _run(self, context: DraftContext, slots: Tensor, back: Tensor, ends: Tensor, frames: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ class ContextReader(ABC):
         self._usual = 2 * fresh if self._late else fresh
 
     @abstractmethod
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> Any:
         """Read entries into the cache."""
 
     def open(self, loan: Loan) -> None:
@@ -98,7 +99,7 @@ class ContextReader(ABC):
             slots, back = _last_entries(late, unread)
             for first in range(0, len(slots), _PROMPT_ENTRIES):
                 some = slice(first, first + _PROMPT_ENTRIES)
-                self._remember(context, *self._sent(slots[some], back[some]))
+                self._read(context, *self._sent(slots[some], back[some]))
 
     def _texts(self, rows: int, longest: int) -> Tensor:
         """Return the cache of `rows` rows, with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
@@ -272,27 +273,21 @@ class FrameHead(DraftHead):
     """Number of last tokens that the search reads, the pending token included."""
 
     @abstractmethod
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         """Return trees `[B, size]` whose draft tokens are draft ids; see `DraftVocabulary`.
 
         `states` `[B, F, d]` are the frames that `frames_for` asks for; `recent` `[B, recent_tokens]` ends with the
-        pending token.
+        pending token. Prefixes below `least` may be pruned; see `Ask`.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """Return `search` for frozen weights.
-
-        A head may precompute here whatever depends on the weights alone. The search may use `Ask.least_probability` to
-        prune improbable prefixes.
-        """
-        self.prepack_search()
-        return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
-
-    def prepack_search(self) -> None:
-        """Prepack the weights that a search in PyTorch reads. The module's drafter prepacks the module's."""
+        """Return `search` for frozen weights. A head may precompute here whatever depends on these alone."""
         for part in self.children():
-            if part is not self.module:
+            if part is not self.module:  # its reader prepacks it
                 prepack(part)
+        return lambda states, recent, size, least: self.search(states, recent, base, size, tree, least)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Return how many leading frames a tree of `size` nodes can use; None for all."""

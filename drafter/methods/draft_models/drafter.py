@@ -57,13 +57,13 @@ class TextReader(Drafter):
         self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
         self.fixed = devices.is_asynchronous(base.device) and beside
         self._usual = 2 * (depth + 1) if self.fixed else depth + 1  # new tokens of an ordinary step at most
-        self._run_behind = run
+        self._run_nodes = run
 
     def open(self, loan: Loan) -> None:
         """Allocate the cache; raise `LoadError` if the device has no room for it."""
         self._times = loan.times
-        self.cache = self._model.new_cache(loan.slots, loan.length + self._usual + self._run_behind + 1)
-        self._kv = DraftCache(self.cache, self._usual, self._run_behind)
+        self.cache = self._model.new_cache(loan.slots, loan.length + self._usual + self._run_nodes + 1)
+        self._kv = DraftCache(self.cache, self._usual, self._run_nodes)
         self.slots = [self._kv]
         self._packs = self._model.allow_packing()
 

@@ -380,9 +380,6 @@ class Eagle3Drafter(ContextReader, Drafter):
         self._times.mark("draft")
         return self._head.best_tree(self._base, rollout, context.pending, context.lengths, ask)
 
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
-        self._read(context, slots, back)
-
     def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> Projected:
         positions, embeddings, hidden = self._inputs(context, slots, back)
         new = self._head.layer.project(embeddings, self._head.fusion(hidden), self._rotation[positions])

@@ -18,7 +18,7 @@ from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.errors import LoadError, shown
 from drafter.heads.attention import AttentionModule
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
-from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, Search, last_tokens
+from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
 from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_missing, refuse_other_base
 from drafter.target.model import BaseModel
@@ -121,10 +121,6 @@ class HydraHead(FrameHead):
     ) -> TokenTree:
         model, depth = _Paths(self, base, states[:, 0], recent), self.config.depth
         return best_lattice_trie(model, recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least)
-
-    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        self.prepack_search()
-        return lambda states, recent, size, least: self.search(states, recent, base, size, tree, least)
 
 
 class _Paths:

@@ -63,7 +63,9 @@ class MedusaHead(FrameHead):
         logits = torch.bmm(states.transpose(0, 1), outputs.transpose(1, 2))
         return logits.transpose(0, 1).float().log_softmax(-1)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
         return best_product_trie(self.log_probs(states), recent[:, -1], size)

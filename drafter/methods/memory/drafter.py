@@ -92,10 +92,6 @@ class SuffixIndex:
         self.filled = 0  # tokens
 
     @property
-    def capacity(self) -> int:
-        return len(self._tokens)
-
-    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
 

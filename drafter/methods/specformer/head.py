@@ -151,9 +151,6 @@ class _SpecFormerReader(ContextReader, FrameReader):
         read = self._module.text_attention.mix(queries[ends][:, None], keys, values, seen)
         return self._module.frames(fused[ends], read[:, 0], count)
 
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
-        self._read(context, slots, back)
-
     def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
         """Cache the keys and values of entries; return the entries `[E, d]` and their queries `[E, H, D]`."""
         positions, embeddings, hidden = self._inputs(context, slots, back)
@@ -189,7 +186,9 @@ class SpecFormerHead(FrameHead):
         log_probs = chosen_log_probs(self.output(base), states, labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         log_probs = self.output(base).lm_head(self.norm(states)).float().log_softmax(-1)
         return likeliest_chain(log_probs, recent[:, -1], size)
 
