@@ -138,9 +138,9 @@ class Loading:
 
 
 class SlotState(ABC):
-    """State of each slot's sequence. The batch state keeps it in step with the target model's KV cache.
+    """State of each slot's sequence: `SlotTensors` or `SlotObjects`, see `drafter.drafters.slots`.
 
-    `drafter.drafters.slots` has a KV cache, and Python objects.
+    The batch state copies, moves and clears it with the target model's KV cache.
     """
 
     @abstractmethod

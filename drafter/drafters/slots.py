@@ -1,24 +1,24 @@
-"""State of a drafter for each slot: a KV cache of its own, and Python objects."""
+"""State of a drafter for each slot: tensors with a position for each token, and Python objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from drafter.drafters.contract import DraftContext, Ids, SlotState
-from drafter.target.kv_cache import KVCache
 
 T = TypeVar("T")
 NO_TEXT: Ids = np.zeros(0, dtype=np.int64)
 
 
-class DraftCache(SlotState):
-    """A drafter's own KV cache, whose entries follow from the tokens up to their own.
+class SlotTensors(SlotState):
+    """Tensors `[slots, L, ...]`, such as keys and values, whose entry of a token follows from the text up to it.
 
     Args:
-        cache: With a row for each slot.
+        tensors: Buffers, or views of them; see `KVCache.by_slot`.
         usual: Tokens that an ordinary step reads of a row at most.
         behind: Positions that it writes behind the tokens that it has read, at most.
 
@@ -27,20 +27,22 @@ class DraftCache(SlotState):
         new: `[B]` tokens of each row that the next step has to read, the pending one at least.
     """
 
-    def __init__(self, cache: KVCache, usual: int, behind: int) -> None:
-        self.cache, self._usual, self._behind = cache, usual, usual + behind
-        self.known = [0] * cache.slots
+    def __init__(self, tensors: Sequence[Tensor], usual: int, behind: int) -> None:
+        self._tensors, self._usual, self._behind = tensors, usual, usual + behind
+        self.known = [0] * len(tensors[0])
         self.new = np.zeros(0, dtype=np.int64)
 
     def enter(self, slot: int, text: Ids) -> None:
         if known := self.known[slot]:
-            # Zero what was written: the drafter's own numbers may not be finite where the target model's are.
-            self.cache.clear(slot, known + self._behind)
+            # The drafter's own numbers may not be finite where the target model's are.
+            for tensor in self._tensors:
+                tensor[slot, : known + self._behind] = 0
         self.known[slot] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.known[target] = known = min(self.known[source], length)
-        self.cache.copy(source, target, known)
+        for tensor in self._tensors:
+            tensor[target, :known] = tensor[source, :known]
 
     def move(self, source: int, target: int) -> None:
         self.enter(target, NO_TEXT)

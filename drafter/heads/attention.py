@@ -284,7 +284,7 @@ class NativeAttentionReader(AttentionReader):
         states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
-            slots=self._kv.cache.slots,
+            slots=len(self._slot),
             length=self._length,
             embeddings=embeddings.data_ptr(),
             hidden=hidden.data_ptr(),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan, SlotState
-from drafter.drafters.slots import DraftCache
+from drafter.drafters.slots import SlotTensors
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.target.kv_cache import KVCache, LayerShape
@@ -84,17 +84,18 @@ class ContextReader(ABC):
     def open(self, loan: Loan) -> None:
         device = self._base.device
         self._length = loan.length + self._behind + 1
-        self._kv = DraftCache(KVCache(self._shapes, loan.slots, self._length, device), self._usual, self._behind)
-        self.slots = [self._kv]
+        cache = KVCache(self._shapes, loan.slots, self._length, device)
         # `[layers, 2, slots · length, H, D]`, keys first.
-        self._cache = self._kv.cache.buffers[0].unflatten(0, (len(self._shapes), 2, -1))
+        self._cache = cache.buffers[0].unflatten(0, (len(self._shapes), 2, -1))
+        self._entries = SlotTensors(cache.by_slot(), self._usual, self._behind)
+        self.slots = [self._entries]
         self._rotation = rotation_table(self._rates, self._length, self._base.dtype)
         self._place = torch.arange(self._length, device=device)
         self._slot = torch.arange(loan.slots, device=device)
 
     def prepare(self, context: DraftContext) -> None:
         """Read rows that have more new entries than an ordinary step reads."""
-        late, unread = self._kv.advance(context)
+        late, unread = self._entries.advance(context)
         if len(late):
             slots, back = _last_entries(late, unread)
             for first in range(0, len(slots), _PROMPT_ENTRIES):
@@ -126,7 +127,7 @@ class ContextReader(ABC):
     def _recent(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the possibly new entries of `rows` rows, and the indices of the pending tokens' entries, `[rows]`."""
         if not self._late:
-            new = self._kv.new
+            new = self._entries.new
             return *self._sent(*_last_entries(np.arange(rows), new)), torch.from_numpy(new.cumsum() - 1)
         back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
         slots = self._slot[:rows, None].expand(-1, self._usual)

@@ -229,19 +229,21 @@ class KVCache:
         target = self._places(rows_moved, base + torch.arange(path.shape[1], device=path.device)).flatten()
         self._copy(source, target)
 
+    def by_slot(self) -> list[Tensor]:
+        """Return views `[slots, length, members, H, D]` of the buffers. A cache in blocks has none."""
+        return [buffer.unflatten(0, (-1, self.slots, self.length)).movedim(0, 2) for buffer in self.buffers]
+
     def copy(self, source: int, target: int, length: int) -> None:
-        for buffer in self.buffers:
-            rows = buffer.unflatten(0, (-1, self.slots, self.length))
-            rows[:, target, :length] = rows[:, source, :length]
+        for rows in self.by_slot():
+            rows[target, :length] = rows[source, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the first `length` positions of slot `source` to slot `target`."""
         self.copy(source, target, length)
 
-    def clear(self, slot: int, length: int | None = None) -> None:
-        """Zero at least the first `length` positions of a slot; by default all."""
-        for buffer in self.buffers:
-            buffer.unflatten(0, (-1, self.slots, self.length))[:, slot, :length] = 0
+    def clear(self, slot: int) -> None:
+        for rows in self.by_slot():
+            rows[slot] = 0
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
         """Zero the `nodes` draft positions behind `lengths` `[R]` of the slots `rows` where `which` `[R]` is true."""
@@ -357,7 +359,7 @@ class PagedKVCache(KVCache):
         self._held[source], self._held[target] = self._held[target], self._held[source]
         self._send(both)
 
-    def clear(self, slot: int, length: int | None = None) -> None:
+    def clear(self, slot: int) -> None:
         for buffer in self.buffers:
             in_blocks = buffer.unflatten(0, (-1, self._positions // BLOCK, BLOCK))
             in_blocks.index_fill_(1, devices.send(self.blocks[slot, : self._held[slot]].clone(), buffer.device), 0)

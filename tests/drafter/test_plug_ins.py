@@ -22,7 +22,7 @@ from drafter.drafters.contract import (
     MergedDrafter,
     PlainDecoding,
 )
-from drafter.drafters.slots import DraftCache, SlotObjects
+from drafter.drafters.slots import SlotObjects, SlotTensors
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
@@ -135,19 +135,20 @@ class SecondModel(Drafter):
         self.lm = lm
 
     def open(self, loan: Loan) -> None:
-        self.kv = DraftCache(self.lm.new_cache(loan.slots, loan.length), usual=0, behind=self.spec.max_depth)
-        self.slots = [self.kv]
+        self.cache = self.lm.new_cache(loan.slots, loan.length)
+        self.entries = SlotTensors(self.cache.by_slot(), usual=0, behind=self.spec.max_depth)
+        self.slots = [self.entries]
 
     def prepare(self, context: DraftContext) -> None:
-        for slot, unread in zip(*self.kv.advance(context), strict=True):
+        for slot, unread in zip(*self.entries.advance(context), strict=True):
             start, stop = context.host_lengths[slot] + 1 - unread, context.host_lengths[slot]
             if start < stop:
-                self.lm.prefill(self.kv.cache, int(slot), [context.tokens[slot, start:stop]], [start])
+                self.lm.prefill(self.cache, int(slot), [context.tokens[slot, start:stop]], [start])
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         tokens, levels = context.pending, []
         for step in range(ask.nodes):
-            logits, _ = self.lm.verify(self.kv.cache, lone_nodes(context, tokens, step))
+            logits, _ = self.lm.verify(self.cache, lone_nodes(context, tokens, step))
             tokens = logits[:, 0].argmax(-1)
             levels.append(tokens)
         return chain(context.pending, levels)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan, MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names, model_and_device, stack_levels
-from drafter.drafters.slots import DraftCache
+from drafter.drafters.slots import SlotTensors
 from drafter.errors import LoadError
 from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
@@ -63,8 +63,8 @@ class TextReader(Drafter):
         """Allocate the cache; raise `LoadError` if the device has no room for it."""
         self._times = loan.times
         self.cache = self._model.new_cache(loan.slots, loan.length + self._usual + self._run_nodes + 1)
-        self._kv = DraftCache(self.cache, self._usual, self._run_nodes)
-        self.slots = [self._kv]
+        self._entries = SlotTensors(self.cache.by_slot(), self._usual, self._run_nodes)
+        self.slots = [self._entries]
         self._packs = self._model.allow_packing()
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
@@ -72,7 +72,7 @@ class TextReader(Drafter):
 
     def prepare(self, context: DraftContext) -> None:
         """Read rows that have more new tokens than an ordinary step adds; leave the others to `read`."""
-        late, unread = self._kv.advance(context)
+        late, unread = self._entries.advance(context)
         lengths, spans = context.host_lengths, []
         for slot, count in zip(late.tolist(), unread.tolist(), strict=True):
             spans.append((slot, lengths[slot] + context.ahead + 1 - count, lengths[slot]))
@@ -86,7 +86,7 @@ class TextReader(Drafter):
         device, rows = self._model.device, len(context.tokens)
         lengths = context.lengths.to(device)[:, None]
         count = np.ones(rows, dtype=np.int64)  # where shapes must repeat, the batch may have more rows than are in use
-        count[: len(self._kv.new)] = self._kv.new[:rows]
+        count[: len(self._entries.new)] = self._entries.new[:rows]
         chain = self._usual if self.fixed else int(count.max())
         place = torch.arange(chain, device=device)
         start = (lengths + 1 - chain).clamp_min(0)
