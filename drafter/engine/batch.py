@@ -81,9 +81,9 @@ class BatchState:
         """Put a text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
         self.sampling.set(slot, sampling, prompt_length)
-        self.let_draft(slot, text)
+        self.reset_drafter(slot, text)
 
-    def let_draft(self, slot: int, text: Ids) -> None:
+    def reset_drafter(self, slot: int, text: Ids) -> None:
         """Replace what the drafter keeps for the slot by that of a text of which it has read nothing."""
         for state in self.drafter.slots:
             state.enter(slot, text)
@@ -104,7 +104,7 @@ class BatchState:
         self.lengths.fill_(self.max_length)
         for slot, text in enumerate(texts):
             self.lengths[slot] = len(text) - 1
-            self.let_draft(slot, text)
+            self.reset_drafter(slot, text)
         for slot in range(len(texts), self.slots):
             self.cache.release(slot)
 
@@ -143,7 +143,7 @@ class BatchState:
         self.cache.clear(slot)
         if self.hidden is not None:
             self.hidden[slot] = 0
-        self.let_draft(slot, NO_TEXT)
+        self.reset_drafter(slot, NO_TEXT)
 
     def expect(self, sampling: Iterable[SamplingParams]) -> None:
         """Set the sampling settings of the decoded slots, which are the first ones."""
