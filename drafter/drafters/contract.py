@@ -161,8 +161,8 @@ class SlotState(ABC):
 class Drafter(ABC):
     """Proposes draft trees.
 
-    A drafter without state implements `propose` alone. All but `remember` and `offer` is called on the engine's thread,
-    in the order of events.
+    A drafter without state implements `propose` alone. Methods but `remember` and `offer` are called on the engine's
+    thread, in the order of events.
     """
 
     spec: DraftSpec
