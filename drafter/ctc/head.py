@@ -107,6 +107,7 @@ class CTCHead(FrameHead):
     algorithm = "ctc"
     config_class = CTCHeadConfig
     config: CTCHeadConfig
+    no_static_tree = None
     _factor: Tensor | None = None  # derived from the weights for the search in decoding
 
     def __init__(self, config: CTCHeadConfig) -> None:

@@ -27,6 +27,7 @@ class MedusaHead(FrameHead):
     algorithm = "medusa"
     config_class = HeadConfig
     config: HeadConfig
+    no_static_tree = None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
