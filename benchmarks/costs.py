@@ -258,7 +258,8 @@ def measure(
     draft, tree = 0.0, root_only(tokens[:, -1])
     if nodes:
         for row in range(rows):
-            drafter.enter(row, tokens[row, :context].cpu().numpy())
+            for state in drafter.slots:
+                state.enter(row, tokens[row, :context].cpu().numpy())
         for _ in range(2):  # the first time it reads the whole text, later on what an ordinary step brings
             drafter.prepare(seen)
             drafter.propose(seen, Ask(nodes))

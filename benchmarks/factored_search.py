@@ -25,8 +25,7 @@ from torch import Tensor
 
 from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
-from drafter.ctc.frames import FrameLattice, label_factor
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, FrameLattice, label_factor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError
@@ -54,7 +53,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FactoredCTCHead(CTCHead):
     """The same head, with the search of GPUs."""
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         """See `FrameHead.search`."""
         config, factor = self.config, label_factor(self, base)
         model = FrameLattice(self, base, states, recent, factor)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.heads import answers
-from drafter.ctc.frames import NativeSearch
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, NativeSearch
 from drafter.ctc.lattice import LATTICE_BEAM
 from drafter.devices import in_passing_thread
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS

@@ -31,6 +31,7 @@ WALLS = {
         "drafter.ctc.head",
         "drafter.devices",
         "drafter.drafters.contract",
+        "drafter.drafters.slots",
         "drafter.errors",
         "drafter.hub",
         "drafter.native",

@@ -69,7 +69,7 @@ def test_the_page_on_adding_a_drafter(tiny_base: BaseModel, tmp_path: Path) -> N
     head.provenance = Provenance(tiny_base.name, tiny_base.fingerprint, {"steps": settings.steps})
     save_head(head, tmp_path / "head")
 
-    for name, nodes in (("echo", 4), (tmp_path / "head", 16)):
+    for name, nodes in (("frequent", 4), (tmp_path / "head", 16)):
         drafter = load_drafter(name, tiny_base, nodes)
         found = run_engine(tiny_base, drafter, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=nodes)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]

@@ -1,45 +1,199 @@
 """CTC head (Wen, Gui, Feng 2024, arXiv 2412.00061): one forward drafts a whole tree.
 
-Without a label context the frames are independent and trees come from CTC prefix search; with one, from a lattice
-search.
+Without a label context the frames are independent, and CTC prefix search finds trees; with one, lattice search does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drafter import devices
-from drafter.ctc.frames import CTCFrames, CTCHeadConfig, FrameLattice, NativeSearch, is_factored, label_factor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.ctc.losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.prefix_search import best_trie, static_tree
-from drafter.heads.config import Tree
-from drafter.heads.frame_head import Search, last_tokens
+from drafter.heads.attention import AttentionModule
+from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
+from drafter.heads.frame_head import FrameHead, ResidualBlocks, Search, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
-from drafter.native.build import BuildError, UnsuitableError
+from drafter.native.build import (
+    BuildError,
+    JointLayerStruct,
+    JointStruct,
+    LabelTableStruct,
+    PackedWeights,
+    SearchStruct,
+    UnsuitableError,
+    library,
+)
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
 
 _log = logging.getLogger(__name__)
 
-_CANDIDATES = 64
-"""Tokens per row that the prefix search considers; see `best_trie`."""
+_CANDIDATES = 64  # tokens per row that the prefix search considers; see `best_trie`
+_SMALLER = 2
+"""The factor must be this many times smaller than the LM head, to make up for computing the frames' logits."""
+MOST_ENTRIES = 1 << 25
+"""Numbers in the largest table of label terms, 128 MiB."""
 
 
-class CTCHead(CTCFrames):
-    """Losses and searches over the frames."""
+@dataclass(frozen=True)
+class CTCHeadConfig(HeadConfig):
+    """Shape and loss of a CTC head. The joint network and `band` are for a label context only.
+
+    Args:
+        num_frames: T, number of frames.
+        module: `attention` reads the whole text, `linear` the last hidden state, through Medusa's residual blocks.
+        causal: Whether a frame of the attention module attends to no later frame.
+        num_layers: Transformer layers of the attention module.
+        num_heads: Attention heads of a layer; each has an even width.
+        intermediate_size: Inner width of a layer's gated MLP.
+        label_context: Number of last labels that a frame knows. With 0 the frames are independent, as in the paper;
+            with more they form a lattice.
+        band: Frame `j` may hold label `u` only for `u ≤ j < u + band`.
+        joint_size: Inner width of the joint network of frame and labels.
+        joint_layers: Number of layers of the joint network.
+        rope_theta: Base of the rotary positions.
+        blank_bias: Initial log-odds of the blank. Training makes blanks likely where they pay.
+        loss: `prefix` weights prefix probabilities by depth. `ctc` is the paper's loss; its labels are the text itself,
+            whatever the teacher finds likely. `ce` is cross-entropy of frame `u` on token `u`: no blank and no CTC.
+    """
+
+    num_frames: int = 8
+    module: Literal["attention", "linear"] = "attention"
+    causal: bool = False
+    num_layers: int = 1
+    num_heads: int = 4
+    intermediate_size: int = 704
+    label_context: int = 0
+    band: int = 2
+    joint_size: int = 256
+    joint_layers: int = 1
+    rope_theta: float = 10_000.0
+    blank_bias: float = -3.0
+    loss: Literal["prefix", "ctc", "ce"] = "prefix"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "num_frames", "num_layers", "num_heads", "intermediate_size")
+        check_sizes(self, "band", "joint_size", "joint_layers", "rope_theta")
+        if self.module == "attention":
+            check_even_heads(self)
+        if self.depth > self.num_frames:
+            raise ValueError(f"{self.num_frames} frames cannot say {self.depth} tokens: depth is at most num_frames")
+        if self.loss == "ce" and self.depth < self.num_frames:
+            raise ValueError(f"without a blank each of {self.num_frames} frames says a token: depth must be num_frames")
+        if self.label_context < 0:
+            raise ValueError(f"label_context must be at least 0, not {self.label_context}")
+        if self.label_context and self.band > self.num_frames:
+            raise ValueError(f"band must be at most num_frames, {self.num_frames}, not {self.band}")
+        if self.label_context and self.loss != "prefix":
+            raise ValueError("with a label context the loss must be 'prefix'")
+
+
+class CTCHead(FrameHead):
+    """The target model's embedding and LM head are borrowed and not saved."""
 
     algorithm = "ctc"
     config_class = CTCHeadConfig
-    _factor: Tensor | None = None
-    """Derived from the weights for the search in decoding."""
+    config: CTCHeadConfig
+    no_static_tree = None
+    _factor: Tensor | None = None  # derived from the weights for the search in decoding
+
+    def __init__(self, config: CTCHeadConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.recent_tokens = max(1, config.label_context)
+        if config.label_context:
+            self.no_static_tree = "the static tree needs frames that do not depend on labels: label_context 0"
+        if config.module == "linear":
+            self.module = ResidualBlocks(width, config.num_frames)
+        else:
+            self.module = AttentionModule(
+                width,
+                config.num_frames,
+                config.num_layers,
+                config.num_heads,
+                config.intermediate_size,
+                config.rope_theta,
+                config.causal,
+            )
+        self.norm = nn.LayerNorm(width)
+        if config.loss != "ce":
+            self.blank = nn.Linear(width, 1)
+            nn.init.zeros_(self.blank.weight)
+            nn.init.constant_(self.blank.bias, config.blank_bias)
+        if config.label_context:
+            # The norm has no parameters, so the embeddings of labels need no gradient.
+            self.label_norm = nn.LayerNorm(width, elementwise_affine=False)
+            self.joint_frames = nn.Linear(width, config.joint_size)
+            self.joint_labels = nn.Linear(config.label_context * width, config.joint_size, bias=False)
+            self.joint_out = nn.Linear(config.joint_size, width, bias=False)
+            self.joint_layers = nn.ModuleList(
+                nn.Sequential(
+                    nn.LayerNorm(width),
+                    nn.Linear(width, config.joint_size),
+                    nn.SiLU(),
+                    nn.Linear(config.joint_size, width, bias=False),
+                )
+                for _ in range(config.joint_layers - 1)
+            )
+
+    def token_log_probs(self, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return float32 log-probabilities `[..., V]` of tokens, if frames of `states` `[..., d]` emit one."""
+        return lm_head(self.norm(states)).float().log_softmax(-1)
+
+    def log_probs(self, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return float32 log-probabilities `[..., V + 1]` of all symbols, blank last, of frame states `[..., d]`."""
+        blank, emit = self.blank_log_probs(self.norm(states))
+        return torch.cat([self.token_log_probs(states, lm_head) + emit, blank], -1)
+
+    def blank_log_probs(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities `[..., 1]` of the blank and of all tokens together, of normalised states `[..., d]`.
+
+        The blank's output `z` is a log-odds: `p(ε) = σ(z)`. So its bias means the same for every vocabulary size.
+        """
+        blank = self.blank(states).float()
+        return F.logsigmoid(blank), F.logsigmoid(-blank)
+
+    def label_terms(self, base: BaseModel, labels: Tensor) -> Tensor:
+        """Return what the last labels `[..., c]`, newest last, add to the joint network's first layer."""
+        return self.joint_labels(self.label_norm(base.embed(labels)).flatten(-2))  # type: ignore[no-any-return]
+
+    def joint(self, states: Tensor, terms: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return frame states with a label context, `[..., d]`: `s_j + MLP[s_j; e(y)]`, then residual layers.
+
+        `terms` `[..., joint_size]` is the first layer's pre-activation: `joint_frames` of the states plus
+        `label_terms`. Return also the activations of the layers; `joint` adds `joint_spans` times them.
+        """
+        activations = [F.silu(terms)]
+        states = states + self.joint_out(activations[0])
+        for layer in self.joint_layers:
+            norm, inner, silu, out = layer.children()
+            activations.append(silu(inner(norm(states))))
+            states = states + out(activations[-1])
+        return states, activations
+
+    @property
+    def joint_spans(self) -> Tensor:
+        """Output weights of all layers of the joint network, concatenated, `[d, R]`."""
+        spans = [self.joint_out.weight]
+        for layer in self.joint_layers:
+            *_, out = layer.children()
+            assert isinstance(out.weight, Tensor)
+            spans.append(out.weight)
+        return torch.cat(spans, 1)
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the loss that the configuration names; see `DraftHead.forward`."""
         config = self.config
         drafted, labels = self.in_draft_ids(batch, labels)
         # Cross-entropy treats each token by itself; the other losses end where a tree cannot go on.
@@ -90,12 +244,14 @@ class CTCHead(CTCFrames):
         tokens = torch.cat([targets[:, :, None], labels.tokens], 2)
         chosen = chosen_log_probs(self.output(base), states, tokens[:, :, None].expand(-1, -1, config.band, -1)) + emit
         choices = (chosen[..., 1:], labels.probs)
-        return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, config.depth_decay, choices)
+        return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, choices, config.depth_decay)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(states, recent, size, 0.0, base)
+            return self._search_lattice(states, recent, size, least, base)
         blank = config.loss != "ce"
         log_probs = (self.log_probs if blank else self.token_log_probs)(states, self.output(base).lm_head)
         if tree == "static":
@@ -105,17 +261,17 @@ class CTCHead(CTCFrames):
         return best_product_trie(log_probs, pending, size)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        if not self.config.label_context:
-            return super().prepared_search(base, tree)
-        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+        lattice = bool(self.config.label_context)
+        if lattice and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
                 return NativeSearch(self, base, LATTICE_BEAM)
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
-        self.prepack_search()
+        search = super().prepared_search(base, tree)
         # On a CPU improbable paths are pruned, so the LM head is read for few and a factor does not pay.
-        if devices.is_asynchronous(base.device) and is_factored(self, base):
-            self._factor = label_factor(self, base)
+        if not (lattice and devices.is_asynchronous(base.device) and is_factored(self, base)):
+            return search
+        self._factor = label_factor(self, base)
         return partial(self._search_lattice, base=base, factor=self._factor)
 
     def weights_changed(self, base: BaseModel) -> None:
@@ -141,3 +297,154 @@ class CTCHead(CTCFrames):
         if config.label_context:
             return min(levels + config.band - 1, config.num_frames)
         return levels if config.loss == "ce" and tree == "exact" else None
+
+
+class FrameLattice:
+    """`LabelModel` that runs the head on frame states `[B, F, d]`.
+
+    The state of a path is its last `c` tokens, as ids of the target model, at first `recent` `[B, c]`. With a factor of
+    `label_factor` it reads the LM head once per draft, not once per tree level. The search must then extend all paths
+    of a level: they come ordered by row, the same number for each.
+    """
+
+    def __init__(
+        self, head: CTCHead, base: BaseModel, states: Tensor, recent: Tensor, factor: Tensor | None = None
+    ) -> None:
+        self._head, self._states, self._recent, self._factor = head, states, recent, factor
+        self._base, self._lm_head = base, head.output(base).lm_head
+        self._frame_terms: Tensor = head.joint_frames(states)
+        if factor is not None:
+            self._frame_logits = self._lm_head(_centred(head, states))
+
+    def start(self) -> Tensor:
+        return self._recent
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([state[:, 1:], self._head.base_tokens(tokens)[:, None]], 1)
+
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        head = self._head
+        terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
+        states, activations = head.joint(self._states[rows, first:stop], terms)
+        normed = head.norm(states)
+        if self._factor is None:
+            logits = self._lm_head(normed)
+        else:
+            logits = self._factored_logits(self._factor, first, states, activations)
+        return logits.softmax(-1, dtype=torch.float32), head.blank(normed)[..., 0].float().sigmoid()
+
+    def _factored_logits(self, factor: Tensor, first: int, states: Tensor, activations: list[Tensor]) -> Tensor:
+        """Return the logits `[M, frames, V]` up to rounding."""
+        paths, frames = states.shape[:2]
+        scale = (states.float().var(-1, correction=0, keepdim=True) + self._head.norm.eps).rsqrt().to(states)
+        known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
+        # A row's paths share its frames: `own` selects the logits of each path's frame.
+        own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
+        logits: Tensor = (known.flatten(0, 1) @ factor).unflatten(0, (len(self._states), -1))
+        logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first : first + frames])
+        return logits.view(paths, frames, -1)
+
+
+@torch.no_grad()
+def label_factor(head: CTCHead, base: BaseModel) -> Tensor:
+    """Return the LM head applied to the joint network's output weights: `[R + 1, V]`, `(W·c(O))ᵀ`, then `W·β`.
+
+    The LM head must have no bias.
+    """
+    spans = _centred(head, head.joint_spans.T)
+    return head.output(base).lm_head(torch.cat([spans, head.norm.bias[None]]))
+
+
+def is_factored(head: CTCHead, base: BaseModel) -> bool:
+    """Return whether the logits can be factored, and a level then reads less."""
+    spans = head.joint_spans
+    return head.output(base).lm_head_bias is None and _SMALLER * (spans.shape[1] + 1) <= len(spans)
+
+
+def _centred(head: CTCHead, states: Tensor) -> Tensor:
+    """`c(x)` of states `[..., d]`."""
+    return head.norm.weight * (states - states.mean(-1, keepdim=True))
+
+
+class NativeSearch:
+    """Lattice search in the native library, one call per step, for a head with a label context and frozen weights.
+
+    Raises:
+        BuildError: The library cannot be compiled here.
+        UnsuitableError: The weights are not fp32 on a CPU, or the table of label terms would be too large.
+    """
+
+    @torch.no_grad()
+    def __init__(self, head: CTCHead, base: BaseModel, beam: int) -> None:
+        config, output = head.config, head.output(base)
+        self._head, self._base, self._beam = head, base, beam
+        self._tokens = len(output.lm_head_weight)
+        entries = config.label_context * self._tokens * config.joint_size
+        if entries > MOST_ENTRIES:
+            raise UnsuitableError(
+                f"its table of label terms would have {entries} numbers: train it with a smaller label_context, "
+                "joint_size or draft_vocab_size"
+            )
+        self._weights = weights = PackedWeights()
+        layers = (JointLayerStruct * len(head.joint_layers))()
+        for struct, layer in zip(layers, head.joint_layers, strict=True):
+            norm, inner, _, out = layer.children()
+            assert isinstance(norm, nn.LayerNorm)
+            assert isinstance(inner, nn.Linear)
+            assert isinstance(out, nn.Linear)
+            struct.norm_weight, struct.norm_bias = weights.address(norm.weight), weights.address(norm.bias)
+            struct.inner, struct.out = weights.matrix(inner.weight, inner.bias), weights.matrix(out.weight)
+        self._joint = JointStruct(
+            frames=weights.matrix(head.joint_frames.weight, head.joint_frames.bias),
+            out=weights.matrix(head.joint_out.weight),
+            layers=layers,
+            norm_weight=weights.address(head.norm.weight),
+            norm_bias=weights.address(head.norm.bias),
+            blank_weight=weights.address(head.blank.weight),
+            blank_bias=weights.address(head.blank.bias),
+            head=weights.matrix(output.lm_head_weight, output.lm_head_bias),
+            layer_count=len(layers),
+            terms=config.joint_size,
+            hidden=config.hidden_size,
+        )
+        # [joint_size, c, d]
+        self._label_weights = head.joint_labels.weight.unflatten(1, (config.label_context, -1))
+        self._table = self._terms(head.base_tokens(torch.arange(self._tokens)))
+
+    def __call__(self, states: Tensor, recent: Tensor, size: int, least: float) -> TokenTree:
+        """Return trees `[B, size]` in draft ids; see `frame_head.Search`."""
+        config = self._head.config
+        rows, frames, _ = states.shape
+        states, pending = states.contiguous(), recent[:, -1].contiguous()
+        known = recent.flatten()
+        # The table has only the draft vocabulary; a text may have other tokens.
+        recent_terms = self._table[:, known] if self._head.vocabulary is None else self._terms(known)
+        recent_terms = recent_terms.contiguous()
+        tokens, parents, depths = (torch.empty(rows, size, dtype=torch.long) for _ in range(3))
+        log_probs = torch.empty(rows, size, dtype=torch.float32)
+        search = SearchStruct(
+            labels=LabelTableStruct(
+                self._table.data_ptr(), recent_terms.data_ptr(), config.label_context, self._tokens, len(known)
+            ),
+            states=states.data_ptr(),
+            rows=rows,
+            frames=frames,
+            band=config.band,
+            depth=config.depth,
+            size=size,
+            beam=self._beam,
+            least=least,
+            pending=pending.data_ptr(),
+            tokens=tokens.data_ptr(),
+            parents=parents.data_ptr(),
+            depths=depths.data_ptr(),
+            log_probs=log_probs.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        library().drafter_search(ctypes.byref(self._joint), ctypes.byref(search))
+        return TokenTree(tokens, parents, depths, log_probs)
+
+    def _terms(self, tokens: Tensor) -> Tensor:
+        """Return each token's term at each position of the label context, `[c, N, joint_size]`."""
+        labels = self._head.label_norm(self._base.embed(tokens))
+        return torch.stack([labels.float() @ weights.T for weights in self._label_weights.unbind(1)])

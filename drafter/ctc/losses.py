@@ -79,8 +79,8 @@ def lattice_prefix_loss(
     blank: Tensor,
     lengths: Tensor,
     frames: int,
+    choices: tuple[Tensor, Tensor],
     decay: float = 0.8,
-    choices: tuple[Tensor, Tensor] | None = None,
 ) -> LossSum:
     """Return `prefix_loss` for frames with a label context (`best_lattice_trie`), within a band.
 
@@ -90,15 +90,11 @@ def lattice_prefix_loss(
         emit: `[N, U, B]` log-probability that the frame emits label `u + 1` of the text.
         blank: `[N, U, B]` log-probability that it emits a blank.
         frames: T; entries of frames beyond it do not count.
-        choices: Labels, if not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each label, and
-            weights `[N, U, K]`.
+        choices: Log-probabilities `[N, U, B, K]` that the frame emits each label, and weights `[N, U, K]`.
     """
     masses, prefixes = lattice_prefixes(emit, blank, frames)
-    scores, probs = prefixes[..., None], torch.ones_like(prefixes)[..., None]
-    if choices is not None:
-        label_emit, probs = choices
-        scores = (masses + _in_time(emit, frames))[..., None] + label_emit
-        scores = scores.logsumexp(2)
+    label_emit, probs = choices
+    scores = ((masses + _in_time(emit, frames))[..., None] + label_emit).logsumexp(2)
     position = torch.arange(1, emit.shape[1] + 1, device=emit.device)
     reached = (position <= lengths[:, None]) & (position <= frames)
     return _conditional(scores, prefixes, reached[..., None], probs, decay)

@@ -137,14 +137,37 @@ class Loading:
         return drafter
 
 
+class SlotState(ABC):
+    """State of each slot's sequence: `SlotTensors` or `SlotObjects`, see `drafter.drafters.slots`.
+
+    The batch state copies, moves and clears it with the target model's KV cache.
+    """
+
+    @abstractmethod
+    def enter(self, slot: int, text: Ids) -> None:
+        """Replace the sequence in `slot` by one with tokens `text` `[L]`, none of them read yet, or by none if empty.
+
+        Non-finite numbers of the old one must not reach the new one.
+        """
+
+    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027 - objects share nothing
+        """Copy the state of the first `length` tokens from slot `source` to `target`: the two share a prefix."""
+
+    @abstractmethod
+    def move(self, source: int, target: int) -> None:
+        """Replace the sequence in slot `target` by the one in `source`."""
+
+
 class Drafter(ABC):
     """Proposes draft trees.
 
-    A drafter without state implements `propose` alone. The other methods tell one with state (a KV cache, an n-gram
-    table) what happens to the sequences. They are called on the engine's thread, in the order of events.
+    A drafter without state implements `propose` alone. Methods but `remember` and `offer` are called on the engine's
+    thread, in the order of events.
     """
 
     spec: DraftSpec
+    slots: Sequence[SlotState] = ()
+    """State for each slot, allocated in `open`."""
     members: tuple[str, ...] = ()
     """Names of the drafters among which a budget chooses; empty for a single drafter."""
     drafts: bool = True
@@ -162,18 +185,6 @@ class Drafter(ABC):
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
         """Allocate for the loan's slots. Called once, before everything else."""
-
-    def enter(self, slot: int, text: Ids) -> None:  # noqa: B027
-        """Replace the sequence in `slot` by a new one with tokens `text` `[L]`, none of them read yet."""
-
-    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027
-        """Copy the state of the first `length` tokens from slot `source` to `target`: the two share a prefix."""
-
-    def move(self, source: int, target: int) -> None:  # noqa: B027
-        """Move the sequence in slot `source` to slot `target`."""
-
-    def clear(self, slot: int) -> None:  # noqa: B027
-        """Zero all numbers kept for `slot`: non-finite ones would reach the next sequence there."""
 
     def select(self, member: int) -> None:  # noqa: B027
         """Make `members[member]` draft from now on. Called before `prepare`."""
@@ -245,10 +256,6 @@ class MergedDrafter(Drafter):
     """`a+b`: merges the trees of all drafters by the largest probability, and keeps the best nodes."""
 
     open = _told_to_all("open")
-    enter = _told_to_all("enter")
-    copy = _told_to_all("copy")
-    move = _told_to_all("move")
-    clear = _told_to_all("clear")
     observe = _told_to_all("observe")
     remember = _told_to_all("remember")
     offer = _told_to_all("offer")
@@ -268,6 +275,10 @@ class MergedDrafter(Drafter):
             bounded=any(spec.bounded for spec in specs),
             bytes_per_token=sum(spec.bytes_per_token for spec in specs),
         )
+
+    @property
+    def slots(self) -> Sequence[SlotState]:  # type: ignore[override]
+        return [state for drafter in self.drafters for state in drafter.slots]
 
     @property
     def _groups(self) -> Sequence[tuple[Drafter, ...]]:

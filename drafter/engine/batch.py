@@ -15,6 +15,7 @@ from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, token_logprobs
 from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
+from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
@@ -23,7 +24,7 @@ from drafter.tree.token_tree import root_only
 
 
 class BatchState:
-    """Buffers for `slots` sequences, allocated once. The drafter is opened here, and told of every change of a slot.
+    """Buffers for `slots` sequences, allocated once. The drafter is opened here, and its slot states follow.
 
     Args:
         max_length: Prompt and output tokens of a sequence.
@@ -80,7 +81,12 @@ class BatchState:
         """Put a text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
         self.sampling.set(slot, sampling, prompt_length)
-        self.drafter.enter(slot, text)
+        self.reset_drafter(slot, text)
+
+    def reset_drafter(self, slot: int, text: Ids) -> None:
+        """Replace what the drafter keeps for the slot by that of a text of which it has read nothing."""
+        for state in self.drafter.slots:
+            state.enter(slot, text)
 
     def begin(self, slot: int, length: int) -> None:
         """Begin to decode a slot of which `length` tokens have been read; the next one is pending."""
@@ -98,7 +104,7 @@ class BatchState:
         self.lengths.fill_(self.max_length)
         for slot, text in enumerate(texts):
             self.lengths[slot] = len(text) - 1
-            self.drafter.enter(slot, text)
+            self.reset_drafter(slot, text)
         for slot in range(len(texts), self.slots):
             self.cache.release(slot)
 
@@ -116,7 +122,8 @@ class BatchState:
         """Copy the first `length` positions of one slot to another, whose text begins with the same tokens."""
         self.cache.copy(source, target, length)
         self._copy_texts(source, target, length)
-        self.drafter.copy(source, target, length)
+        for state in self.drafter.slots:
+            state.copy(source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the sequence in slot `source`, of at most `length` tokens, to slot `target`."""
@@ -124,15 +131,19 @@ class BatchState:
         self._copy_texts(source, target, length)
         self.lengths[target] = self.lengths[source]
         self.sampling.move(source, target)
-        self.drafter.move(source, target)
+        for state in self.drafter.slots:
+            state.move(source, target)
         self.cache.move(source, target, length)  # last, as it may take the source's away, and others may fail
 
     def clear(self, slot: int) -> None:
-        """Zero the slot. A masked position takes part in attention with weight zero, and zero times NaN is NaN."""
+        """Zero a slot whose sequence leaves.
+
+        A masked position takes part in attention with weight zero, and zero times NaN is NaN.
+        """
         self.cache.clear(slot)
         if self.hidden is not None:
             self.hidden[slot] = 0
-        self.drafter.clear(slot)
+        self.reset_drafter(slot, NO_TEXT)
 
     def expect(self, sampling: Iterable[SamplingParams]) -> None:
         """Set the sampling settings of the decoded slots, which are the first ones."""

@@ -310,7 +310,7 @@ def generate_texts(step: DeviceStep) -> None:
         state.reserve(slot, length + 1)  # with too little memory for all slots, the others' steps take as long
     state.tokens[0, :start] = prompt[:start]
     for slot in range(state.slots):
-        state.drafter.enter(slot, prompt[:start].cpu().numpy())
+        state.reset_drafter(slot, prompt[:start].cpu().numpy())
     state.read(0, [slice(0, start)])
     for slot in range(1, count):
         state.copy(0, slot, start)

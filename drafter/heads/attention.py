@@ -1,4 +1,4 @@
-"""Attention draft module with rotary positions (arXiv 2104.09864), and drafters that run it over the engine's slots."""
+"""Attention draft module with rotary positions (arXiv 2104.09864), and its readers of the engine's slots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.drafters.contract import DraftContext, Loan
 from drafter.heads.frame_head import (
-    ContextDrafter,
+    ContextReader,
     DraftModule,
-    FrameDrafter,
+    FrameReader,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -155,18 +155,17 @@ class AttentionModule(DraftModule):
         mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
         return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
 
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
-        """Return a drafter with a KV cache of every slot's fused context."""
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
-                return NativeAttentionDrafter(self, base, fresh)
+                return NativeAttentionReader(self, base, fresh)
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the head drafts without the native library, which is slower: %s", reason)
         prepack(self)
-        return AttentionDrafter(self, base, fresh)
+        return AttentionReader(self, base, fresh)
 
 
-class AttentionDrafter(ContextDrafter, FrameDrafter):
+class AttentionReader(ContextReader, FrameReader):
     """Computes the frames behind a KV cache of the fused context."""
 
     def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
@@ -209,7 +208,7 @@ class AttentionDrafter(ContextDrafter, FrameDrafter):
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
         return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
         positions, fused = self._fused(context, slots, back)
         places, rotation = positions + slots * self._length, self._rotation[positions][None]
         for index, layer in enumerate(self._module.layers):
@@ -222,8 +221,8 @@ class AttentionDrafter(ContextDrafter, FrameDrafter):
         return positions, self._module.fuse(embeddings, hidden)
 
 
-class NativeAttentionDrafter(AttentionDrafter):
-    """An `AttentionDrafter` for frozen weights in fp32 on a CPU: one call of the native library per step.
+class NativeAttentionReader(AttentionReader):
+    """An `AttentionReader` for frozen weights in fp32 on a CPU: one call of the native library per step.
 
     Raises:
         BuildError: The library cannot be compiled here.
@@ -269,7 +268,7 @@ class NativeAttentionDrafter(AttentionDrafter):
         frames = count or self._module.num_frames
         return self._run(context, *self._recent(len(context.tokens)), frames)
 
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
         self._run(context, slots, back, slots[:0], 0)
 
     def _run(self, context: DraftContext, slots: Tensor, back: Tensor, ends: Tensor, frames: int) -> Tensor:
@@ -285,7 +284,7 @@ class NativeAttentionDrafter(AttentionDrafter):
         states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
-            slots=len(self._cached),
+            slots=len(self._slot),
             length=self._length,
             embeddings=embeddings.data_ptr(),
             hidden=hidden.data_ptr(),

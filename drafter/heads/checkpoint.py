@@ -86,14 +86,9 @@ def save_head(head: DraftHead, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     origin = head.provenance
-    config = {
-        "format_version": _FORMAT_VERSION,
-        "algorithm": head.algorithm,
-        "base_model": {"name": origin.base_name, "fingerprint": origin.base_fingerprint},
-        "head": dataclasses.asdict(head.config),
-        "training": dict(origin.training),
-    }
-    text = json.dumps(config, indent=2) + "\n"
+    base, shape = _BaseOfHead(origin.base_name, origin.base_fingerprint), dataclasses.asdict(head.config)
+    config = _HeadFile(_FORMAT_VERSION, head.algorithm, base, shape, dict(origin.training))
+    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     _replace(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
     _replace(folder / CONFIG_FILE, lambda file: file.write_text(text))

@@ -114,8 +114,8 @@ class DraftHead(nn.Module, ABC):
     """Set by training and by loading. A head without it cannot be saved."""
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
     """The K hidden states that the head reads, concatenated in this order; see `DraftSpec.hidden_layers`."""
-    no_static_tree: str | None = None
-    """Reason why the head has no static tree."""
+    no_static_tree: str | None = "this head has no static tree"
+    """Reason why the head has no static tree; None if it has one."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads that draft from frames, and the memory of the engine's slots that draft modules with attention extend.
+"""Heads that draft from frames, and readers of the slots' texts with a KV cache.
 
 A draft module computes `T` frame states for each pending token. Two implementations must agree: many anchors of a known
 text at once (training, simulated walks), and step by step for the engine's slots (decoding).
@@ -7,9 +7,8 @@ text at once (training, simulated walks), and step by step for the engine's slot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan, SlotState
+from drafter.drafters.slots import SlotTensors
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
+from drafter.target.kv_cache import KVCache, LayerShape
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
@@ -54,7 +55,7 @@ _PROMPT_ENTRIES = 4096
 """Most prompt entries read in one forward."""
 
 
-class ContextDrafter(Drafter):
+class ContextReader(ABC):
     """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into a KV cache, which is allocated once.
 
     Args:
@@ -65,61 +66,41 @@ class ContextDrafter(Drafter):
     """
 
     bounded = True
+    slots: Sequence[SlotState] = ()
 
     def __init__(self, base: BaseModel, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
-        self._base, self._rates, self._layers, self._heads, self._behind = base, rates, layers, heads, behind
-        self.bytes_per_token = 2 * layers * heads * 2 * len(rates) * base.dtype.itemsize
-        self._cached: list[int] = []  # cached entries of each slot
+        self._base, self._rates, self._behind = base, rates, behind
+        self._shapes = [LayerShape(heads, 2 * len(rates), 2 * len(rates), base.dtype, base.device)] * layers
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in self._shapes)
         # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
         # number of entries from every row, enough for two steps.
         self._late = devices.is_asynchronous(base.device)
         self._usual = 2 * fresh if self._late else fresh
-        self._new = np.zeros(0, dtype=np.int64)  # entries of each row that the next step has to read
 
     @abstractmethod
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
+    def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> Any:
         """Read entries into the cache."""
 
     def open(self, loan: Loan) -> None:
-        slots, device, dtype = loan.slots, self._base.device, self._base.dtype
-        self._times = loan.times
+        device = self._base.device
         self._length = loan.length + self._behind + 1
-        shape = (self._layers, 2, slots * self._length, self._heads, 2 * len(self._rates))
-        self._cache = torch.zeros(shape, device=device, dtype=dtype)
-        self._rotation = rotation_table(self._rates, self._length, dtype)
+        cache = KVCache(self._shapes, loan.slots, self._length, device)
+        # `[layers, 2, slots · length, H, D]`, keys first.
+        self._cache = cache.buffers[0].unflatten(0, (len(self._shapes), 2, -1))
+        self._entries = SlotTensors(cache.by_slot(), self._usual, self._behind)
+        self.slots = [self._entries]
+        self._rotation = rotation_table(self._rates, self._length, self._base.dtype)
         self._place = torch.arange(self._length, device=device)
-        self._slot = torch.arange(slots, device=device)
-        self._cached = [0] * slots
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._cached[slot] = 0
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        # An entry follows from its token and the hidden state before it, so texts that begin alike share entries.
-        known = min(self._cached[source], length)
-        texts = self._cache.unflatten(2, (-1, self._length))
-        texts[:, :, target, :known] = texts[:, :, source, :known]
-        self._cached[target] = known
-
-    def move(self, source: int, target: int) -> None:
-        self.copy(source, target, self._cached[source])
-
-    def clear(self, slot: int) -> None:
-        self._cache.unflatten(2, (-1, self._length))[:, :, slot] = 0
+        self._slot = torch.arange(loan.slots, device=device)
 
     def prepare(self, context: DraftContext) -> None:
         """Read rows that have more new entries than an ordinary step reads."""
-        known = np.array(context.host_lengths, dtype=np.int64)
-        new = known + (context.ahead + 1) - np.array(self._cached[: len(known)], dtype=np.int64)
-        late = new > self._usual
-        if late.any():
-            slots, back = _last_entries(late.nonzero()[0], new[late])
+        late, unread = self._entries.advance(context)
+        if len(late):
+            slots, back = _last_entries(late, unread)
             for first in range(0, len(slots), _PROMPT_ENTRIES):
                 some = slice(first, first + _PROMPT_ENTRIES)
-                self._remember(context, *self._sent(slots[some], back[some]))
-        # The step reads the pending token's entry in any case, because drafting starts from it.
-        self._new = np.where(late, 1, new.clip(1))
-        self._cached[: len(known)] = (known + 1).tolist()
+                self._read(context, *self._sent(slots[some], back[some]))
 
     def _texts(self, rows: int, longest: int) -> Tensor:
         """Return the cache of `rows` rows, with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
@@ -146,7 +127,8 @@ class ContextDrafter(Drafter):
     def _recent(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the possibly new entries of `rows` rows, and the indices of the pending tokens' entries, `[rows]`."""
         if not self._late:
-            return *self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
+            new = self._entries.new
+            return *self._sent(*_last_entries(np.arange(rows), new)), torch.from_numpy(new.cumsum() - 1)
         back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
         slots = self._slot[:rows, None].expand(-1, self._usual)
         return slots.flatten(), back.repeat(rows), (self._slot[:rows] + 1) * self._usual - 1
@@ -162,7 +144,7 @@ def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:
     return slots.repeat(counts), ends.repeat(counts) - 1 - np.arange(counts.sum())
 
 
-# Draft modules, and drafters that compute their frames.
+# Draft modules, and the drafter that searches their frames.
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
 """Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
@@ -182,41 +164,56 @@ class DraftModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
-        """Return a drafter, still without its head, on the target model's device and in its dtype.
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """Return what computes the frames of the engine's slots with the present weights, which are then frozen.
 
         An ordinary step adds at most `fresh` tokens to a sequence.
         """
 
 
-class FrameDrafter(Drafter):
-    """Computes a module's frames for the engine's slots, step by step, and searches them for trees."""
+class FrameReader(ABC):
+    """Computes a module's frames for the engine's slots, step by step. See `Drafter` and `DraftSpec` for the rest."""
 
-    bounded = False
-    bytes_per_token = 0
+    bounded: bool = False
+    bytes_per_token: int = 0
+    slots: Sequence[SlotState] = ()
 
-    def with_head(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> FrameDrafter:
-        """Return this drafter, with a head; see `DraftHead.drafter`."""
-        needs = DraftSpec(nodes, head.config.depth, head.hidden_layers)
-        self.spec = replace(needs, bounded=self.bounded, bytes_per_token=self.bytes_per_token)
-        self._recent_tokens = head.recent_tokens
-        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
-        self._frames_for = partial(head.frames_for, tree=tree)
-        return self
+    def open(self, loan: Loan) -> None:  # noqa: B027 - a reader without memory has nothing to do
+        pass
+
+    def prepare(self, context: DraftContext) -> None:  # noqa: B027
+        pass
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         """Return the first `count` frames (default: all) of the context's rows, `[B, F, d]`; see `Drafter.propose`."""
 
+
+class FrameDrafter(Drafter):
+    """Searches the frames of a head's module for trees; see `DraftHead.drafter`."""
+
+    def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
+        depth = head.config.depth
+        self._reader = reader = head.module.reader(base, depth + 1)
+        self.spec = DraftSpec(
+            nodes, depth, head.hidden_layers, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token
+        )
+        self._head, self._tree, self._search = head, tree, head.prepared_search(base, tree)
+
     def open(self, loan: Loan) -> None:
         self._times = loan.times
+        self._reader.open(loan)
+        self.slots = self._reader.slots
+
+    def prepare(self, context: DraftContext) -> None:
+        self._reader.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         size = ask.nodes + 1
-        states = self.read(context, self._frames_for(size))
+        states = self._reader.read(context, self._head.frames_for(size, self._tree))
         self._times.mark("draft")
-        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
+        recent = last_tokens(context.tokens, context.lengths[:, None], self._head.recent_tokens)[:, 0]
+        return self._head.name_nodes(self._search(states, recent, size, ask.least_probability))
 
 
 def all_hidden_before(hidden: Tensor) -> Tensor:
@@ -230,7 +227,7 @@ def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
     return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
 
 
-class LastHidden(DraftModule):
+class LastHidden(DraftModule, FrameReader):
     """Frames of the hidden state before the pending token alone. Here its one frame is that state itself."""
 
     num_frames = 1
@@ -242,19 +239,13 @@ class LastHidden(DraftModule):
         """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
         return hidden.unsqueeze(-2)
 
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         prepack(self)
-        return _LastHiddenDrafter(self, base.dtype)
-
-
-class _LastHiddenDrafter(FrameDrafter):
-    def __init__(self, module: LastHidden, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
+        return self
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         assert context.hidden is not None
-        newest = hidden_before(context.hidden, context.lengths[:, None])[:, 0]
-        return self._module.frames(newest.to(self._dtype), count)
+        return self.frames(hidden_before(context.hidden, context.lengths[:, None])[:, 0], count)
 
 
 class ResidualBlocks(LastHidden):
@@ -283,27 +274,21 @@ class FrameHead(DraftHead):
     """Number of last tokens that the search reads, the pending token included."""
 
     @abstractmethod
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         """Return trees `[B, size]` whose draft tokens are draft ids; see `DraftVocabulary`.
 
         `states` `[B, F, d]` are the frames that `frames_for` asks for; `recent` `[B, recent_tokens]` ends with the
-        pending token.
+        pending token. Prefixes below `least` may be pruned; see `Ask`.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """Return `search` for frozen weights.
-
-        A head may precompute here whatever depends on the weights alone. The search may use `Ask.least_probability` to
-        prune improbable prefixes.
-        """
-        self.prepack_search()
-        return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
-
-    def prepack_search(self) -> None:
-        """Prepack the weights that a search in PyTorch reads. The module's drafter prepacks the module's."""
+        """Return `search` for frozen weights. A head may precompute here whatever depends on these alone."""
         for part in self.children():
-            if part is not self.module:
+            if part is not self.module:  # its reader prepacks it
                 prepack(part)
+        return lambda states, recent, size, least: self.search(states, recent, base, size, tree, least)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Return how many leading frames a tree of `size` nodes can use; None for all."""
@@ -320,7 +305,7 @@ class FrameHead(DraftHead):
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         self.refuse_tree(tree)
-        return self.module.drafter(base, self.config.depth + 1).with_head(self, base, nodes, tree)
+        return FrameDrafter(self, base, nodes, tree)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

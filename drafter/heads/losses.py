@@ -77,15 +77,12 @@ class OutputLayer(Protocol):
     """Frozen layer from states to logits of V tokens: `BaseModel` or `DraftVocabulary`."""
 
     @property
-    def lm_head_weight(self) -> Tensor:
-        """`[V, d]`."""
+    def lm_head_weight(self) -> Tensor: ...
 
     @property
-    def lm_head_bias(self) -> Tensor | None:
-        """`[V]`, or None."""
+    def lm_head_bias(self) -> Tensor | None: ...
 
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` of `hidden` `[..., d]`."""
+    def lm_head(self, hidden: Tensor) -> Tensor: ...
 
 
 _PORTION = {"cpu": 1 << 19}

@@ -5,7 +5,7 @@ All use of transformers' cache classes is in this module, because their signatur
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ class KVCache:
 
     def __init__(
         self,
-        shapes: list[LayerShape | None],
+        shapes: Sequence[LayerShape | None],
         slots: int,
         length: int,
         device: torch.device,
@@ -229,18 +229,21 @@ class KVCache:
         target = self._places(rows_moved, base + torch.arange(path.shape[1], device=path.device)).flatten()
         self._copy(source, target)
 
+    def by_slot(self) -> list[Tensor]:
+        """Return views `[slots, length, members, H, D]` of the buffers. A cache in blocks has none."""
+        return [buffer.unflatten(0, (-1, self.slots, self.length)).movedim(0, 2) for buffer in self.buffers]
+
     def copy(self, source: int, target: int, length: int) -> None:
-        for buffer in self.buffers:
-            rows = buffer.unflatten(0, (-1, self.slots, self.length))
-            rows[:, target, :length] = rows[:, source, :length]
+        for rows in self.by_slot():
+            rows[target, :length] = rows[source, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the first `length` positions of slot `source` to slot `target`."""
         self.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
-        for buffer in self.buffers:
-            buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
+        for rows in self.by_slot():
+            rows[slot] = 0
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
         """Zero the `nodes` draft positions behind `lengths` `[R]` of the slots `rows` where `which` `[R]` is true."""
@@ -314,7 +317,7 @@ class PagedKVCache(KVCache):
     in_order = False
 
     def __init__(
-        self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
+        self, shapes: Sequence[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
     ) -> None:
         super().__init__(shapes, slots, length, device, positions=(blocks + SPARE) * BLOCK)
         self.block, self.blocks = BLOCK, torch.zeros(slots, blocks_of(length), dtype=torch.long)

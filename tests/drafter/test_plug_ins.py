@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -23,13 +22,13 @@ from drafter.drafters.contract import (
     MergedDrafter,
     PlainDecoding,
 )
+from drafter.drafters.slots import SlotObjects, SlotTensors
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.forward import TreeNodes
-from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
@@ -85,24 +84,21 @@ class LearningDrafter(Drafter):
 
     def __init__(self) -> None:
         self.after: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        self.learnt: dict[int, list[int]] = defaultdict(list)
 
-    def enter(self, slot: int, text: Ids) -> None:
-        tokens = text.tolist()
+    def open(self, loan: Loan) -> None:
+        self.texts = SlotObjects(loan.slots, self.begin)
+        self.slots = [self.texts]
+
+    def begin(self, text: Ids) -> list[int]:
+        tokens: list[int] = text.tolist()
         self.after.update(itertools.pairwise(tokens))
-        self.last[slot] = tokens[-1]
-        self.learnt[slot] = []
-
-    def move(self, source: int, target: int) -> None:
-        self.last[target], self.learnt[target] = self.last[source], self.learnt[source]
+        return tokens
 
     def observe(self, committed: Committed) -> None:
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
-            for token in tokens:
-                self.after[self.last[slot]] = token
-                self.last[slot] = token
-            self.learnt[slot] = [*self.learnt[slot], *tokens]
+            text = self.texts.rows[slot]
+            self.after.update(itertools.pairwise([text[-1], *tokens]))
+            text += tokens
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         tokens, levels = context.pending, []
@@ -123,7 +119,7 @@ def test_a_drafter_learns_from_every_step() -> None:
 def test_what_is_learnt_is_what_the_sequences_got() -> None:
     base, drafter = base_of("llama"), LearningDrafter()
     (found,) = decode(base, drafter, requests_of(1))
-    assert drafter.learnt[0] == found.token_ids
+    assert drafter.texts.rows[0] == [*requests_of(1)[0].prompt_ids, *found.token_ids]
 
 
 class SecondModel(Drafter):
@@ -137,27 +133,17 @@ class SecondModel(Drafter):
 
     def __init__(self, lm: BaseModel) -> None:
         self.lm = lm
-        self.cache: KVCache
-        self.read: list[int] = []
 
     def open(self, loan: Loan) -> None:
-        self.cache, self.read = self.lm.new_cache(loan.slots, loan.length), [0] * loan.slots
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self.read[slot] = 0
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self.read[target] = min(self.read[source], length)
-        self.cache.copy(source, target, self.read[target])
-
-    def move(self, source: int, target: int) -> None:
-        self.copy(source, target, self.read[source])
+        self.cache = self.lm.new_cache(loan.slots, loan.length)
+        self.entries = SlotTensors(self.cache.by_slot(), usual=0, behind=self.spec.max_depth)
+        self.slots = [self.entries]
 
     def prepare(self, context: DraftContext) -> None:
-        for slot, known in enumerate(context.host_lengths):
-            if self.read[slot] < known:
-                self.lm.prefill(self.cache, slot, [context.tokens[slot, self.read[slot] : known]], [self.read[slot]])
-                self.read[slot] = known
+        for slot, unread in zip(*self.entries.advance(context), strict=True):
+            start, stop = context.host_lengths[slot] + 1 - unread, context.host_lengths[slot]
+            if start < stop:
+                self.lm.prefill(self.cache, int(slot), [context.tokens[slot, start:stop]], [start])
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         tokens, levels = context.pending, []

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loading, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Loading, Loan
+from drafter.drafters.slots import SlotObjects
 from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, Vocabulary, load_table
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from drafter.tree.token_tree import TokenTree, from_nodes
@@ -95,23 +96,17 @@ class CachebackDrafter(Drafter):
         self._shared = [] if isolated else _tables(_SHARED_LEADERS)
 
     def open(self, loan: Loan) -> None:
-        self._texts = [_Text() for _ in range(loan.slots)]
         self._ended: deque[_Text] = deque()
         self._ended_tokens = 0
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._replace(slot, _Text(unread=text.tolist()))
-
-    def move(self, source: int, target: int) -> None:
-        self._replace(target, self._texts[source])
-        self._texts[source] = _Text()
+        self._texts = SlotObjects(loan.slots, lambda text: _Text(unread=text.tolist()), self._end)
+        self.slots = [self._texts]
 
     def prepare(self, context: DraftContext) -> None:
         for text in self._ended:
             text.teach(self._shared)
         self._ended.clear()
         self._ended_tokens = 0
-        for text in self._texts:
+        for text in self._texts.rows:
             if text.unread:
                 text.teach([*text.tables, *self._shared])
                 text.tail, text.unread = [*text.tail, *text.unread][-_TAIL:], []
@@ -120,7 +115,7 @@ class CachebackDrafter(Drafter):
         """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         grown = [
             grow(self._asked(text), text.tail, ask.nodes, self.spec.max_depth)
-            for text in self._texts[: len(context.tokens)]
+            for text in self._texts.rows[: len(context.tokens)]
         ]
         tokens, parents, depths, log_probs = (
             send(torch.from_numpy(part), context.tokens.device) for part in side_by_side(grown)
@@ -129,19 +124,18 @@ class CachebackDrafter(Drafter):
 
     def observe(self, committed: Committed) -> None:
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
-            self._texts[slot].unread += tokens
+            self._texts.rows[slot].unread += tokens
 
     def _asked(self, text: _Text) -> list[Table]:
         """Tables in lookup order: longer leaders first; at equal length the text's own, the shared, the frozen."""
         frozen = [] if self._frozen is None else [self._frozen]
         return sorted([*text.tables, *self._shared, *frozen], key=lambda table: -table.leader_length)
 
-    def _replace(self, slot: int, text: _Text) -> None:
-        before, self._texts[slot] = self._texts[slot], text
-        if before.unread and self._shared:
-            before.tables = []
-            self._ended.append(before)
-            self._ended_tokens += len(before.unread)
+    def _end(self, text: _Text) -> None:
+        if text.unread and self._shared:
+            text.tables = []
+            self._ended.append(text)
+            self._ended_tokens += len(text.unread)
             while self._ended_tokens > _UNREAD:
                 self._ended_tokens -= len(self._ended.popleft().unread)
 

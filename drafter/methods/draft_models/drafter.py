@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loading, Loan, MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan, MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names, model_and_device, stack_levels
+from drafter.drafters.slots import SlotTensors
 from drafter.errors import LoadError
 from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
@@ -56,54 +57,26 @@ class TextReader(Drafter):
         self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
         self.fixed = devices.is_asynchronous(base.device) and beside
         self._usual = 2 * (depth + 1) if self.fixed else depth + 1  # new tokens of an ordinary step at most
-        self._behind = self._usual + run
-        self._cached: list[int] = []  # cached tokens per slot
-        self._new = np.zeros(0, dtype=np.int64)  # tokens per row that `read` has to read
+        self._run_nodes = run
 
     def open(self, loan: Loan) -> None:
         """Allocate the cache; raise `LoadError` if the device has no room for it."""
         self._times = loan.times
-        self.cache = self._model.new_cache(loan.slots, loan.length + self._behind + 1)
+        self.cache = self._model.new_cache(loan.slots, loan.length + self._usual + self._run_nodes + 1)
+        self._entries = SlotTensors(self.cache.by_slot(), self._usual, self._run_nodes)
+        self.slots = [self._entries]
         self._packs = self._model.allow_packing()
-        self._cached = [0] * loan.slots
-
-    def enter(self, slot: int, text: Ids) -> None:
-        """Forget the sequence in `slot` and scrub its keys and values.
-
-        A masked position still takes part in attention with weight zero, and zero times NaN is NaN.
-        """
-        if written := min(self._cached[slot] + self._behind, self.cache.length - 1) if self._cached[slot] else 0:
-            start, which = (torch.full((1,), fill, device=self._model.device) for fill in (0, True))
-            self.cache.scrub(start, written, which, slice(slot, slot + 1))
-        self._cached[slot] = 0
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        known = min(self._cached[source], length)
-        self.cache.copy(source, target, known)
-        self._cached[target] = known
-
-    def move(self, source: int, target: int) -> None:
-        self.enter(target, np.zeros(0, np.int64))
-        self.copy(source, target, self._cached[source])
-
-    def clear(self, slot: int) -> None:
-        self.cache.clear(slot)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         return root_only(context.pending)
 
     def prepare(self, context: DraftContext) -> None:
         """Read rows that have more new tokens than an ordinary step adds; leave the others to `read`."""
-        known = np.array(context.host_lengths, dtype=np.int64)
-        cached = np.array(self._cached[: len(known)], dtype=np.int64)
-        new = known + (context.ahead + 1) - cached
-        late = new > self._usual
-        if late.any():
-            slots = late.nonzero()[0].tolist()
-            self._read_prompts(context, [(slot, int(cached[slot]), int(known[slot])) for slot in slots])
-        # `read` always reads the pending token, whose logits start the tree.
-        self._new = np.where(late, 1, new.clip(1))
-        self._cached[: len(known)] = (known + 1).tolist()
+        late, unread = self._entries.advance(context)
+        lengths, spans = context.host_lengths, []
+        for slot, count in zip(late.tolist(), unread.tolist(), strict=True):
+            spans.append((slot, lengths[slot] + context.ahead + 1 - count, lengths[slot]))
+        self._read_prompts(context, spans)
 
     def read(self, context: DraftContext, tree: TokenTree | None = None) -> Tensor:
         """Read the new tokens, and the draft nodes of a tree `[B, 1 + M]` behind them, in one forward.
@@ -113,7 +86,7 @@ class TextReader(Drafter):
         device, rows = self._model.device, len(context.tokens)
         lengths = context.lengths.to(device)[:, None]
         count = np.ones(rows, dtype=np.int64)  # where shapes must repeat, the batch may have more rows than are in use
-        count[: len(self._new)] = self._new[:rows]
+        count[: len(self._entries.new)] = self._entries.new[:rows]
         chain = self._usual if self.fixed else int(count.max())
         place = torch.arange(chain, device=device)
         start = (lengths + 1 - chain).clamp_min(0)

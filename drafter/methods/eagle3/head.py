@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafter.drafters.contract import Ask, DraftContext, DraftSpec
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
 from drafter.errors import shown
 from drafter.heads.config import HeadConfig, Tree, check_sizes
 from drafter.heads.contract import DraftHead, check_hidden_layers
 from drafter.heads.frame_head import (
-    ContextDrafter,
+    ContextReader,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -161,18 +161,6 @@ class Projected:
         return Projected(*(part[index] for part in vars(self).values()))
 
 
-@dataclass(frozen=True)
-class KnownTexts:
-    """Cached keys and values `[C, S, G, D]` of C texts behind which R drafts grow, R / C consecutive ones per text.
-
-    `sees` `[R, S]` masks each draft's attention over its text.
-    """
-
-    keys: Tensor
-    values: Tensor
-    sees: Tensor
-
-
 class DraftLayer(nn.Module):
     """A pre-norm decoder layer whose attention reads token and hidden state side by side."""
 
@@ -209,42 +197,27 @@ class DraftLayer(nn.Module):
         return states + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-def attend(queries: Tensor, texts: KnownTexts, keys: Tensor, values: Tensor, sees: Tensor) -> Tensor:
-    """Attend to texts and to the drafts behind them with one softmax; return `[R, F, H · D]`.
-
-    `queries` `[R, F, H, D]` are of the F nodes run per draft, `keys` and `values` `[R, P, G, D]` of the drafts' own
-    nodes, over which `sees` `[R, F, P]` is a bool mask.
-    """
-    count, length, groups, size = texts.keys.shape
-    queries = queries.reshape(count, -1, queries.shape[1], groups, queries.shape[2] // groups, size) * size**-0.5
-    keys, values = (part.unflatten(0, (count, -1)) for part in (keys, values))
-    far = torch.einsum("cafgqd,csgd->cagqfs", queries, texts.keys)
-    near = torch.einsum("cafgqd,capgd->cagqfp", queries, keys)
-    seen = torch.cat([texts.sees[:, None].expand(-1, sees.shape[1], -1), sees], 2).unflatten(0, (count, -1))
-    scores = torch.cat([far, near], -1).float().masked_fill(~seen[:, :, None, None], -torch.inf)
-    far, near = scores.softmax(-1).to(values.dtype).tensor_split([length], -1)
-    mixed = torch.einsum("cagqfs,csgd->cafgqd", far, texts.values)
-    mixed = mixed + torch.einsum("cagqfp,capgd->cafgqd", near, values)
-    return mixed.flatten(3).flatten(0, 1)
-
-
 class Rollout:
     """R drafts that grow by running the layer on its own outputs behind texts. Shared by training and decoding.
 
-    `pending` are the entries `[R]` of the pending tokens, which are also cached in `texts`. `rotation` `[L, 2, D]` are
-    cosine and signed sine of all positions.
+    Args:
+        keys: `[C, S, G, D]` cached keys of C texts, each with R / C consecutive drafts; `values` likewise.
+        sees: `[R, S]` bool: each draft's attention over its text.
+        pending: Entries `[R]` of the pending tokens, which are also cached.
+        rotation: `[L, 2, D]` cosine and signed sine of all positions.
     """
 
-    def __init__(self, layer: DraftLayer, texts: KnownTexts, pending: Projected, rotation: Tensor) -> None:
-        self._layer, self._texts, self._pending, self._rotation = layer, texts, pending, rotation
+    def __init__(
+        self, layer: DraftLayer, keys: Tensor, values: Tensor, sees: Tensor, pending: Projected, rotation: Tensor
+    ) -> None:
+        self._layer, self._pending, self._rotation = layer, pending, rotation
+        self._text = (keys, values, sees)
         self._keys, self._values = pending.keys[:, None][:, :0], pending.values[:, None][:, :0]
 
     def start(self) -> Tensor:
         """Return the outputs `[R, 1, d]` at the pending tokens."""
-        pending = self._pending
-        nothing = self._texts.sees[:, None, :0]
-        mixed = attend(pending.queries[:, None], self._texts, self._keys, self._values, nothing)
-        return self._layer.finish(pending.residual[:, None], mixed)
+        pending, nothing = self._pending, self._text[2][:, None, :0]
+        return self._layer.finish(pending.residual[:, None], self.attend(pending.queries[:, None], nothing))
 
     def grow(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
         """Return the outputs `[R, F, d]` at new nodes, from their tokens' embeddings and their parents' outputs.
@@ -253,7 +226,22 @@ class Rollout:
         """
         new = self._layer.project(embeddings, hidden, self._rotation[positions])
         self._keys, self._values = torch.cat([self._keys, new.keys], 1), torch.cat([self._values, new.values], 1)
-        return self._layer.finish(new.residual, attend(new.queries, self._texts, self._keys, self._values, sees))
+        return self._layer.finish(new.residual, self.attend(new.queries, sees))
+
+    def attend(self, queries: Tensor, sees: Tensor) -> Tensor:
+        """Attend from F nodes a draft, `[R, F, H, D]`, to text and P own nodes with one softmax; `[R, F, H · D]`."""
+        text_keys, text_values, sees_text = self._text
+        count, length, groups, size = text_keys.shape
+        queries = queries.reshape(count, -1, queries.shape[1], groups, queries.shape[2] // groups, size) * size**-0.5
+        keys, values = (part.unflatten(0, (count, -1)) for part in (self._keys, self._values))
+        far = torch.einsum("cafgqd,csgd->cagqfs", queries, text_keys)
+        near = torch.einsum("cafgqd,capgd->cagqfp", queries, keys)
+        seen = torch.cat([sees_text[:, None].expand(-1, sees.shape[1], -1), sees], 2).unflatten(0, (count, -1))
+        scores = torch.cat([far, near], -1).float().masked_fill(~seen[:, :, None, None], -torch.inf)
+        far, near = scores.softmax(-1).to(values.dtype).tensor_split([length], -1)
+        mixed = torch.einsum("cagqfs,csgd->cafgqd", far, text_values)
+        mixed = mixed + torch.einsum("cagqfp,capgd->cafgqd", near, values)
+        return mixed.flatten(3).flatten(0, 1)
 
 
 def sees_entries(place: Tensor, anchors: Tensor) -> Tensor:
@@ -326,8 +314,7 @@ class Eagle3Head(DraftHead):
         entries = self.layer.project(base.embed(tokens), self.fusion(all_hidden_before(hidden)), table[:length])
         row = torch.arange(len(tokens), device=tokens.device).repeat_interleave(anchors.shape[1])
         sees = sees_entries(torch.arange(length, device=tokens.device), anchors.flatten())
-        texts = KnownTexts(entries.keys, entries.values, sees)
-        return Rollout(self.layer, texts, entries[row, anchors.flatten()], table)
+        return Rollout(self.layer, entries.keys, entries.values, sees, entries[row, anchors.flatten()], table)
 
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
@@ -366,7 +353,7 @@ class Eagle3Head(DraftHead):
         return self.name_nodes(tree)
 
 
-class Eagle3Drafter(ContextDrafter):
+class Eagle3Drafter(ContextReader, Drafter):
     """Reads each sequence's new tokens into the layer's KV cache, and grows drafts behind them."""
 
     def __init__(self, head: Eagle3Head, base: BaseModel, nodes: int) -> None:
@@ -379,18 +366,19 @@ class Eagle3Drafter(ContextDrafter):
         )
         self._head = head
 
+    def open(self, loan: Loan) -> None:
+        super().open(loan)
+        self._times = loan.times
+
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         rows = context.tokens.shape[0]
         slots, back, ends = self._recent(rows)
         new = self._read(context, slots, back)
         keys, values = self._texts(rows, context.longest + 1)[0]
-        texts = KnownTexts(keys, values, sees_entries(self._place[: keys.shape[1]], context.lengths))
-        rollout = Rollout(self._head.layer, texts, new[ends], self._rotation)
+        sees = sees_entries(self._place[: keys.shape[1]], context.lengths)
+        rollout = Rollout(self._head.layer, keys, values, sees, new[ends], self._rotation)
         self._times.mark("draft")
         return self._head.best_tree(self._base, rollout, context.pending, context.lengths, ask)
-
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
-        self._read(context, slots, back)
 
     def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> Projected:
         positions, embeddings, hidden = self._inputs(context, slots, back)

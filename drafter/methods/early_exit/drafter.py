@@ -54,61 +54,47 @@ class ExitDrafter(Drafter):
         self._network = network
 
     def open(self, loan: Loan) -> None:
-        self._loan = loan
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        growth = _Growth(self._loan, self.spec.shared_layers, self._network, context, ask.nodes)
-        tree = best_first_trie(
-            growth, context.pending, self.spec.max_depth, ask.nodes + 1, self._beam, ask.least_probability
-        )
-        growth.leave_nothing_infinite()
-        return tree
-
-
-class _Growth:
-    """Conditionals of one step's trees, K = `children` tokens per node; see `search.Conditionals`."""
-
-    def __init__(
-        self, loan: Loan, layers: int, network: nn.Module | None, context: DraftContext, children: int
-    ) -> None:
         assert loan.cache is not None
         self._base, self._cache, self._times = loan.base, loan.cache, loan.times
-        self._layers, self._network = layers, network
-        self._context, self._children = context, min(children, self._base.vocab_size)
-        self._waits = devices.is_asynchronous(self._base.device)
-        self._sound = torch.ones_like(context.lengths, dtype=torch.bool)
-        self._places = 0
+        self._waits = devices.is_asynchronous(loan.base.device)
 
-    def __call__(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        self._places = frontier.tokens.shape[1]
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        depth, rows = self.spec.max_depth, slice(0, len(context.lengths))
+        sound, places = torch.ones_like(context.lengths, dtype=torch.bool), 0
+
+        def grow(frontier: Frontier) -> tuple[Tensor, Tensor]:
+            nonlocal places
+            places = frontier.tokens.shape[1]
+            log_probs, tokens, finite = self._conditionals(context, frontier, min(ask.nodes, self._base.vocab_size))
+            sound.logical_and_((finite | ~frontier.real).all(1))
+            self._times.mark("tree")
+            return log_probs, tokens
+
+        tree = best_first_trie(grow, context.pending, depth, ask.nodes + 1, self._beam, ask.least_probability)
+        # Keys and values of nodes that are not finite become zero: masked positions are read, too.
+        if self._waits or not bool(sound.all()):
+            self._cache.scrub(context.lengths, places, ~sound, rows)
+        return tree
+
+    def _conditionals(self, context: DraftContext, frontier: Frontier, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities and tokens of the `count` best children `[B, W, K]`, and what is finite `[B, W]`."""
         # Padding is left out where no device sync is needed for it.
         packing = Packing.of(frontier.real) if not self._waits and len(frontier.tokens) > 1 else None
         # GPU kernels need masks in multiples of eight, like the cache.
-        kv_length = min(-(-(self._context.longest + self._places) // 8) * 8, self._cache.length)
-        nodes = TreeNodes(
-            frontier.tokens, self._context.lengths, frontier.depths, frontier.ancestors, kv_length, packing
-        )
-        states = self._base.exit_early(self._cache, nodes, self._layers, frontier.first)
+        kv_length = min(-(-(context.longest + frontier.tokens.shape[1]) // 8) * 8, self._cache.length)
+        nodes = TreeNodes(frontier.tokens, context.lengths, frontier.depths, frontier.ancestors, kv_length, packing)
+        states = self._base.exit_early(self._cache, nodes, self.spec.shared_layers, frontier.first)
         if packing is not None:
             states = packing.pack(states)
         if self._network is not None:
             states = self._network(states)
         self._times.mark("draft")
         logits = self._base.lm_head(states).float()
-        best, tokens = logits.topk(self._children)
+        best, tokens = logits.topk(count)
         whole = logits.logsumexp(-1, keepdim=True)
-        log_probs = best - whole
-        if packing is not None:
-            log_probs, tokens, whole = (packing.unpack(part) for part in (log_probs, tokens, whole))
-        self._sound &= (whole[..., 0].isfinite() | ~frontier.real).all(1)
-        self._times.mark("tree")
-        return log_probs, tokens
-
-    def leave_nothing_infinite(self) -> None:
-        """Zero keys and values of nodes that were not finite: masked positions are read, too."""
-        if self._waits or not bool(self._sound.all()):
-            rows = slice(0, len(self._sound))
-            self._cache.scrub(self._context.lengths, self._places, ~self._sound, rows)
+        found = (best - whole, tokens, whole)
+        log_probs, tokens, whole = found if packing is None else (packing.unpack(part) for part in found)
+        return log_probs, tokens, whole[..., 0].isfinite()
 
 
 def named_exit(rest: str, loading: Loading) -> Drafter:

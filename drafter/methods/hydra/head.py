@@ -8,7 +8,6 @@ has deeper heads. Published heads are read in the format of zankner/Hydra, witho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,9 @@ from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.errors import LoadError, shown
 from drafter.heads.attention import AttentionModule
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
-from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, Search, last_tokens
+from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
-from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_missing, refuse_other_base
+from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_missing
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
@@ -122,10 +121,6 @@ class HydraHead(FrameHead):
         model, depth = _Paths(self, base, states[:, 0], recent), self.config.depth
         return best_lattice_trie(model, recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least)
 
-    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        self.prepack_search()
-        return lambda states, recent, size, least: self.search(states, recent, base, size, tree, least)
-
 
 class _Paths:
     """`LabelModel` of the heads. A path's state is its target-vocabulary token ids, the root's first."""
@@ -168,12 +163,10 @@ def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicH
             names[f"outputs.{head}.{part}"] = f"hydra_lm_head.{head}.{part}"
     refuse_missing(name, list(names.values()), tensors)
     vocabulary, width = tensors["hydra_lm_head.0.weight"].shape
-    made_for = config.get("base_model_name_or_path")
-    sizes = {"hidden_size": width, "vocab_size": vocabulary}
-    refuse_other_base(name, base, made_for, sizes)
-    fields: dict[str, Any] = {**sizes, "depth": depth, "num_layers": layers, "own_outputs": True}
+    sizes = {"hidden_size": width, "vocab_size": vocabulary, "depth": depth, "num_layers": layers}
     found = {ours: tensors[theirs] for ours, theirs in names.items()}
-    return PublicHead("Hydra", "hydra", fields, found, made_for)
+    made_for = config.get("base_model_name_or_path")
+    return PublicHead("Hydra", "hydra", {**sizes, "own_outputs": True}, found, made_for)
 
 
 LAYOUT = Layout("hydra", lambda config: "hydra_num_heads" in config, _read)

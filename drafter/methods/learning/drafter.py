@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,6 +16,7 @@ from drafter import devices
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, MergedDrafter, Renewal
 from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
+from drafter.drafters.slots import NO_TEXT
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, new_head
@@ -168,9 +168,9 @@ class ChangingHead(MergedDrafter):
 
     def _forget(self) -> None:
         """Make the drafter read all sequences again: its states come from the old weights."""
-        nothing = np.zeros(0, dtype=np.int64)
         for slot in range(0 if self._loan is None else self._loan.slots):
-            self.enter(slot, nothing)
+            for state in self.slots:
+                state.enter(slot, NO_TEXT)
 
     def open(self, loan: Loan) -> None:
         with self._lock:

@@ -16,16 +16,7 @@ from drafter.errors import LoadError
 from drafter.heads.config import HeadConfig, Tree
 from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
-from drafter.heads.published import (
-    Json,
-    Layout,
-    PublicHead,
-    TargetOfExport,
-    Weights,
-    count,
-    refuse_missing,
-    refuse_other_base,
-)
+from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, Weights, count, refuse_missing
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
 
@@ -36,6 +27,7 @@ class MedusaHead(FrameHead):
     algorithm = "medusa"
     config_class = HeadConfig
     config: HeadConfig
+    no_static_tree = None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -63,7 +55,9 @@ class MedusaHead(FrameHead):
         logits = torch.bmm(states.transpose(0, 1), outputs.transpose(1, 2))
         return logits.transpose(0, 1).float().log_softmax(-1)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
         return best_product_trie(self.log_probs(states), recent[:, -1], size)
@@ -95,17 +89,16 @@ def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicH
     refuse_missing(name, [part.format(head) for head in range(depth) for part in (block, output)], tensors)
     first = tensors[output.format(0)]
     tokens = tensors.get("token_map")
-    made_for = config.get("base_model_name_or_path")
     vocabulary = len(first) if tokens is None else count(name, config, "vocab_size")
-    sizes = {"hidden_size": first.shape[1], "vocab_size": vocabulary}
-    refuse_other_base(name, base, made_for, sizes)
-    fields: dict[str, Any] = {**sizes, "depth": depth, "draft_vocab_size": None if tokens is None else len(tokens)}
+    fields: dict[str, Any] = {"hidden_size": first.shape[1], "vocab_size": vocabulary, "depth": depth}
+    fields["draft_vocab_size"] = None if tokens is None else len(tokens)
     found = {"outputs": torch.stack([tensors[output.format(head)] for head in range(depth)])}
     for head in range(depth):
         found[f"module.blocks.{head}.weight"] = tensors[block.format(head)]
         found[f"module.blocks.{head}.bias"] = tensors.get(bias.format(head), first.new_zeros(first.shape[1]))
     if tokens is not None:
         found["vocabulary.tokens"] = tokens.long()
+    made_for = config.get("base_model_name_or_path")
     return PublicHead("Medusa" if published else "vLLM", "medusa", fields, found, made_for)
 
 

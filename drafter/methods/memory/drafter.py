@@ -18,6 +18,7 @@ import torch
 
 from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loading, Loan
+from drafter.drafters.slots import SlotObjects
 from drafter.drafters.text_queue import TextQueue
 from drafter.tree.token_tree import TokenTree, from_nodes
 
@@ -89,10 +90,6 @@ class SuffixIndex:
         self._ends = np.zeros((len(_ORDERS), buckets), np.int64)
         self._hand = 0
         self.filled = 0  # tokens
-
-    @property
-    def capacity(self) -> int:
-        return len(self._tokens)
 
     @property
     def nbytes(self) -> int:
@@ -277,21 +274,14 @@ class MemoryDrafter(Drafter):
 
     def open(self, loan: Loan) -> None:
         self._index = SuffixIndex(self._capacity, loan.slots + _TOLD_WRITERS)
-        self._rows = [self._new_row() for _ in range(loan.slots)]
-
-    def enter(self, slot: int, text: Ids) -> None:
-        self._replace(slot, self._new_row())
-        self._rows[slot].unread = text.tolist()
-
-    def move(self, source: int, target: int) -> None:
-        self._replace(target, self._rows[source])
-        self._rows[source] = self._new_row()
+        self._rows = SlotObjects(loan.slots, self._begin, self._end)
+        self.slots = [self._rows]
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
-        rows, device = self._rows[: len(context.tokens)], context.tokens.device
+        rows, device = self._rows.rows[: len(context.tokens)], context.tokens.device
         self._read_told()
-        self._read(self._rows)
+        self._read(self._rows.rows)
         texts = [row.text for row in rows]
         self._matches = self._index.look_up(texts, min(ask.nodes, self.spec.max_depth), _MATCHES)
         for place, row in enumerate(rows):
@@ -303,7 +293,7 @@ class MemoryDrafter(Drafter):
     def observe(self, committed: Committed) -> None:
         useful = []
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
-            row = self._rows[slot]
+            row = self._rows.rows[slot]
             row.unread += tokens
             place, row.proposed = row.proposed, None
             if place is None or not tokens:
@@ -314,10 +304,14 @@ class MemoryDrafter(Drafter):
         if useful:
             self._index.credit(np.concatenate(useful))
 
-    def _new_row(self) -> _Row:
+    def _begin(self, text: Ids) -> _Row:
         if self._isolated:
-            return _Row(Text(next(self._groups)), Trust(CONTEXT + self.spec.max_depth))
-        return _Row(Text(), self._trust)
+            return _Row(Text(next(self._groups)), Trust(CONTEXT + self.spec.max_depth), text.tolist())
+        return _Row(Text(), self._trust, text.tolist())
+
+    def _end(self, row: _Row) -> None:
+        self._read([row])
+        self._index.end(row.text)
 
     def _read(self, rows: Sequence[_Row]) -> None:
         self._index.append([row.text for row in rows], [row.unread for row in rows])
@@ -332,11 +326,6 @@ class MemoryDrafter(Drafter):
             self._index.append(texts, [tokens.tolist() for tokens in some])
             for text in texts:
                 self._index.end(text)
-
-    def _replace(self, slot: int, row: _Row) -> None:
-        self._read([self._rows[slot]])
-        self._index.end(self._rows[slot].text)
-        self._rows[slot] = row
 
 
 class Trust:

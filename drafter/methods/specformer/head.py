@@ -18,10 +18,10 @@ from drafter.drafters.contract import DraftContext
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.contract import check_hidden_layers
 from drafter.heads.frame_head import (
-    ContextDrafter,
+    ContextReader,
     DraftModule,
-    FrameDrafter,
     FrameHead,
+    FrameReader,
     all_hidden_before,
     rotary_rates,
     rotate,
@@ -132,12 +132,12 @@ class SpecFormerModule(DraftModule):
         frames = self.frames(entries[row, anchors].flatten(0, 1), read.flatten(0, 1), count)
         return frames.view(*anchors.shape, *frames.shape[1:])
 
-    def drafter(self, base: BaseModel, fresh: int) -> FrameDrafter:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         prepack(self)
-        return _SpecFormerDrafter(self, base, fresh)
+        return _SpecFormerReader(self, base, fresh)
 
 
-class _SpecFormerDrafter(ContextDrafter, FrameDrafter):
+class _SpecFormerReader(ContextReader, FrameReader):
     def __init__(self, module: SpecFormerModule, base: BaseModel, fresh: int) -> None:
         super().__init__(base, fresh, module.rates(base.device), layers=1, heads=module.text_attention.num_heads)
         self._module = module
@@ -150,9 +150,6 @@ class _SpecFormerDrafter(ContextDrafter, FrameDrafter):
         seen = (self._place[: keys.shape[1]] <= context.lengths[:, None])[:, None]
         read = self._module.text_attention.mix(queries[ends][:, None], keys, values, seen)
         return self._module.frames(fused[ends], read[:, 0], count)
-
-    def _remember(self, context: DraftContext, slots: Tensor, back: Tensor) -> None:
-        self._read(context, slots, back)
 
     def _read(self, context: DraftContext, slots: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
         """Cache the keys and values of entries; return the entries `[E, d]` and their queries `[E, H, D]`."""
@@ -189,7 +186,9 @@ class SpecFormerHead(FrameHead):
         log_probs = chosen_log_probs(self.output(base), states, labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+    ) -> TokenTree:
         log_probs = self.output(base).lm_head(self.norm(states)).float().log_softmax(-1)
         return likeliest_chain(log_probs, recent[:, -1], size)
 

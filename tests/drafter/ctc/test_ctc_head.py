@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.ctc.frames import CTCHeadConfig
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, CTCHeadConfig
 from drafter.ctc.losses import prefix_loss
 from drafter.heads.losses import Labels
 from drafter.target.model import BaseModel

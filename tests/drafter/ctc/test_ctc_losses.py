@@ -194,7 +194,7 @@ def lattice_table(seed: int, frames: int, vocabulary: int) -> Tensor:
     target=st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
 def test_lattice_equals_enumeration(data: st.DataObject, seed: int, frames: int, band: int, target: list[int]) -> None:
-    """The text itself, hard labels, and labels beside the text."""
+    """Hard labels, which are the text itself, and labels beside the text."""
     table = lattice_table(seed, frames, 2)
     texts = lattice_text_probabilities(lambda j, text: table[j - 1, text[-1] if text else 2].tolist(), frames, 2, band)
     exact = prefix_probabilities(texts, 4)
@@ -203,9 +203,8 @@ def test_lattice_equals_enumeration(data: st.DataObject, seed: int, frames: int,
     for u in range(min(len(target), frames)):
         assert prefixes[u] == pytest.approx(exact[tuple(target[: u + 1])])
     lengths, choices = torch.tensor([len(target)]), data.draw(soft(len(target), 2))
-    hard, beside = (lattice_choices(table, target, labels, band) for labels in (sure(target), choices))
-    for labels, said in ((sure(target), None), (sure(target), hard), (choices, beside)):
-        loss = lattice_prefix_loss(emit, blank, lengths, frames, choices=said)
+    for labels in (sure(target), choices):
+        loss = lattice_prefix_loss(emit, blank, lengths, frames, lattice_choices(table, target, labels, band))
         total, weight = expected_prefix_loss(exact, target, labels)
         assert loss.total.item() == pytest.approx(total)
         assert loss.weight.item() == pytest.approx(weight)
@@ -236,8 +235,9 @@ def lattice_choices(table: Tensor, target: list[int], choices: Choices, band: in
 def test_padding_of_a_lattice_does_not_count() -> None:
     table = lattice_table(3, 4, 3)
     emit, blank = lattice_inputs(table, [0, 1, 2], 2)
-    whole = lattice_prefix_loss(emit, blank, torch.tensor([2]), 4)
-    short = lattice_prefix_loss(emit[:, :2], blank[:, :2], torch.tensor([2]), 4)
+    said, probs = lattice_choices(table, [0, 1, 2], sure([0, 1, 2]), 2)
+    whole = lattice_prefix_loss(emit, blank, torch.tensor([2]), 4, (said, probs))
+    short = lattice_prefix_loss(emit[:, :2], blank[:, :2], torch.tensor([2]), 4, (said[:, :2], probs[:, :2]))
     assert whole.total.item() == pytest.approx(short.total.item())
     assert whole.weight.item() == pytest.approx(1.8)
 
@@ -245,13 +245,13 @@ def test_padding_of_a_lattice_does_not_count() -> None:
 @pytest.mark.parametrize("kind", ["the text", "soft"])
 def test_lattice_gradients(kind: str) -> None:
     text, choices = [0, 0, 2, 1], [{0: 0.5, 1: 0.5}, {0: 0.25, 2: 0.75}, {1: 1.0, 2: 0.0}, {1: 0.5, 0: 0.5}]
+    choices = choices if kind == "soft" else sure(text)
     table = lattice_table(0, 3, 3)
     emit, blank = lattice_inputs(table, text, 2)
     said, probs = lattice_choices(table, text, choices, 2)
     inputs = tuple(tensor.clone().requires_grad_() for tensor in (emit, blank, said))
 
     def loss(emit: Tensor, blank: Tensor, said: Tensor) -> Tensor:
-        labels = (said, probs) if kind == "soft" else None
-        return lattice_prefix_loss(emit, blank, torch.tensor([4]), 3, choices=labels).total
+        return lattice_prefix_loss(emit, blank, torch.tensor([4]), 3, (said, probs)).total
 
     assert torch.autograd.gradcheck(loss, inputs)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter import devices
-from drafter.ctc.frames import FrameLattice, is_factored, label_factor
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, FrameLattice, is_factored, label_factor
 from drafter.heads.losses import OutputLayer
 from drafter.target.model import BaseModel
 from tests.drafter.ctc.test_native_search import KINDS_WITH_CONTEXT, sharp_head

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.ctc.frames import FrameLattice, NativeSearch
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, FrameLattice, NativeSearch
 from drafter.ctc.lattice import best_lattice_trie
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
@@ -107,7 +106,7 @@ def test_a_row_that_is_not_finite_drafts_nothing_and_harms_no_other(tiny_base: B
 def test_a_table_that_is_too_large_is_not_made(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("drafter.ctc.frames.MOST_ENTRIES", 97 * 24 - 1)
+    monkeypatch.setattr("drafter.ctc.head.MOST_ENTRIES", 97 * 24 - 1)
     head = make_head(tiny_base, "context 1")
     assert isinstance(head, CTCHead)
     with caplog.at_level(logging.WARNING):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from drafter.methods.cacheback import drafter as cacheback
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.statistics import StageTimes
+from tests.support.slots import enter
 
 ROWS = 640
 _SLOTS, _PROMPT, _STEPS = 16, 20, 1
@@ -30,7 +30,7 @@ def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
         texts = [[rng.randrange(_TOKENS) for _ in range(_PROMPT)] for _ in range(_SLOTS)]
         drafter.remember([[rng.randrange(_TOKENS) for _ in range(_PROMPT)]])
         for slot, text in enumerate(texts):
-            drafter.enter(slot, np.array(text))
+            enter(drafter, slot, text)
         for _ in range(_STEPS):
             lengths = [len(text) - 1 for text in texts]
             context = DraftContext(torch.tensor(texts), None, torch.tensor(lengths), lengths)

@@ -86,7 +86,7 @@ def test_what_drafters_keep_is_in_the_plan(tiny_base: BaseModel) -> None:
     head = make_head(tiny_base, "ctc").drafter(tiny_base, 7)
     one = engine_sizes(tiny_base, head.spec, EngineConfig(max_num_seqs=4), 96, 0)
     head.open(Loan(tiny_base, 4, one.length, None, StageTimes()))
-    cached = head._cache.nbytes  # type: ignore[attr-defined]
+    cached = head._reader._cache.nbytes  # type: ignore[attr-defined]
     assert 0 < one.draft_kv * 4 * one.length <= cached < one.draft_kv * 4 * (one.length + 32)
     assert one.hidden == tiny_base.hidden_size * tiny_base.dtype.itemsize
     both = engine_sizes(tiny_base, MergedDrafter(head, head).spec, EngineConfig(max_num_seqs=4), 96, 0)

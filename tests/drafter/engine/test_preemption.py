@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, MergedDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
@@ -49,8 +49,11 @@ class Small(Drafter):
     def __init__(self, inner: Drafter, rows: int) -> None:
         self._inner, self._rows = inner, rows
         self.spec = inner.spec
-        self.open, self.enter, self.move = inner.open, inner.enter, inner.move  # type: ignore[method-assign]
-        self.copy, self.clear, self.prepare = inner.copy, inner.clear, inner.prepare  # type: ignore[method-assign]
+        self.prepare = inner.prepare  # type: ignore[method-assign]
+
+    def open(self, loan: Loan) -> None:
+        self._inner.open(loan)
+        self.slots = self._inner.slots
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         tree = self._inner.propose(context, ask)  # so that its memory has moved on when the step fails

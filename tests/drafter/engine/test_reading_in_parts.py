@@ -21,7 +21,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
-from drafter.heads.attention import AttentionDrafter, AttentionModule
+from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.methods.draft_models.drafter import ModelDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
@@ -111,9 +111,9 @@ def test_frames_are_the_same(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     module = AttentionModule(tiny_base.hidden_size, 5, num_layers=2, num_heads=2, intermediate_size=40, rope_theta=1e4)
     module.requires_grad_(False)
-    masked = AttentionDrafter(module, tiny_base, 5)
+    masked = AttentionReader(module, tiny_base, 5)
     read_in_parts(monkeypatch)
-    in_parts = AttentionDrafter(module, tiny_base, 5)
+    in_parts = AttentionReader(module, tiny_base, 5)
     assert (masked.bounded, in_parts.bounded) == (True, False)
     tokens, hidden = sequence(tiny_base, 3, 60)
     for drafter in (masked, in_parts):

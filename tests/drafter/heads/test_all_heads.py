@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +37,7 @@ from tests.support.heads import (
 )
 from tests.support.marks import slow_but
 from tests.support.models import random_prompts, run_engine
+from tests.support.slots import enter, move
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
 MAIN_KINDS = [kind for kind in KINDS if kind not in VARIANTS]
@@ -69,14 +69,14 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
     rows = [0, 1, 2]  # the sequence in each slot
     lengths = [rng.randrange(0, 40) for _ in rows]
     for slot in range(slots):
-        drafter.enter(slot, np.empty(0, dtype=np.int64))
+        enter(drafter, slot)
     for step in range(6):
         if step == 2:  # a new request in slot 1
             rows[1], lengths[1] = 4, rng.randrange(0, 30)
-            drafter.enter(1, np.empty(0, dtype=np.int64))
+            enter(drafter, 1)
         if step == 4:  # slot 0 ends; the last row takes its place
             rows[0], lengths[0] = rows.pop(), lengths.pop()
-            drafter.move(2, 0)
+            move(drafter, 2, 0)
         # What lies beyond a row's length is stale: make sure that nobody reads it.
         place, pending = torch.arange(length), torch.tensor(lengths)[:, None]
         context = DraftContext(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafter.drafters.contract import DraftContext, Loan
-from drafter.heads.attention import AttentionDrafter, AttentionModule
+from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.heads import sequence
@@ -77,13 +77,13 @@ def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -
 
 
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
-    drafter = module.drafter(tiny_base, 5)
-    assert isinstance(drafter, AttentionDrafter)
-    drafter.open(Loan(tiny_base, 2, 40, None, StageTimes()))
-    place = drafter._cache.data_ptr()
+    reader = module.reader(tiny_base, 5)
+    assert isinstance(reader, AttentionReader)
+    reader.open(Loan(tiny_base, 2, 40, None, StageTimes()))
+    place = reader._cache.data_ptr()
     tokens, hidden = sequence(tiny_base, 2, 40)
     for length in (3, 9, 20, 39):
         context = DraftContext(tokens, hidden, torch.tensor([length, 3]), [length, 3])
-        drafter.prepare(context)
-        drafter.read(context)
-    assert drafter._cache.data_ptr() == place
+        reader.prepare(context)
+        reader.read(context)
+    assert reader._cache.data_ptr() == place

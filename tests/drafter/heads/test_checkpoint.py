@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drafter.ctc.frames import CTCHeadConfig
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, CTCHeadConfig
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drafter.drafters.contract import DraftContext
-from drafter.heads.frame_head import LastHidden, ResidualBlocks, _LastHiddenDrafter, hidden_before
+from drafter.heads.frame_head import LastHidden, ResidualBlocks, hidden_before
 
 HIDDEN = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [5.0], [6.0]]])
 
@@ -17,7 +17,7 @@ def test_the_state_before_an_anchor() -> None:
 
 def test_the_newest_state_is_that_before_the_pending_token() -> None:
     context = DraftContext(torch.zeros(2, 3, dtype=torch.long), HIDDEN, torch.tensor([0, 2]), [0, 2])
-    assert _LastHiddenDrafter(LastHidden(), torch.float32).read(context)[..., 0].tolist() == [[0.0], [5.0]]
+    assert LastHidden().read(context)[..., 0].tolist() == [[0.0], [5.0]]
 
 
 def test_the_last_hidden_state_is_a_frame() -> None:

@@ -1,4 +1,4 @@
-"""The native drafter computes the frames of the one in PyTorch."""
+"""The native reader computes the frames of the one in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.drafters.contract import DraftContext, Loan
-from drafter.heads.attention import AttentionDrafter, AttentionModule, NativeAttentionDrafter
+from drafter.heads.attention import AttentionModule, AttentionReader, NativeAttentionReader
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.heads import sequence
@@ -34,17 +34,17 @@ def module_of(base: BaseModel, heads: int = 2) -> AttentionModule:
 def test_the_same_frames(tiny_base: BaseModel, steps: list[list[int]], count: int) -> None:
     """After prompts of different lengths, and then after steps of a few tokens each."""
     module = module_of(tiny_base)
-    drafters = AttentionDrafter(module, tiny_base, 5), NativeAttentionDrafter(module, tiny_base, 5)
+    readers = AttentionReader(module, tiny_base, 5), NativeAttentionReader(module, tiny_base, 5)
     tokens, hidden = sequence(tiny_base, 3, 60)
-    for drafter in drafters:
-        drafter.open(Loan(tiny_base, 3, 60, None, StageTimes()))
+    for reader in readers:
+        reader.open(Loan(tiny_base, 3, 60, None, StageTimes()))
     lengths = [1, 9, 20]
     for step in [[0, 0, 0], *steps]:
         lengths = [length + more for length, more in zip(lengths, step, strict=True)]
         context = DraftContext(tokens, hidden, torch.tensor(lengths), lengths)
-        for drafter in drafters:
-            drafter.prepare(context)
-        ours, theirs = (drafter.read(context, count) for drafter in drafters)
+        for reader in readers:
+            reader.prepare(context)
+        ours, theirs = (reader.read(context, count) for reader in readers)
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
@@ -54,23 +54,24 @@ def test_rows_of_other_slots_and_copies(tiny_base: BaseModel) -> None:
     module = module_of(tiny_base)
     tokens, hidden = sequence(tiny_base, 1, 40)
     tokens, hidden = tokens.expand(2, -1).contiguous(), hidden.expand(2, -1, -1).contiguous()
-    drafter = module.drafter(tiny_base, 5)
-    assert isinstance(drafter, NativeAttentionDrafter)
-    drafter.open(Loan(tiny_base, 2, 40, None, StageTimes()))
+    reader = module.reader(tiny_base, 5)
+    assert isinstance(reader, NativeAttentionReader)
+    reader.open(Loan(tiny_base, 2, 40, None, StageTimes()))
     alone = DraftContext(tokens[:1], hidden[:1], torch.tensor([30]), [30])
-    drafter.prepare(alone)
-    expected = drafter.read(alone)
-    drafter.enter(1, np.empty(0, dtype=np.int64))
-    drafter.copy(0, 1, 28)
+    reader.prepare(alone)
+    expected = reader.read(alone)
+    for state in reader.slots:
+        state.enter(1, np.empty(0, dtype=np.int64))
+        state.copy(0, 1, 28)
     both = DraftContext(tokens, hidden, torch.tensor([30, 30]), [30, 30])
-    drafter.prepare(both)
-    frames = drafter.read(both)
+    reader.prepare(both)
+    frames = reader.read(both)
     torch.testing.assert_close(frames[0], expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(frames[1], expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_heads_of_other_sizes_are_read_by_pytorch(tiny_base: BaseModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        drafter = module_of(tiny_base, heads=8).drafter(tiny_base, 5)
-    assert type(drafter) is AttentionDrafter
+        reader = module_of(tiny_base, heads=8).reader(tiny_base, 5)
+    assert type(reader) is AttentionReader
     assert "no attention for heads of 4 numbers" in caplog.text

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +20,7 @@ from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.models import run_engine
+from tests.support.slots import enter, move
 from tests.support.trees import check_slice_contract
 
 
@@ -93,7 +93,7 @@ def test_a_passage_is_copied_though_its_tokens_stand_elsewhere_too() -> None:
     drafter = CachebackDrafter(8, isolated=True)
     drafter.open(Loan(Mock(), 1, 1000, None, StageTimes()))
     text = [*passage, *elsewhere, *passage[:4]]
-    drafter.enter(0, np.array(text))
+    enter(drafter, 0, text)
     tree = proposed(drafter, text, 8)
     assert tuple(passage[4:12]) in paths_of(tree)
 
@@ -101,7 +101,7 @@ def test_a_passage_is_copied_though_its_tokens_stand_elsewhere_too() -> None:
 def test_a_loop_is_followed_as_soon_as_its_first_token_has_come_again() -> None:
     drafter = CachebackDrafter(4, isolated=True)
     drafter.open(Loan(Mock(), 1, 100, None, StageTimes()))
-    drafter.enter(0, np.array([5, 6]))
+    enter(drafter, 0, [5, 6])
     drafter.observe(Committed([0], [[7]]))
     drafter.observe(Committed([0], [[5]]))
     assert (6, 7, 5, 6) in paths_of(proposed(drafter, [5, 6, 7, 5], 4))
@@ -111,13 +111,13 @@ def test_what_has_ended_while_others_drafted_is_learned_but_for_the_oldest() -> 
     drafter = CachebackDrafter(4)
     drafter.open(Loan(Mock(), 2, 100, None, StageTimes()))
     old, new = [1, 2, 3, 4], [11, 12, 13, 14]
-    drafter.enter(0, np.array(old))
+    enter(drafter, 0, old)
     for _ in range(cacheback._UNREAD // 1000 + 1):
-        drafter.enter(0, np.array([0] * 1000))
-    drafter.enter(0, np.array(new[:2]))
+        enter(drafter, 0, [0] * 1000)
+    enter(drafter, 0, new[:2])
     drafter.observe(Committed([0], [new[2:]]))
-    drafter.enter(1, np.array([9]))
-    drafter.move(1, 0)
+    enter(drafter, 1, [9])
+    move(drafter, 1, 0)
     drafter.observe(Committed([0], [[11]]))
     assert (12, 13, 14) in paths_of(proposed(drafter, [9, 11], 4))
     drafter.observe(Committed([0], [[1]]))
@@ -131,7 +131,7 @@ def test_what_is_learned_does_not_depend_on_the_steps_in_which_it_came(steps: li
     for pieces in ([text], steps):
         drafter = CachebackDrafter(8)
         drafter.open(Loan(Mock(), 1, 100, None, StageTimes()))
-        drafter.enter(0, np.array(pieces[0]))
+        enter(drafter, 0, pieces[0])
         for piece in pieces[1:]:
             drafter.observe(Committed([0], [piece]))
         trees.append(proposed(drafter, text, 8))

@@ -131,7 +131,7 @@ def test_the_cache_is_that_of_a_model_that_has_read_the_text_alone(family: str) 
     while not engine.idle:
         engine.step()
         for slot in range(len(engine.scheduler.active)):
-            known = min(member._cached[slot], int(engine.batch.lengths[slot]))
+            known = min(member._entries.known[slot], int(engine.batch.lengths[slot]))
             fresh = base.new_cache(1, 64)
             base.prefill(fresh, 0, [engine.batch.tokens[slot, :known]])
             ours, wanted = member.cache.layers(), fresh.layers()

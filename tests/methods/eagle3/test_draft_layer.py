@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from drafter.methods.eagle3.head import KnownTexts, attend, sees_entries
+from drafter.methods.eagle3.head import DraftLayer, Eagle3HeadConfig, Projected, Rollout, sees_entries
 
 
 def test_text_and_draft_have_one_softmax() -> None:
@@ -18,7 +18,11 @@ def test_text_and_draft_have_one_softmax() -> None:
     anchors = torch.tensor([0, 2, 4, 1, 3, 3])
     sees_texts = sees_entries(torch.arange(length), anchors)
     sees = torch.tensor([[True, True, False], [False, True, True]]).expand(6, -1, -1)
-    found = attend(queries, KnownTexts(texts[0], texts[1], sees_texts), own_keys, own_values, sees)
+    layer = DraftLayer(Eagle3HeadConfig(16, 9, hidden_layers=(0,), num_kv_heads=groups))
+    pending = Projected(queries[:, 0], own_keys[:, 0], own_values[:, 0], torch.zeros(6, 16))
+    rollout = Rollout(layer, texts[0], texts[1], sees_texts, pending, torch.zeros(1, 2, size))
+    rollout._keys, rollout._values = own_keys, own_values
+    found = rollout.attend(queries, sees)
     for draft in range(6):
         keys, values = (
             torch.cat([one[draft // 3], other[draft]]) for one, other in zip(texts, (own_keys, own_values), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -19,11 +19,11 @@ from drafter.drafters.contract import (
     Committed,
     DraftContext,
     Drafter,
-    Ids,
     Loan,
     MergedDrafter,
     PlainDecoding,
     Renewal,
+    SlotState,
 )
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -143,21 +143,9 @@ class Compared(Drafter):
         self.changing.open(loan)
         self.other.open(loan)
 
-    def enter(self, slot: int, text: Ids) -> None:
-        self.changing.enter(slot, text)
-        self.other.enter(slot, text)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self.changing.copy(source, target, length)
-        self.other.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        self.changing.move(source, target)
-        self.other.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        self.changing.clear(slot)
-        self.other.clear(slot)
+    @property
+    def slots(self) -> Sequence[SlotState]:  # type: ignore[override]
+        return [*self.changing.slots, *self.other.slots]
 
     def observe(self, committed: Committed) -> None:
         self.changing.observe(committed)

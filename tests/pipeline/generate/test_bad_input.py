@@ -15,8 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafter.ctc.frames import CTCHeadConfig
-from drafter.ctc.head import CTCHead
+from drafter.ctc.head import CTCHead, CTCHeadConfig
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from jobs.generate import main

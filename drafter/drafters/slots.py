@@ -1,0 +1,88 @@
+"""State of a drafter for each slot: tensors with a position for each token, and Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from drafter.drafters.contract import DraftContext, Ids, SlotState
+
+T = TypeVar("T")
+NO_TEXT: Ids = np.zeros(0, dtype=np.int64)
+
+
+class SlotTensors(SlotState):
+    """Tensors `[slots, L, ...]`, such as keys and values, whose entry of a token follows from the text up to it.
+
+    Args:
+        tensors: Buffers, or views of them; see `KVCache.by_slot`.
+        usual: Tokens that an ordinary step reads of a row at most.
+        behind: Positions that it writes behind the tokens that it has read, at most.
+
+    Attributes:
+        known: Tokens of each slot that have been read.
+        new: `[B]` tokens of each row that the next step has to read, the pending one at least.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], usual: int, behind: int) -> None:
+        self._tensors, self._usual, self._behind = tensors, usual, usual + behind
+        self.known = [0] * len(tensors[0])
+        self.new = np.zeros(0, dtype=np.int64)
+
+    def enter(self, slot: int, text: Ids) -> None:
+        if known := self.known[slot]:
+            # The drafter's own numbers may not be finite where the target model's are.
+            for tensor in self._tensors:
+                tensor[slot, : known + self._behind] = 0
+        self.known[slot] = 0
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.known[target] = known = min(self.known[source], length)
+        for tensor in self._tensors:
+            tensor[target, :known] = tensor[source, :known]
+
+    def move(self, source: int, target: int) -> None:
+        self.enter(target, NO_TEXT)
+        self.copy(source, target, self.known[source])
+
+    def advance(self, context: DraftContext) -> tuple[Ids, Ids]:
+        """Set `new`, and count all tokens of the context as known.
+
+        Returns:
+            Rows with more unread tokens than an ordinary step reads, and how many, the pending ones included. These
+            are to be read now, and again the pending ones in the step.
+        """
+        lengths = np.array(context.host_lengths, dtype=np.int64)
+        unread = lengths + (context.ahead + 1) - np.array(self.known[: len(lengths)], dtype=np.int64)
+        late = unread > self._usual
+        self.new = np.where(late, 1, unread.clip(1))
+        self.known[: len(lengths)] = (lengths + 1).tolist()
+        rows = late.nonzero()[0]
+        return rows, unread[rows]
+
+
+class SlotObjects(SlotState, Generic[T]):
+    """A Python object for each sequence.
+
+    Args:
+        begin: Makes the object of a text. An empty slot has that of an empty text.
+        end: Called with the object of a sequence that is over.
+
+    Attributes:
+        rows: The objects by slot.
+    """
+
+    def __init__(self, slots: int, begin: Callable[[Ids], T], end: Callable[[T], None] = lambda one: None) -> None:
+        self._begin, self._end = begin, end
+        self.rows = [begin(NO_TEXT) for _ in range(slots)]
+
+    def enter(self, slot: int, text: Ids) -> None:
+        self._end(self.rows[slot])
+        self.rows[slot] = self._begin(text)
+
+    def move(self, source: int, target: int) -> None:
+        self._end(self.rows[target])
+        self.rows[target], self.rows[source] = self.rows[source], self._begin(NO_TEXT)
