@@ -66,6 +66,15 @@ class Ask:
     nodes: int  # draft tokens of each row's tree; the root is not counted
     least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
     member: int = 0  # index of the drafter's `members` that drafts
+    shadow: Ask | None = None  # draft that is not verified: the text that follows will show what it was worth
+
+
+@dataclass(frozen=True)
+class MeasuredWorth:
+    """Accepted draft tokens per tree on held-out text, by the number of draft tokens."""
+
+    nodes: tuple[int, ...]  # `[K]`, rising
+    accepted: tuple[float, ...]  # `[K]`
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,11 @@ class Drafter(ABC):
     def withheld(self) -> tuple[int, ...]:
         """Indices of `members` that must not draft before their weights are renewed."""
         return ()
+
+    @property
+    def known(self) -> tuple[MeasuredWorth | None, ...]:
+        """Worth on held-out text of its members, or of itself; None where it was not measured."""
+        return (None,)
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
         """Allocate for the loan's slots. Called once, before everything else."""
@@ -342,6 +356,11 @@ class ChoosingDrafter(MergedDrafter):
     @property
     def withheld(self) -> tuple[int, ...]:
         return tuple(place for place, member in enumerate(self._groups) if not all(one.drafts for one in member))
+
+    @property
+    def known(self) -> tuple[MeasuredWorth | None, ...]:
+        """Worth of each member; one that drafts together brings at least what its first drafter does."""
+        return tuple(group[0].known[0] for group in self._groups)
 
     def select(self, member: int) -> None:
         self._chosen = member
