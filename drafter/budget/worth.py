@@ -52,7 +52,8 @@ class Worth:
     def believe(self, measured: MeasuredWorth) -> None:
         """Begin with what was measured on other text: enough to draft by, and soon outweighed."""
         self.evidence, self._weight = ENOUGH, np.full(len(self.nodes), _MEASURED)
-        self.gain = np.interp(self.nodes, [0, *measured.nodes], [0.0, *measured.accepted])
+        known = np.log1p([0, *measured.nodes])
+        self.gain = np.interp(self._growth, known, [0.0, *measured.accepted])
 
     def learn(self, scored: ScoredTrees) -> None:
         count, asked = scored.accepted.shape

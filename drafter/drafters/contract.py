@@ -156,6 +156,8 @@ class Drafter(ABC):
     spec: DraftSpec
     members: tuple[str, ...] = ()
     """Names of the drafters among which a budget chooses; empty for a single drafter."""
+    known: tuple[MeasuredWorth | None, ...] = (None,)
+    """Worth of its members' trees, or of its own, on held-out text; None where that was not measured."""
     drafts: bool = True
     """False while it has nothing to draft with: it started without trained weights and waits for a hot swap."""
 
@@ -168,11 +170,6 @@ class Drafter(ABC):
     def withheld(self) -> tuple[int, ...]:
         """Indices of `members` that must not draft before their weights are renewed."""
         return ()
-
-    @property
-    def known(self) -> tuple[MeasuredWorth | None, ...]:
-        """Worth on held-out text of its members, or of itself; None where it was not measured."""
-        return (None,)
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
         """Allocate for the loan's slots. Called once, before everything else."""
@@ -348,6 +345,8 @@ class ChoosingDrafter(MergedDrafter):
         self.members = (*drafters, *map("+".join, together))
         self._of_members: list[tuple[Drafter, ...]] = [(one,) for one in self.drafters]
         self._of_members += [tuple(drafters[name] for name in names) for names in together]
+        # Those that draft together bring at least what the first one does.
+        self.known = tuple(group[0].known[0] for group in self._of_members)
 
     @property
     def _groups(self) -> Sequence[tuple[Drafter, ...]]:
@@ -356,11 +355,6 @@ class ChoosingDrafter(MergedDrafter):
     @property
     def withheld(self) -> tuple[int, ...]:
         return tuple(place for place, member in enumerate(self._groups) if not all(one.drafts for one in member))
-
-    @property
-    def known(self) -> tuple[MeasuredWorth | None, ...]:
-        """Worth of each member; one that drafts together brings at least what its first drafter does."""
-        return tuple(group[0].known[0] for group in self._groups)
 
     def select(self, member: int) -> None:
         self._chosen = member
