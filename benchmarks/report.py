@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import budgets, costs, draws, searches, speed
+from benchmarks import costs, draws, never_slower, searches, speed
 from benchmarks.endpoint import serving
 from benchmarks.generation_jobs import learning, scale
 from benchmarks.gpu import page
@@ -26,7 +26,7 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     learning.LEARNING_FILE: learning.write_table,
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
-    budgets.RECORD_FILE: budgets.write_table,
+    never_slower.RECORD_FILE: never_slower.write_table,
     costs.COSTS_FILE: costs.write_report,
     draws.DRAWS_FILE: draws.write_table,
     searches.SEARCHES_FILE: searches.write_table,

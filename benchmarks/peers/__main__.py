@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.budgets import QUESTIONS
 from benchmarks.peers.cells import Cell
 from benchmarks.peers.contenders import PEERS, Contender, contenders
 from benchmarks.peers.environments import PeerError, cache_folder, python_of
@@ -39,6 +38,9 @@ from drafter.text.tokenizers import load_tokenizer
 
 RECORD_FILE, TABLE_FILE, PLOT_FILE = "peers.json", "peers.md", "peers.png"
 CONTEXTS = ("short", "long")
+QUESTIONS = tuple(
+    Path(__file__).resolve().parents[2] / "data" / file for file in ("gsm8k/test.jsonl", "chat-prompts/questions.jsonl")
+)
 _FEWEST = 8
 """Least number of prompts. A larger batch has as many as fill it."""
 

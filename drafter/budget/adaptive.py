@@ -1,281 +1,371 @@
-"""Adapts the number of draft tokens to what pays, and retries with exponential back-off where drafting does not."""
+"""Chooses each step's drafter and number of draft tokens: those that give most tokens per second.
+
+A step in which member m of the drafter drafts k tokens per row emits `tokens[m, k]` per row and takes `seconds[m, k]`.
+The largest ratio wins; k = 0 is plain decoding. What trees are worth is learnt from every tree that is verified. Of
+members that do not draft it is learnt from shadow drafts, which are not verified but compared with the text that
+follows: output never depends on the drafter, so this tells what verification would have told. Where a verified draft
+is expected to lose less than a shadow draft takes, it is verified. Both are charged to an allowance, a small share of
+the time so far.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from drafter.budget.contract import Floats, StepLoad, StepObservation, StepSeconds
-from drafter.budget.latency_table import LatencyTable, StepCosts
-from drafter.drafters.contract import Ask
-from drafter.statistics import BatchChoice, StepSums, Verdict
+from drafter.budget.contract import Floats, StepLoad, StepObservation
+from drafter.budget.latency_table import Latencies, LatencyTable
+from drafter.budget.worth import ENOUGH, Worth
+from drafter.drafters.contract import Ask, MeasuredWorth
+from drafter.statistics import PLAIN, BatchChoice, MemberView, StepSums, Verdict
 
-_MOST_DOUBLINGS = 2
-"""A pause doubles this many times at most."""
 _PACE = 0.03
-"""EMA weight of the newest step. Low, because acceptance is noisy."""
-_TRIED_TREES = 8
-"""Drafting may be given up after this many trees. Earlier estimates count for as many."""
-_FEWEST_STEPS = 2
-"""Fewest drafted steps that are evidence, however many trees each of them has."""
-HOPELESS = 0.8
-"""Drafting is hardly worth a try below this share of another rate."""
+"""EMA weight of the newest step in latencies. Low, because the machine does other work."""
+_TRUST, _TRUST_DRAFTING = 8, 1
+"""The latencies measured at start count for so many steps, those of drafting for fewer: they depend on the text."""
+_MOST = 4.0
+"""A step's time ÷ its expected latency is clamped to this, either way: the process may have been stopped."""
 _FIRST_RUN, _NEXT_RUN = 64, 1024
 """Drafted steps before the first run of plain ones, and between two, which measure a plain step while drafting pays."""
 _RUN = 8
 """Plain steps of a run."""
+_RUN_PACE = 0.12
+"""EMA weight of their steps, of which there are few."""
+_SURPRISE = 0.05
+"""Change of a plain step's latency by a run after which the next run comes soon."""
 _COLD = 2
-"""First plain steps after drafted ones are not representative: little of the model is in the processor's caches."""
-_TRUST = 8
-"""The latency measured at start counts for this many plain steps."""
-_MOST = 2.0
-"""A step's time ÷ its expected latency is clamped to this, either way: the process may have been stopped."""
-_LOOKS = 0.015
-"""Share of the time that may be lost by trying drafting again where it did not pay."""
-_LONGEST_PAUSE = 4096
-"""Most plain steps until drafting is tried again."""
+"""First plain steps after drafts are not representative: little of the model is in the processor's caches."""
+_SHARE = 0.0075
+"""Share of the time that exploring may lose, all members together."""
+_FIRST = 1.0
+"""Plain steps that exploring may lose beyond that share: a run's first steps decide much."""
+_BETTER = 1.02
+"""A member must promise this many times the leader's rate to take its place."""
+_DOUBTFUL = 4
+"""A member that is probably slower costs so many times less than one that may be faster."""
+_WIDER = 16
+"""One step in so many asks for more draft tokens: smaller trees do not show what larger ones would bring."""
+_PERIOD = 4
+"""Steps between two that explore a member of which there is evidence."""
+_HOLDS = 16
+"""Plain steps for which a plan holds if nothing was learnt of trees meanwhile."""
+_FAR = 32
+"""Tokens by which texts may have grown since."""
 
 
-@dataclass
-class Pause:
-    """Exponential back-off between retries: the steps `left`, and the `failures` that lengthen the next pause."""
+@dataclass(frozen=True)
+class Plan:
+    """The choice at a load: what to ask for, and what to explore."""
 
-    left: int = 0
-    failures: int = 0
+    load: StepLoad
+    ask: Ask  # of what is fastest
+    wider: Ask  # the same with the next larger number of draft tokens
+    rate: float  # its tokens per second and row
+    explore: Ask | None  # None where no other member can be faster
+    price: float  # seconds that exploring is expected to lose
 
-    def begin(self, steps: int, longest: int) -> None:
-        """Begin a pause of `steps` steps after a first failure; of more after others, but at most `longest`."""
-        self.left = min(steps << self.failures, longest)
-        self.failures = min(self.failures + 1, _MOST_DOUBLINGS)
-
-    def step(self) -> None:
-        self.left = max(self.left - 1, 0)
-
-    def forget(self) -> None:
-        self.left = self.failures = 0
-
-
-def steps_to_see(trees: int, rows: int) -> int:
-    """Return the drafted steps of `rows` rows that make so many trees, and enough steps to be evidence."""
-    return max(math.ceil(trees / rows), _FEWEST_STEPS)
+    def holds(self, load: StepLoad) -> bool:
+        same = (self.load.rows, self.load.choosing) == (load.rows, load.choosing)
+        return same and abs(self.load.length - load.length) < _FAR
 
 
 @dataclass
 class Band:
-    """Estimates for steps of about `rows` rows."""
+    """Steps of about `rows` rows: how their latencies differ from the table's, and what was chosen."""
 
     rows: int
-    nodes: npt.NDArray[np.int64]  # `[M]` numbers of draft tokens, rising from 0
-    costs: StepCosts
-    gain: Floats  # `[M]` accepted tokens per row that the drafter promises of each number
-    slower: Floats  # `[M]` time of a step with each number ÷ its latency by the table
-    promised: float = 0.0  # EMA of the accepted tokens per row that trees promised; 0 before the first one
-    came_true: float = 0.0  # EMA of the accepted tokens that they brought
-    seen: int = 0  # drafted steps since the start or the last pause
-    lost: float = 0.0  # seconds of the first of these beyond plain decoding's for as many tokens
-    pause: Pause = field(default_factory=Pause)  # plain steps before drafting is tried again
-    entered: bool = False
+    slower: Floats  # `[M]` time of a step without its drafting ÷ the table's
+    slower_drafting: Floats  # `[members]` time of drafting ÷ the table's
+    told: npt.NDArray[np.int64]  # `[M]` timed steps of each number of draft tokens
+    told_drafting: npt.NDArray[np.int64]  # `[members]` timed drafts
+    leader: int | None = None  # the member that drafts where drafting pays; None before there is evidence
     until_run: int = _FIRST_RUN  # drafted steps before the next run of plain ones
     run: int = 0  # plain steps left of such a run
-    plain: int = 0  # plain steps since the last drafted one
-    told: int = 0  # plain steps that have been timed
-    verdict: Verdict | None = None
+    before_run: float = 1.0  # `slower[0]` before it
+    plain: int = 0  # plain steps since the last draft
+    explored: int = 0  # steps that explored
+    plan: Plan | None = None
+    age: int = 0  # plain steps since the plan was made
     sums: StepSums = field(default_factory=StepSums)
 
-    def tokens(self) -> Floats:
-        """Tokens `[M]` per row to expect of each number of draft tokens."""
-        # A tree that promises nothing does not show which share of promises comes true.
-        return 1.0 + (self.came_true / self.promised if self.promised else 1.0) * self.gain
+    def correct(self, size: int, taken: float, expected: float, weight: float = 1.0) -> None:
+        """Learn from the time of a step, without its drafting, that had the `size`-th number of draft tokens."""
+        self.told[size] += 1
+        pace = max(_RUN_PACE if self.run else _PACE, 1 / (_TRUST + self.told[size]))
+        self.slower[size] *= _correction(taken, expected, weight * pace)
 
-    def seconds(self, load: StepLoad) -> Floats:
-        """Seconds `[M]` to expect of a step with each number of draft tokens."""
-        return self.slower * self.costs.seconds(load, self.tokens())
-
-    def step_seconds(self, load: StepLoad, nodes: int) -> float:
-        """Seconds to expect of a step with `nodes` draft tokens, one of the table's numbers."""
-        return float(self.seconds(load)[self.nodes.searchsorted(nodes)])
-
-    def rates(self, load: StepLoad) -> Floats:
-        """Tokens per second and row `[M]` to expect of each number of draft tokens."""
-        return self.tokens() / self.seconds(load)
-
-    def best(self, load: StepLoad) -> tuple[float, int]:
-        """Largest of `rates` and its number of draft tokens; 0 is plain decoding."""
-        rates = self.rates(load)
-        return float(rates.max()), int(self.nodes[rates.argmax()])
-
-    def drafted_rate(self, load: StepLoad) -> float:
-        """Largest of `rates`, plain decoding left out."""
-        return float(self.rates(load)[1:].max())
-
-    def expected_loss(self, load: StepLoad, rate: float) -> float:
-        """Seconds that a drafted step takes beyond what as many tokens take at `rate` tokens per second and row."""
-        rates, seconds = self.rates(load), self.seconds(load)
-        best = 1 + int(rates[1:].argmax())
-        return max(float(seconds[best] * (1 - rates[best] / rate)), 0.0)
-
-    def plan(self, load: StepLoad) -> Ask:
-        """Ask for the best number of draft tokens above 0; for none during pauses and runs of plain steps."""
-        if self.pause.left or self.run:
-            return Ask(0)
-        nodes = int(self.nodes[1 + self.rates(load)[1:].argmax()])
-        return Ask(nodes, 1 / (nodes + 1))
-
-    def begin_like(self, other: Band, load: StepLoad) -> None:
-        """Adopt another batch size's estimates of acceptance, which follow from drafter and text alone."""
-        self.gain = other.gain.copy()
-        self.promised, self.came_true = other.promised, other.came_true
-        self._decide(load)
-        plain = float(self.rates(load)[0])
-        if self.drafted_rate(load) < HOPELESS * plain:
-            self._give_up(load, steps_to_see(_TRIED_TREES, load.rows) * self.expected_loss(load, plain))
-
-    def look_again(self) -> None:
-        """End the pause, if there is one."""
-        self.pause.left = self.seen = 0
-        self.lost = 0.0
-
-    def count(self, step: StepObservation, sums: StepSums) -> None:
-        """Add a step to `sums`, with plain decoding's estimated time for as many tokens."""
-        timed = step.seconds is not None
-        if not step.asked:
-            seconds = step.seconds.rest if step.seconds is not None else self.step_seconds(step.load, 0)
-            sums.add(step.rows, 0, seconds, seconds, timed=timed, plain=True)
+    def correct_drafting(self, member: int, taken: float, by_table: float) -> None:
+        if not by_table:
             return
-        expected = self.seconds(step.load)
-        seconds = float(expected[self.nodes.searchsorted(step.asked)])
-        if step.seconds is not None:
-            seconds = step.seconds.reading + step.seconds.drafting + step.seconds.rest
-        plain = float(expected[0]) * step.tokens / step.rows
-        sums.add(step.rows, int((step.verified > 0).sum()), seconds, plain, timed=timed, plain=False)
+        self.told_drafting[member] += 1
+        pace = max(_PACE, 1 / (_TRUST_DRAFTING + self.told_drafting[member]))
+        self.slower_drafting[member] *= _correction(taken, self.slower_drafting[member] * by_table, pace)
 
-    def learn(self, step: StepObservation) -> None:
-        """Learn what draft tokens are worth and what they cost."""
-        if not step.asked:
-            self._learn_plain(step)
-            return
-        self.plain = 0
-        self.until_run -= step.seconds is not None
-        if not self.until_run:
-            self.until_run, self.run = _NEXT_RUN, _RUN
-        size = int(self.nodes.searchsorted(step.asked))
-        expected = self.seconds(step.load)
-        if step.seconds is not None:
-            correction = _correction(step.seconds, float(expected[size]), _PACE)
-            self.slower[size] *= correction
-            expected[size] *= correction
-        self.seen += 1
-        tries = steps_to_see(_TRIED_TREES, step.rows)
-        accepted = float(step.accepted.sum()) / step.rows
-        if self.seen <= tries:
-            self.lost += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)
-            self.lost -= float(expected[0]) * (1 + accepted)
-        self._learn_gain(size, step, accepted, tries)
-        if self.seen < tries:
-            return
-        if self._decide(step.load).drafts:
-            self.pause.failures = 0
-        else:
-            self._give_up(step.load, self.lost)
 
-    def _learn_plain(self, step: StepObservation) -> None:
-        """Learn what a plain step takes, with little work: a small model makes thousands a second."""
-        self.pause.step()
-        self.run = max(self.run - 1, 0)
-        self.plain += 1
-        if step.seconds is not None and self.plain > _COLD:
-            self.told += 1
-            expected = float(self.slower[0]) * self.costs.plain_seconds(step.load)
-            self.slower[0] *= _correction(step.seconds, expected, max(_PACE, 1 / (_TRUST + self.told)))
-
-    def _learn_gain(self, size: int, step: StepObservation, accepted: float, tries: int) -> None:
-        """Average what a tree of the `size`-th number promised and brought, and extend it to larger trees."""
-        promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
-        known, larger = slice(0, size + 1), slice(size + 1, None)
-        self.gain[known] += max(_PACE, 1 / self.seen) * (promised[self.nodes[known]] - self.gain[known])
-        growth = np.log1p(self.nodes)
-        self.gain[larger] = self.gain[size] * growth[larger] / growth[size]
-        if not self.promised:  # the first promises count as if they had come true in some steps before
-            self.promised = self.came_true = float(promised[-1])
-        pace = max(_PACE, 1 / (self.seen + tries))
-        self.promised += pace * (float(promised[-1]) - self.promised)
-        self.came_true += pace * (accepted - self.came_true)
-
-    def _decide(self, load: StepLoad) -> Verdict:
-        """Set the verdict: drafting pays where (1 + gain) / (1 + cost) > 1."""
-        tokens, seconds = self.tokens(), self.seconds(load)
-        best = 1 + int((tokens / seconds)[1:].argmax())
-        nodes = int(self.nodes[best])
-        cost, gain = float(seconds[best] / seconds[0] - 1), float(tokens[best] - 1)
-        self.verdict = Verdict(nodes, cost / nodes, gain / nodes)
-        return self.verdict
-
-    def _give_up(self, load: StepLoad, lost: float) -> None:
-        """Make plain steps until a retry that costs `lost` seconds is a small share of them."""
-        steps = math.ceil(lost / (_LOOKS * float(self.seconds(load)[0])))
-        self.look_again()
-        self.pause.begin(max(steps, steps_to_see(_TRIED_TREES, load.rows)), _LONGEST_PAUSE)
+def _correction(taken: float, expected: float, pace: float) -> float:
+    """Return the factor on an estimated latency, by an EMA of weight `pace`."""
+    return float(1 + pace * (min(max(taken / expected, 1 / _MOST), _MOST) - 1))
 
 
 class AdaptiveBudget:
-    """Chooses the number of draft tokens of each step, by the latencies of this machine; see `Budget`."""
+    """Chooses by the latencies of this machine and by what trees have been worth; see `Budget`.
 
-    def __init__(self, table: LatencyTable) -> None:
-        self.table = table
-        nodes = np.array(table.nodes)
-        # Accepted tokens grow about as the logarithm of the nodes. How steeply is learnt from the first tree.
-        growth = np.log1p(nodes)
+    Args:
+        table: Latencies of steps.
+        names: Of the drafter's members; one for a single drafter.
+        withheld: Members that must not draft before they are renewed.
+        known: What trees of each member were worth on held-out text; None where nothing was measured.
+        shadows: Drafts need not be verified to be scored: the verifier is lossless, and the host follows each step.
+    """
+
+    def __init__(
+        self,
+        table: LatencyTable,
+        names: Sequence[str] = ("",),
+        *,
+        withheld: Collection[int] = (),
+        known: Sequence[MeasuredWorth | None] = (),
+        shadows: bool = False,
+    ) -> None:
+        self.table, self._names, self._withheld, self._shadows = table, tuple(names), set(withheld), shadows
+        self._nodes = np.array(table.nodes)
+        self._worth = [Worth(self._nodes) for _ in names]
+        for worth, measured in zip(self._worth, known, strict=False):
+            if measured is not None:
+                worth.believe(measured)
+        sizes, members = len(self._nodes), len(names)
         self.bands = [
-            Band(int(rows), nodes, table.costs(int(rows)), growth / 2, np.ones(len(nodes))) for rows in table.batches
+            Band(int(rows), np.ones(sizes), np.ones(members), np.zeros(sizes, np.int64), np.zeros(members, np.int64))
+            for rows in table.batches
         ]
-        self._place_of: dict[int, int] = {}
-
-    def place(self, rows: int) -> int:
-        """Return the index of the measured batch size that is closest to `rows`, in ratio."""
-        if rows not in self._place_of:
-            self._place_of[rows] = int(np.abs(np.log(self.table.batches / rows)).argmin())
-        return self._place_of[rows]
-
-    def band(self, rows: int) -> Band:
-        return self.bands[self.place(rows)]
-
-    def enter(self, load: StepLoad) -> bool:
-        """Begin a batch size, at its first step, with estimates of the nearest other one; return if it has any."""
-        place = self.place(load.rows)
-        band = self.bands[place]
-        known = [] if band.entered else [other for other, one in enumerate(self.bands) if one.promised]
-        band.entered = True
-        if not known:
-            return False
-        band.begin_like(self.bands[min(known, key=lambda other: abs(other - place))], load)
-        return True
+        self._seconds = 0.0  # of all steps
+        self._lost = 0.0  # of them, by exploring
+        self._explored = [0.0] * len(names)  # seconds that exploring each member was expected to lose
+        self._band_of: dict[int, Band] = {}
+        self._latencies_of: dict[int, Latencies] = {}
 
     def plan(self, load: StepLoad) -> Ask:
-        self.enter(load)
-        return self.band(load.rows).plan(load)
+        band = self._band(load.rows)
+        if band.run:
+            return Ask(0)
+        plan = self._planned(band, load)
+        if plan.ask.nodes and band.sums.steps % _WIDER == _WIDER - 1:
+            return plan.wider
+        if plan.explore is None or plan.price > self._allowance(band, load):
+            return plan.ask
+        # A plain step is representative only some steps after a draft.
+        known = self._worth[(plan.explore.shadow or plan.explore).member].evidence >= ENOUGH
+        return plan.ask if known and band.sums.steps % _PERIOD else plan.explore
 
     def observe(self, step: StepObservation) -> None:
-        band = self.band(step.rows)
-        band.count(step, band.sums)
-        band.learn(step)
-
-    def choices(self) -> tuple[BatchChoice, ...]:
-        return tuple(
-            BatchChoice(band.rows, "", 0, (), band.verdict, replace(band.sums))
-            for band in self.bands
-            if band.sums.steps
-        )
+        band = self._band(step.rows)
+        planned = self._planned(band, step.load)
+        seconds = self._learn_drafted(band, step) if step.ask.nodes else self._learn_plain(band, step)
+        if step.ask.nodes and (not planned.ask.nodes or step.ask.member != planned.ask.member):
+            self._explore(band, planned, step.ask.member, seconds - step.tokens / step.rows / planned.rate)
+        if step.ask.shadow is not None and step.shadow is not None:
+            seconds += step.shadow.all
+            self._explore(band, planned, step.ask.shadow.member, step.shadow.all)
+            by_table = self._latencies(step.rows).shadow[step.ask.shadow.member]
+            size = int(self._nodes.searchsorted(step.ask.shadow.nodes))
+            band.correct_drafting(step.ask.shadow.member, step.shadow.drafting, float(by_table[size]))
+        self._count(band, step, seconds)
+        self._seconds += seconds
+        for trees in step.shadows if step.trees is None else (step.trees, *step.shadows):
+            self._worth[trees.member].learn(trees)
+            band.plan = None
+        if band.age >= _HOLDS:
+            band.plan = None
 
     def renewed(self, member: int) -> None:
+        self._withheld.discard(member)
+        self._worth[member].forget()
+        self._explored[member] = 0.0
         for band in self.bands:
-            band.look_again()
-            band.pause.forget()
+            band.plan = None
 
+    def choices(self) -> tuple[BatchChoice, ...]:
+        return tuple(self._described(band) for band in self.bands if band.sums.steps)
 
-def _correction(taken: StepSeconds, expected: float, pace: float) -> float:
-    """Return the factor on a step's estimated latency, by an EMA of weight `pace`."""
-    ratio = (taken.drafting + taken.rest) / expected
-    return 1 + pace * (min(max(ratio, 1 / _MOST), _MOST) - 1)
+    # ---- tokens and seconds
+
+    def _band(self, rows: int) -> Band:
+        """Return the measured batch size that is closest to `rows`, in ratio."""
+        if rows not in self._band_of:
+            self._band_of[rows] = self.bands[int(np.abs(np.log(self.table.batches / rows)).argmin())]
+        return self._band_of[rows]
+
+    def _latencies(self, rows: int) -> Latencies:
+        if rows not in self._latencies_of:
+            self._latencies_of[rows] = self.table.at(rows)
+        return self._latencies_of[rows]
+
+    def _plain_seconds(self, band: Band, load: StepLoad) -> float:
+        return float(band.slower[0]) * self._latencies(load.rows).plain_seconds(load)
+
+    def _tokens(self) -> Floats:
+        """Tokens `[members, M]` per row to expect of each number of draft tokens, the bonus token included."""
+        return np.stack([1.0 + worth.gain for worth in self._worth])
+
+    def _verifying(self, band: Band, load: StepLoad, tokens: Floats, drafted: Floats) -> Floats:
+        """Seconds `[..., M]` of steps without drafting, of trees of `drafted` `[..., M]` tokens, not always all."""
+        full = band.slower * self._latencies(load.rows).seconds(load, tokens)
+        filled = drafted / np.maximum(self._nodes, 1)
+        verifying: Floats = full[..., :1] + filled * (full - full[..., :1])
+        return verifying
+
+    def _estimates(self, band: Band, load: StepLoad) -> tuple[Floats, Floats]:
+        """Tokens `[members, M]` per row, and seconds `[members, M]`, to expect of steps."""
+        tokens, drafted = self._tokens(), np.stack([worth.drafted for worth in self._worth])
+        drafting = band.slower_drafting[:, None] * self._latencies(load.rows).draft
+        return tokens, self._verifying(band, load, tokens, drafted) + drafting
+
+    # ---- the choice
+
+    def _planned(self, band: Band, load: StepLoad) -> Plan:
+        if band.plan is None or not band.plan.holds(load):
+            band.plan, band.age = self._make_plan(band, load), 0
+        return band.plan
+
+    def _make_plan(self, band: Band, load: StepLoad) -> Plan:
+        tokens, seconds = self._estimates(band, load)
+        rates = tokens / seconds
+        best = 1 + rates[:, 1:].argmax(1)
+        fastest = rates[:, 1:].max(1)
+        band.leader = self._leader(band.leader, fastest)
+        ask, rate = Ask(0), float(rates[0, 0])
+        wider = ask
+        if band.leader is not None and fastest[band.leader] > rate:
+            size, rate = int(best[band.leader]), float(fastest[band.leader])
+            ask, wider = self._ask(band.leader, size), self._ask(band.leader, min(size + 1, len(self._nodes) - 1))
+        # What cannot be faster even if all of its draft tokens are accepted is not explored.
+        hopeful = ((1 + self._nodes) / seconds).max(1) > rate
+        upper = ((1 + np.stack([worth.may_bring() for worth in self._worth])) / seconds)[:, 1:].max(1)
+        others = [
+            member
+            for member in range(len(self._names))
+            if member not in self._withheld and hopeful[member] and not (ask.nodes and member == ask.member)
+        ]
+        if not others:
+            return Plan(load, ask, wider, rate, None, 0.0)
+        lost = (seconds - tokens / rate)[np.arange(len(best)), best].clip(0)
+        drafting = band.slower_drafting * self._latencies(load.rows).shadow[np.arange(len(best)), best]
+        prices = np.minimum(lost, drafting) if self._shadows else lost
+        allowance = self._allowance(band, load)
+        member = min(others, key=lambda one: (prices[one] > allowance, *self._turn(one, float(upper[one]), rate)))
+        explored = self._ask(member, int(best[member]))
+        if prices[member] < lost[member]:
+            explored = replace(ask, shadow=explored)
+        return Plan(load, ask, wider, rate, explored, float(prices[member]))
+
+    def _allowance(self, band: Band, load: StepLoad) -> float:
+        """Return the seconds that exploring may still lose."""
+        return _FIRST * self._plain_seconds(band, load) + _SHARE * self._seconds - self._lost
+
+    def _turn(self, member: int, upper: float, rate: float) -> tuple[float, float]:
+        """Return a member's key in the order of exploring: first those without evidence, then those that cost least.
+
+        A member that may be faster than `rate`, with a rate of `upper` at best, may cost more.
+        """
+        if self._worth[member].evidence < ENOUGH:
+            return -1.0, float(member)
+        return self._explored[member] * (1 if upper > rate else _DOUBTFUL), 0.0
+
+    def _known(self) -> list[int]:
+        """Members that may draft, with evidence of what their trees are worth."""
+        return [
+            member
+            for member, worth in enumerate(self._worth)
+            if member not in self._withheld and worth.evidence >= ENOUGH
+        ]
+
+    def _leader(self, now: int | None, fastest: Floats) -> int | None:
+        """Return the member with the highest of the rates `[members]`; the present one if it is about as fast."""
+        known = self._known()
+        if not known:
+            return None
+        best = max(known, key=lambda member: float(fastest[member]))
+        return now if now in known and fastest[best] <= _BETTER * fastest[now] else best
+
+    def _ask(self, member: int, size: int) -> Ask:
+        nodes = int(self._nodes[size])
+        return Ask(nodes, 1 / (nodes + 1), member)
+
+    # ---- learning
+
+    def _learn_plain(self, band: Band, step: StepObservation) -> float:
+        """Learn from a plain step, with little work: a small model makes thousands a second. Return its seconds."""
+        band.age += 1
+        band.plain = band.plain + 1 if step.shadow is None else 0
+        expected = self._plain_seconds(band, step.load)
+        if step.seconds is None:
+            return expected
+        if band.plain > _COLD:
+            band.correct(0, step.seconds.rest, expected)
+        if band.run:
+            band.run -= 1
+            if not band.run:
+                surprise = abs(float(band.slower[0]) / band.before_run - 1) > _SURPRISE
+                band.until_run = _FIRST_RUN if surprise else _NEXT_RUN
+        return step.seconds.all
+
+    def _learn_drafted(self, band: Band, step: StepObservation) -> float:
+        """Learn what a drafted step takes; return its seconds."""
+        member, nodes, trees = step.ask.member, step.ask.nodes, step.trees
+        assert trees is not None
+        band.plain = 0
+        size = int(self._nodes.searchsorted(nodes))
+        filled = float(trees.drafted.mean()) / nodes
+        tokens = np.full(len(self._nodes), step.tokens / step.rows)
+        rest = float(self._verifying(band, step.load, tokens, filled * self._nodes)[size])
+        drafting = float(self._latencies(step.rows).draft[member, size])
+        if step.seconds is None:
+            return rest + float(band.slower_drafting[member]) * drafting
+        band.until_run -= 1
+        if not band.until_run:
+            band.run, band.before_run = _RUN, float(band.slower[0])
+        band.correct(size, step.seconds.rest, rest, filled)
+        band.correct_drafting(member, step.seconds.drafting, drafting)
+        return step.seconds.all
+
+    def _explore(self, band: Band, planned: Plan, member: int, lost: float) -> None:
+        self._explored[member] += planned.price
+        self._lost += lost
+        band.explored += 1
+
+    def _count(self, band: Band, step: StepObservation, seconds: float) -> None:
+        """Add a step to the sums, with plain decoding's estimated time for as many tokens."""
+        plain = self._plain_seconds(band, step.load)
+        if step.trees is None and step.seconds is not None:
+            plain = step.seconds.rest
+        elif step.trees is not None:
+            plain *= step.tokens / step.rows
+        speculated = 0 if step.trees is None else int((step.trees.drafted > 0).sum())
+        timed = step.seconds is not None
+        band.sums.add(step.rows, speculated, seconds, plain, timed=timed, plain=step.trees is None)
+
+    # ---- for people
+
+    def _described(self, band: Band) -> BatchChoice:
+        tokens, seconds = self._estimates(band, StepLoad(band.rows))
+        rates = tokens / seconds
+        fastest, best, plain = rates[:, 1:].max(1), 1 + rates[:, 1:].argmax(1), float(rates[0, 0])
+        leader = self._leader(band.leader, fastest)
+        if leader is None:
+            return BatchChoice(band.rows, "", band.explored, (), None, replace(band.sums))
+        size = int(best[leader])
+        nodes = int(self._nodes[size])
+        cost, gain = float(seconds[leader, size] * plain - 1), float(tokens[leader, size] - 1)
+        verdict = Verdict(nodes, cost / nodes, gain / nodes)
+        beside = self._names[leader] if verdict.drafts else PLAIN
+        highest = max(float(fastest[leader]), plain)
+        views = []
+        for member in self._known() if len(self._names) > 1 else ():
+            rate = float(fastest[member])
+            nodes = int(self._nodes[best[member]]) if rate > plain else 0
+            compared = () if member == leader else (beside, rate / highest)
+            views.append(MemberView(self._names[member], max(rate, plain), nodes, rate, *compared))
+        return BatchChoice(band.rows, self._names[leader], band.explored, tuple(views), verdict, replace(band.sums))

@@ -16,6 +16,10 @@ Choosing = Literal["greedy", "drawn", "filtered"]
 """Choice of tokens: greedy; sampled, or after penalties or biases; or with top-k or top-p, too."""
 
 
+SHADOW_ROWS = 4
+"""Most rows of a shadow draft. A few tell enough, and more cost more."""
+
+
 @dataclass(frozen=True)
 class StepLoad:
     """Factors of a step's time beside its draft tokens."""
@@ -33,34 +37,38 @@ class StepSeconds:
     drafting: float
     rest: float
 
+    @property
+    def all(self) -> float:
+        return self.reading + self.drafting + self.rest
+
+
+@dataclass(frozen=True)
+class ScoredTrees:
+    """Trees of B rows, asked for with k draft tokens, of which the text has shown what it contains.
+
+    They were verified, or are a shadow draft, which was compared with the tokens that came.
+    """
+
+    member: int  # index of the drafter's `members` that drafted them
+    drafted: npt.NDArray[np.int64]  # `[B]` draft tokens that each tree has, up to k
+    accepted: npt.NDArray[np.bool_]  # `[B, k]` draft tokens, by falling probability, that are in the text
+
 
 @dataclass(frozen=True)
 class StepObservation:
     """A finished step of B rows, for a budget to learn from."""
 
     load: StepLoad
-    asked: int  # draft tokens that were asked for, per row; 0 for a plain step
-    promised: Floats  # `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding
-    log_probs: Floats  # `[B, N]` those of the nodes that were verified
-    accepted: npt.NDArray[np.bool_]  # `[B, N]` nodes that became output
+    ask: Ask
+    tokens: int  # new tokens of all rows
+    trees: ScoredTrees | None = None  # the verified ones; None for a plain step
     seconds: StepSeconds | None = None  # None where the host does not know
-    member: int = 0
-    emitted: int | None = None  # new tokens of all rows; None if no row ended
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of all rows."""
-        return self.rows + int(self.accepted.sum()) if self.emitted is None else self.emitted
+    shadow: StepSeconds | None = None  # of the shadow draft that was asked for, beside `seconds`
+    shadows: tuple[ScoredTrees, ...] = ()  # of shadow drafts, of this step or earlier ones, whose text has come
 
     @property
     def rows(self) -> int:
         return self.load.rows
-
-    @property
-    def verified(self) -> npt.NDArray[np.int64]:
-        """`[B]` draft tokens that were verified."""
-        found: npt.NDArray[np.int64] = (self.log_probs > -np.inf).sum(1)
-        return found
 
 
 class Budget(Protocol):
@@ -76,7 +84,7 @@ class Budget(Protocol):
         """Return the choices by batch size with their reasons; empty where nothing is chosen. Thread-safe."""
 
     def renewed(self, member: int) -> None:
-        """Expect another acceptance from a member, whose weights were replaced."""
+        """Forget what trees of a member were worth: its weights were replaced."""
 
 
 class FixedBudget:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter.budget.contract import Choosing, Floats, StepLoad
+from drafter.budget.contract import SHADOW_ROWS, Choosing, Floats, StepLoad
 from drafter.native.build import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -38,46 +38,51 @@ class LatencyTable:
     batches: Floats  # `[K]` rows, rising
     nodes: tuple[int, ...]  # `[M]` draft tokens, rising from 0
     verify: Floats  # `[K, M]` seconds of the step without drafting
-    draft: Floats  # `[K, M]` seconds of drafting so many tokens
+    draft: Floats  # `[members, K, M]` seconds of drafting so many tokens
     length: int = 0  # committed tokens of the rows that were timed
     longer: Floats | None = None  # `[M]` seconds of a step for each token that a row has beyond these
     # `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
     choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
     choices: Floats | None = None  # `[M]` tokens chosen in a step of a row; None for those alone that it emits
 
-    def at(self, rows: int) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying and of drafting for `rows` rows, with short texts and greedy choices."""
-        verify, draft = (
-            np.array([np.interp(rows, self.batches, column) for column in table.T])
-            for table in (self.verify, self.draft)
+    def at(self, rows: int) -> Latencies:
+        """Return the latencies of steps of `rows` rows, for all text lengths and kinds of sampling."""
+        return Latencies(
+            _interpolated(rows, self.batches, self.verify),
+            np.stack([_interpolated(rows, self.batches, member) for member in self.draft]),
+            np.stack([_interpolated(min(rows, SHADOW_ROWS), self.batches, member) for member in self.draft]),
+            self.length,
+            None if self.longer is None else rows * self.longer,
+            {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()},
+            self.choices,
         )
-        return verify, draft
 
-    def costs(self, rows: int) -> StepCosts:
-        """Return the seconds of steps of `rows` rows, for all text lengths and kinds of sampling."""
-        choice = {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()}
-        longer = None if self.longer is None else rows * self.longer
-        return StepCosts(np.add(*self.at(rows)), self.length, longer, choice, self.choices)
+
+def _interpolated(rows: int, batches: Floats, seconds: Floats) -> Floats:
+    """Interpolate `seconds` `[K, M]` at the measured `batches` `[K]` to `[M]` at `rows`."""
+    return np.array([np.interp(rows, batches, column) for column in seconds.T])
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class Latencies:
     """Seconds of steps of one number of rows; see `LatencyTable`."""
 
-    short: Floats  # `[M]` seconds of a step with each number of draft tokens, with short texts and greedy choices
+    short: Floats  # `[M]` seconds of a step without its drafting, with short texts and greedy choices
+    draft: Floats  # `[members, M]` seconds of drafting
+    shadow: Floats  # `[members, M]` seconds of a shadow draft
     length: int
     longer: Floats | None  # `[M]` seconds for each token that all rows have beyond `length`
     choice: Mapping[Choosing, float]  # seconds for a token of each row that is chosen in another way
     choices: Floats | None
 
     def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
-        """Seconds `[M]` of a step that emits `tokens` `[M]` per row."""
+        """Seconds `[..., M]` of a step without its drafting, which emits `tokens` `[..., M]` per row."""
         found = self.short
         if self.longer is not None and load.length > self.length:
             found = found + (load.length - self.length) * self.longer
         if choice := self.choice.get(load.choosing):
             found = found + choice * (tokens if self.choices is None else self.choices)
-        return found
+        return np.broadcast_to(found, tokens.shape)
 
     def plain_seconds(self, load: StepLoad) -> float:
         """Seconds of a step without draft tokens: the first of `seconds`, with less work."""
@@ -132,7 +137,7 @@ def measure_latency(
     # Less work takes no longer; where it seemed to, something else was running.
     for axis in (1, 2):
         np.flip(times, axis)[:] = np.minimum.accumulate(np.flip(times, axis), axis)
-    return LatencyTable(np.array(batches, dtype=np.float64), tuple(counts), times[1], times[0])
+    return LatencyTable(np.array(batches, dtype=np.float64), tuple(counts), times[1], times[:1])
 
 
 def batch_sizes(slots: int) -> Sequence[int]:
@@ -143,11 +148,11 @@ def batch_sizes(slots: int) -> Sequence[int]:
     return sizes
 
 
-def load_costs(subject: Mapping[str, Any]) -> list[LatencyTable] | None:
-    """Return the tables kept for a subject, which is all that step times follow from; None if there are none."""
+def load_costs(subject: Mapping[str, Any]) -> LatencyTable | None:
+    """Return the table kept for a subject, which is all that step times follow from; None if there is none."""
     try:
         record = json.loads(_file(subject).read_text(encoding="utf-8"))
-        return [_table(one) for one in record["tables"]] if record["subject"] == _as_text(subject) else None
+        return _table(record["table"]) if record["subject"] == _as_text(subject) else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged file counts as none
@@ -155,10 +160,10 @@ def load_costs(subject: Mapping[str, Any]) -> list[LatencyTable] | None:
         return None
 
 
-def save_costs(subject: Mapping[str, Any], tables: Sequence[LatencyTable]) -> None:
-    """Keep tables for a subject; where the cache folder cannot be written to, the next start measures again."""
+def save_costs(subject: Mapping[str, Any], table: LatencyTable) -> None:
+    """Keep the table of a subject; where the cache folder cannot be written to, the next start measures again."""
     file = _file(subject)
-    record = {"subject": _as_text(subject), "tables": [dataclasses.asdict(one) for one in tables]}
+    record = {"subject": _as_text(subject), "table": dataclasses.asdict(table)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:

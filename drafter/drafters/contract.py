@@ -66,6 +66,15 @@ class Ask:
     nodes: int  # draft tokens of each row's tree; the root is not counted
     least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
     member: int = 0  # index of the drafter's `members` that drafts
+    shadow: Ask | None = None  # draft that is not verified: the text that follows will show what it was worth
+
+
+@dataclass(frozen=True)
+class MeasuredWorth:
+    """Accepted draft tokens per tree on held-out text, by the number of draft tokens."""
+
+    nodes: tuple[int, ...]  # `[K]`, rising
+    accepted: tuple[float, ...]  # `[K]`
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,8 @@ class Drafter(ABC):
     """State for each slot, allocated in `open`."""
     members: tuple[str, ...] = ()
     """Names of the drafters among which a budget chooses; empty for a single drafter."""
+    known: tuple[MeasuredWorth | None, ...] = (None,)
+    """Worth of its members' trees, or of its own, on held-out text; None where that was not measured."""
     drafts: bool = True
     """False while it has nothing to draft with: it started without trained weights and waits for a hot swap."""
 
@@ -345,6 +356,8 @@ class ChoosingDrafter(MergedDrafter):
         self.members = (*drafters, *map("+".join, together))
         self._of_members: list[tuple[Drafter, ...]] = [(one,) for one in self.drafters]
         self._of_members += [tuple(drafters[name] for name in names) for names in together]
+        # Those that draft together bring at least what the first one does.
+        self.known = tuple(group[0].known[0] for group in self._of_members)
 
     @property
     def _groups(self) -> Sequence[tuple[Drafter, ...]]:

@@ -12,6 +12,7 @@ from drafter.drafters.names import candidates, check_name, kind_and_rest, merged
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import HEADS, is_head_of, load_head
+from drafter.heads.contract import measured_worth
 from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
@@ -60,7 +61,10 @@ def _load(name: str, loading: Loading) -> Drafter:
     check_name(name)
     if name in SHIPPED:
         name = str(EMBEDDED_HEADS / name)
-    return load_head(name, loading.base).drafter(loading.base, loading.nodes)
+    head = load_head(name, loading.base)
+    drafter = head.drafter(loading.base, loading.nodes)
+    drafter.known = (measured_worth(head.provenance),)
+    return drafter
 
 
 def _automatic(loading: Loading) -> Drafter:

@@ -12,14 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from drafter import devices
 from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.choosing_budget import ChoosingBudget
-from drafter.budget.contract import Budget, FixedBudget, StepLoad
+from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepLoad, StepSeconds
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
 from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
@@ -28,6 +26,7 @@ from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
 from drafter.engine.memory import engine_sizes, plan_or_refuse
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import EndedRow, Handle, RowTap, Sequence, new_sequence, refuse_unusable
+from drafter.engine.shadows import Shadows
 from drafter.engine.step import DeviceStep, Flights, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
@@ -103,6 +102,7 @@ class Engine:
         # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
         self.flights = Flights(base.device, lag=int(queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
+        self._shadows = Shadows()
         self.last_step = time.monotonic()
         if config.compile:
             compile_base(device)
@@ -234,14 +234,28 @@ class Engine:
         self._times.mark("host")
         step = self._new_step(sequences, 0, load, ask)
         step.since = since
+        planning = step.lap()
+        if ask.shadow is not None:
+            self._draft_shadow(step, ask.shadow)
         if ask.nodes:
             if self._graphs is None:
                 self.drafter.select(ask.member)
-            step.drafting = step.lap()
+            step.drafting = planning + step.lap()
             self.drafter.prepare(context)
             step.reading = step.lap()
             self._times.mark("draft")
         return step, context
+
+    def _draft_shadow(self, step: Step, ask: Ask) -> None:
+        """Draft trees of a few rows, which the text that follows will be compared with."""
+        sequences = step.sequences[:SHADOW_ROWS]
+        context = self.batch.context([sequence.length for sequence in sequences])
+        self.drafter.select(ask.member)
+        self.drafter.prepare(context)
+        reading = step.lap()
+        self._shadows.add(sequences, ask, self._device.draft(context, ask))
+        step.shadow = StepSeconds(reading, step.lap(), 0.0)
+        self._times.mark("draft")
 
     def _run(self, step: Step, context: DraftContext) -> StepTensors:
         """Do `decode` stage by stage, or queue it as a CUDA graph of the step's shape."""
@@ -259,11 +273,10 @@ class Engine:
     def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
         """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
         if step.ask.nodes:
-            step.promised = tree.log_probs[:, 1:].cpu().numpy().astype(np.float64)
+            sizes = (tree.tokens[:, 1:] >= 0).sum(1)
             self._times.mark("tree")
-            plain = [sequence.plain for sequence in step.sequences]
-            sizes = np.where(plain, 0, (step.promised > -np.inf).sum(1))
-            tree = tree.trimmed(1 + torch.from_numpy(sizes))
+            sizes[[row for row, sequence in enumerate(step.sequences) if sequence.plain]] = 0
+            tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
             step.drafting += step.lap()
             self._admit()
@@ -278,7 +291,7 @@ class Engine:
             alive = step.alive
             emitted = {row: self._take(step, row) for row in alive}
             self._count(steps=1, row_steps=len(alive))
-            if (observation := step.observation(emitted)) is not None:
+            if (observation := step.observation(emitted, self._shadows)) is not None:
                 self.budget.observe(observation)
             slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
             self.drafter.observe(Committed(slots, [step.tokens[row][: emitted[row]] for row in alive]))
@@ -432,8 +445,13 @@ class Engine:
         nodes, most = self.config.num_draft_tokens, self.drafter.spec.max_nodes
         if nodes != "auto" or not most:
             return FixedBudget(0 if nodes == "auto" else min(nodes, most))
-        budgets = [AdaptiveBudget(table) for table in step_costs(self._device, self._graphs, drafter_name)]
-        return budgets[0] if len(budgets) == 1 else ChoosingBudget(self.drafter.members, budgets, self.drafter.withheld)
+        return AdaptiveBudget(
+            step_costs(self._device, self._graphs, drafter_name),
+            self.drafter.members or ("",),
+            withheld=self.drafter.withheld,
+            known=self.drafter.known,
+            shadows=self.verifier.lossless and self._graphs is None,
+        )
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, path_logprobs
-from drafter.budget.contract import StepLoad, StepObservation, StepSeconds
+from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Sequence
+from drafter.engine.shadows import Shadows
 from drafter.requests import TokenLogprob
 from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
@@ -33,13 +34,13 @@ class StepTensors:
     Args:
         packed: `[B, 2 + 2 (D + 1)]` int64: accepted draft tokens, draft nodes, path and tokens of each row; the token
             alone, `[B, 1]`, where nothing was drafted.
-        log_probs: `[B, N]` log prefix probabilities of the draft nodes.
+        nodes: N, draft nodes of a row's tree.
         logprobs: Log-probabilities of emitted tokens, of the rows that want them; None if none do.
         lenient: `[B, D + 1]` bool: tokens that the target model would not have chosen; None where there can be none.
     """
 
     packed: Tensor
-    log_probs: Tensor
+    nodes: int
     logprobs: PathLogprobs | None = None
     lenient: Tensor | None = None
 
@@ -47,7 +48,7 @@ class StepTensors:
         """Copy the first `rows` rows to the host; valid once queued work is done."""
         return StepTensors(
             self.packed[:rows].to("cpu", non_blocking=True),
-            self.log_probs[:rows].to("cpu", non_blocking=True),
+            self.nodes,
             None if self.logprobs is None else self.logprobs.to_host(),
             None if self.lenient is None else self.lenient[:rows].to("cpu", non_blocking=True),
         )
@@ -69,10 +70,10 @@ class Step:
         reading: Seconds of the drafter's prefill.
         drafting: Seconds of the draft.
         rest: Seconds of all else; None where the host does not know.
+        shadow: Seconds of a shadow draft, beside these; None without one.
 
     Attributes:
         stays: `Sequence.stay` of each row at the start.
-        promised: `[B, ask.nodes]` log prefix probabilities of the drafted nodes, where not all of them are verified.
         tensors: The result, on the device or on its way to the host.
         landed: Happens when `tensors` are on the host; None where they are.
         tokens: New tokens of each row: accepted draft tokens and the bonus token; none if it is not sound. This and
@@ -80,7 +81,6 @@ class Step:
         sound: True for rows whose logits are finite.
         accepted: Draft tokens among `tokens`.
         drafted: Draft nodes that were verified in each row.
-        log_probs: `[B, N]` float64 log prefix probabilities of the verified nodes, -inf in padding.
         on_path: `[B, N]` bool: whether a draft node was accepted.
         lenient: Indices of each row's tokens that the target model would not have chosen.
         logprobs: Row → log-probabilities of its tokens, if wanted.
@@ -97,14 +97,13 @@ class Step:
     reading: float = 0.0
     drafting: float = 0.0
     rest: float | None = None
+    shadow: StepSeconds | None = None
     stays: list[int] = field(init=False)
-    promised: npt.NDArray[np.float64] | None = None
     tensors: StepTensors = field(init=False)
     tokens: list[list[int]] = field(init=False)
     sound: list[bool] = field(init=False)
     accepted: list[int] = field(init=False)
     drafted: list[int] = field(init=False)
-    log_probs: npt.NDArray[np.float64] = field(init=False)
     on_path: npt.NDArray[np.bool_] = field(init=False)
     lenient: list[list[int]] = field(init=False)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
@@ -129,7 +128,7 @@ class Step:
 
     def read(self) -> None:
         """Unpack the result, which must be on the host."""
-        packed, nodes = self.tensors.packed.numpy(), self.tensors.log_probs.shape[1]
+        packed, nodes = self.tensors.packed.numpy(), self.tensors.nodes
         rows, width = packed.shape
         self.on_path = np.zeros((rows, nodes), dtype=np.bool_)
         counts = self.drafted = [0] * rows
@@ -146,7 +145,6 @@ class Step:
             row[: count + 1] if sound else []
             for row, count, sound in zip(chosen.tolist(), counts, self.sound, strict=True)
         ]
-        self.log_probs = self.tensors.log_probs.numpy().astype(np.float64)
         self.lenient = [[] for _ in range(rows)]
         if self.tensors.lenient is not None:
             for row, index in self.tensors.lenient.nonzero().tolist():
@@ -157,18 +155,19 @@ class Step:
             found = self.tensors.logprobs.read(wanted, list(self.wanted.values()))
             self.logprobs = dict(zip(self.wanted, found, strict=True))
 
-    def observation(self, emitted: dict[int, int]) -> StepObservation | None:
+    def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
         rows = [row for row in emitted if self.sound[row]]
         if not self.planned or not rows:
             return None
-        load, log_probs = StepLoad(len(rows), self.load.length, self.load.choosing), self.log_probs[rows]
-        promised = log_probs if self.promised is None else self.promised[rows]
+        load, trees = StepLoad(len(rows), self.load.length, self.load.choosing), None
+        if self.ask.nodes:
+            accepted = np.zeros((len(rows), self.ask.nodes), np.bool_)
+            accepted[:, : self.on_path.shape[1]] = self.on_path[rows]
+            trees = ScoredTrees(self.ask.member, np.array(self.drafted)[rows], accepted)
         seconds = None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
         tokens = sum(emitted[row] for row in rows)
-        return StepObservation(
-            load, self.ask.nodes, promised, log_probs, self.on_path[rows], seconds, self.ask.member, tokens
-        )
+        return StepObservation(load, self.ask, tokens, trees, seconds, self.shadow, shadows.scored())
 
 
 class Flights:
@@ -265,4 +264,4 @@ class DeviceStep:
             packed = torch.cat([accepted.count[:, None], drafted, accepted.path, packed], dim=1)
             lenient = accepted.lenient
         self.state.commit(accepted, verified.hidden, sound, rows)
-        return StepTensors(packed, tree.log_probs[:, 1:], logprobs, lenient)
+        return StepTensors(packed, tree.size - 1, logprobs, lenient)

@@ -204,8 +204,8 @@ def compile_base(step: DeviceStep) -> None:
 
 
 @torch.inference_mode()
-def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> list[LatencyTable]:
-    """Return the tables of `measure_steps`, from the cache folder if they were measured here before and still hold.
+def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> LatencyTable:
+    """Return the table of `measure_steps`, from the cache folder if it was measured here before and still holds.
 
     Args:
         drafter: Name of the drafter, for the cache; None does without. Steps that are queued as a whole are measured at
@@ -215,11 +215,11 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
         return measure_steps(step, graphs)
     subject = _subject(step, drafter)
     kept = load_costs(subject)
-    if kept is not None and _still_true(step, kept[0]):
+    if kept is not None and _still_true(step, kept):
         return kept
-    tables = measure_steps(step, graphs)
-    save_costs(subject, tables)
-    return tables
+    table = measure_steps(step, graphs)
+    save_costs(subject, table)
+    return table
 
 
 def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
@@ -246,11 +246,11 @@ def _still_true(step: DeviceStep, table: LatencyTable) -> bool:
 
 
 @torch.inference_mode()
-def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTable]:
-    """Measure latencies of steps up to all slots and the drafter's largest trees: a table for each member.
+def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
+    """Measure latencies of steps up to all slots and the drafter's largest trees, and of each member's drafting.
 
-    Steps that are queued as a whole have one table, because they always have the same member, and all of their time is
-    verification. Verification is timed once: it does not depend on the drafter.
+    Steps that are queued as a whole always have the same member, and all of their time is verification. Verification is
+    timed once: it does not depend on the drafter.
 
     Args:
         step: The stages; all slots are empty.
@@ -266,7 +266,7 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTa
         depth = state.drafter.spec.max_depth
         table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts, depth)
         table = with_load_costs(step, graphs, table, _probed_length(state))
-        tables = [table, *(replace(table, draft=_measure_drafts(step, table, member)) for member in others)]
+        drafts = [table.draft[0], *(_measure_drafts(step, table, member) for member in others)]
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
@@ -274,11 +274,11 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTa
         ) from error
     state.drafter.select(0)
     state.forget()
-    return tables
+    return replace(table, draft=np.stack(drafts))
 
 
 def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Floats:
-    state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.draft)
+    state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.verify)
     state.drafter.select(member)
     state.lengths.fill_(length)
     for place, rows in enumerate(int(batch) for batch in table.batches):

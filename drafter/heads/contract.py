@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Drafter, MeasuredWorth
 from drafter.heads.config import Tree
 from drafter.heads.losses import DraftBatch, Labels, LossSum, OutputLayer
 from drafter.target.forward import LM_HEAD_INPUT
@@ -25,6 +25,19 @@ class Provenance:
     base_name: str
     base_fingerprint: str
     training: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measured_worth(origin: Provenance | None) -> MeasuredWorth | None:
+    """Return what a head's trees were worth on held-out text when it was saved; None if its origin does not say."""
+    try:
+        beta = dict(origin.training["history"][-1]["beta"]) if origin is not None else {}
+        accepted = {int(nodes): float(tokens) - 1.0 for nodes, tokens in beta.items()}
+    except (LookupError, TypeError, ValueError):  # a head's own file may say anything
+        return None
+    sizes = sorted(accepted)
+    if not sizes or sizes[0] < 1 or not all(0 <= accepted[size] <= size for size in sizes):
+        return None
+    return MeasuredWorth(tuple(sizes), tuple(accepted[size] for size in sizes))
 
 
 def check_hidden_layers(layers: tuple[int, ...]) -> None:

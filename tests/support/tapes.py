@@ -96,7 +96,7 @@ class Tape(Waits):
         for func, args, kwargs, recorded in self.operations:
             given = {name: current(value) for name, value in kwargs.items()} if kwargs else kwargs
             note(recorded, func(*map(current, args), **given))
-        return StepTensors(current(report.packed), current(report.log_probs))
+        return StepTensors(current(report.packed), report.nodes)
 
 
 class Watch(Waits):

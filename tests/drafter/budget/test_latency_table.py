@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.budget.contract import Choosing, Floats, StepLoad
-from drafter.budget.latency_table import LatencyTable, StepCosts, batch_sizes, measure_latency
+from drafter.budget.contract import SHADOW_ROWS, Choosing, Floats, StepLoad
+from drafter.budget.latency_table import Latencies, LatencyTable, batch_sizes, measure_latency
 
 _MS = 1e-3
 
@@ -17,13 +17,14 @@ def test_latencies_are_interpolated_between_batches() -> None:
         batches=np.array([1.0, 8.0]),
         nodes=(0, 4, 8),
         verify=np.array([[1.0, 1.2, 1.5], [2.0, 5.0, 12.0]]),
-        draft=np.array([[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]]),
+        draft=np.array([[[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]], [[0.0, 0.1, 0.1], [0.0, 0.1, 0.1]]]),
     )
-    verify, draft = table.at(1)
-    assert verify.tolist() == [1.0, 1.2, 1.5]
-    assert draft.tolist() == [0.0, 0.2, 0.2]
-    assert table.at(8)[1].tolist() == [0.0, 0.5, 0.5]
-    assert 1.2 < table.at(4)[0][1] < 5.0
+    alone = table.at(1)
+    assert alone.short.tolist() == [1.0, 1.2, 1.5]
+    assert alone.draft.tolist() == alone.shadow.tolist() == [[0.0, 0.2, 0.2], [0.0, 0.1, 0.1]]
+    assert table.at(8).draft[0].tolist() == [0.0, 0.5, 0.5]
+    assert 1.2 < table.at(4).short[1] < 5.0
+    assert table.at(8).shadow[0, 1] == table.at(SHADOW_ROWS).draft[0, 1] < 0.5
 
 
 def test_longer_texts_and_drawn_tokens_cost_more() -> None:
@@ -31,19 +32,19 @@ def test_longer_texts_and_drawn_tokens_cost_more() -> None:
         batches=np.array([1.0, 8.0]),
         nodes=(0, 4),
         verify=np.array([[1.0, 1.5], [2.0, 4.0]]),
-        draft=np.array([[0.0, 0.5], [0.0, 0.5]]),
+        draft=np.array([[[0.0, 0.5], [0.0, 0.5]]]),
         length=100,
         longer=np.array([0.01, 0.02]),
         choosing={"filtered": np.array([0.25, 1.0])},
     )
     tokens = np.array([1.0, 3.0])
-    assert table.costs(1).seconds(StepLoad(1), tokens).tolist() == [1.0, 2.0]
-    assert table.costs(1).seconds(StepLoad(1, 50.0, "drawn"), tokens).tolist() == [1.0, 2.0]
-    assert table.costs(1).seconds(StepLoad(1, 200.0), tokens).tolist() == [2.0, 4.0]
-    assert np.allclose(table.costs(8).seconds(StepLoad(8, 150.0), tokens), [2.0 + 4.0, 4.5 + 8.0])
-    assert table.costs(1).seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.75]
+    assert table.at(1).seconds(StepLoad(1), tokens).tolist() == [1.0, 1.5]
+    assert table.at(1).seconds(StepLoad(1, 50.0, "drawn"), tokens).tolist() == [1.0, 1.5]
+    assert table.at(1).seconds(StepLoad(1, 200.0), tokens).tolist() == [2.0, 3.5]
+    assert np.allclose(table.at(8).seconds(StepLoad(8, 150.0), tokens), [2.0 + 4.0, 4.0 + 8.0])
+    assert table.at(1).seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.25]
     at_all_levels = replace(table, choices=np.array([1.0, 5.0]))
-    assert at_all_levels.costs(8).seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.5]
+    assert at_all_levels.at(8).seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.0]
 
 
 @given(
@@ -55,7 +56,8 @@ def test_longer_texts_and_drawn_tokens_cost_more() -> None:
 def test_a_plain_step_costs_what_a_step_without_draft_nodes_does(
     length: float, choosing: Choosing, longer: Floats | None, choices: Floats | None
 ) -> None:
-    costs = StepCosts(np.array([1.0, 1.5]), 100, longer, {"filtered": 0.25}, choices)
+    none = np.zeros((1, 2))
+    costs = Latencies(np.array([1.0, 1.5]), none, none, 100, longer, {"filtered": 0.25}, choices)
     load = StepLoad(1, length, choosing)
     assert costs.plain_seconds(load) == costs.seconds(load, np.array([1.0, 3.0]))[0]
 
@@ -77,7 +79,7 @@ def test_the_least_of_several_measurements_counts_and_more_work_takes_no_less() 
 
     table = measure_latency(probe, (1, 4), (0, 2), depth=2)
     assert np.allclose(table.verify, _MS * np.array([[1, 3], [4, 6]]))
-    assert np.allclose(table.draft, 0.1 * _MS * np.array([[0, 2], [0, 2]]))
+    assert np.allclose(table.draft, 0.1 * _MS * np.array([[[0, 2], [0, 2]]]))
 
 
 def test_trees_that_cannot_pay_are_not_timed() -> None:

@@ -22,7 +22,7 @@ TABLE = LatencyTable(
     np.array([1.0, 4.0]),
     (0, 3),
     np.array([[0.1, 0.2], [0.3, 0.4]]),
-    np.array([[0.0, 0.01], [0.0, 0.02]]),
+    np.array([[[0.0, 0.01], [0.0, 0.02]], [[0.0, 0.03], [0.0, 0.04]]]),
     48,
     np.array([1e-6, 2e-6]),
     {"drawn": np.array([0.001, 0.002])},
@@ -43,19 +43,19 @@ def assert_equal(found: LatencyTable, expected: LatencyTable) -> None:
 
 def test_tables_come_back_as_they_were_and_for_their_subject_alone() -> None:
     assert load_costs(SUBJECT) is None
-    save_costs(SUBJECT, [TABLE, replace(TABLE, choices=np.array([1.0, 4.0]), longer=None)])
-    found = load_costs(SUBJECT)
-    assert found is not None
-    assert_equal(found[0], TABLE)
-    assert_equal(found[1], replace(TABLE, choices=np.array([1.0, 4.0]), longer=None))
+    for table in (TABLE, replace(TABLE, choices=np.array([1.0, 4.0]), longer=None)):
+        save_costs(SUBJECT, table)
+        found = load_costs(SUBJECT)
+        assert found is not None
+        assert_equal(found, table)
     assert load_costs({**SUBJECT, "machine": ["y", 2]}) is None
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", json.dumps({"subject": json.dumps(SUBJECT, sort_keys=True), "tables": [{}]})]
+    "content", ["", "{}", json.dumps({"subject": json.dumps(SUBJECT, sort_keys=True), "table": {}})]
 )
 def test_a_damaged_file_is_none(cache: Path, content: str) -> None:
-    save_costs(SUBJECT, [TABLE])
+    save_costs(SUBJECT, TABLE)
     (file,) = cache.iterdir()
     file.write_text(content)
     assert load_costs(SUBJECT) is None
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_none(cache: Path, content: str) -> None:
 def test_a_cache_that_cannot_be_written_to_costs_nothing_but_time(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")
-    save_costs(SUBJECT, [TABLE])
+    save_costs(SUBJECT, TABLE)
     assert load_costs(SUBJECT) is None
 
 
@@ -73,13 +73,13 @@ def test_a_second_start_measures_nothing_unless_steps_take_another_time(
 ) -> None:
     measured = []
 
-    def measure(*_: Any) -> list[LatencyTable]:
+    def measure(*_: Any) -> LatencyTable:
         measured.append(1)
-        return [table]
+        return table
 
     seconds: list[float] = [0.11, 0.28]
 
-    def start(name: str | None = "ngram", slots: int = 4) -> list[LatencyTable]:
+    def start(name: str | None = "ngram", slots: int = 4) -> LatencyTable:
         state = BatchState(tiny_base, NgramDrafter(6), slots, 96, StageTimes())
         return step_costs(DeviceStep(tiny_base, ExactVerifier(), state, packs=False), None, name)
 
@@ -87,12 +87,12 @@ def test_a_second_start_measures_nothing_unless_steps_take_another_time(
     monkeypatch.setattr(warm_up, "measure_steps", measure)
     monkeypatch.setattr(warm_up, "_least_seconds", lambda *_: seconds.pop(0))
     for _ in range(2):
-        assert_equal(start()[0], TABLE)
+        assert_equal(start(), TABLE)
     assert (len(measured), seconds) == (1, [])
     seconds, table = [0.11, 0.6], replace(TABLE, length=40)  # all rows take twice as long now
-    assert_equal(start()[0], table)
+    assert_equal(start(), table)
     seconds = [0.1, 0.3]
-    assert_equal(start()[0], table)
+    assert_equal(start(), table)
     assert len(measured) == 2
     start(slots=5)
     start("ngram+memory")

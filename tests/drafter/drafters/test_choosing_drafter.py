@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from drafter.budget.choosing_budget import ChoosingBudget
+from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import FixedBudget, StepLoad
 from drafter.drafters.contract import Ask, ChoosingDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
@@ -100,7 +100,7 @@ def test_an_engine_measures_its_members_and_chooses() -> None:
     base = BaseModel(random_model("llama"))
     config = EngineConfig(max_num_seqs=2, num_draft_tokens="auto", max_model_len=96)
     engine = Engine(base, choosing(base), SpellingTokenizer(), config)
-    assert isinstance(engine.budget, ChoosingBudget)
+    assert isinstance(engine.budget, AdaptiveBudget)
     requests = [Request(prompt, SamplingParams(80, ignore_eos=True)) for prompt in random_prompts(12, seed=4)]
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
@@ -108,6 +108,6 @@ def test_an_engine_measures_its_members_and_chooses() -> None:
     expected = run_engine(base, PlainDecoding(), requests, max_model_len=96)
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
     for choice in engine.budget.choices():
-        assert tuple(view.name for view in choice.members) == NAMES
+        assert {view.name for view in choice.members} <= set(NAMES)
         assert choice.chosen in NAMES
     assert engine.budget.choices()

@@ -356,7 +356,7 @@ class Scripted:
 
     def report(self, what: str = "run") -> StepTensors:
         self.log.append(what)
-        return StepTensors(torch.zeros(1, 1), torch.zeros(1, 0))
+        return StepTensors(torch.zeros(1, 1), 0)
 
     def watch(self, step: Callable[[], StepTensors]) -> tuple[StepTensors, str | None]:
         self.log.append("watch")

@@ -24,7 +24,7 @@ from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
-TABLE = LatencyTable(np.array([1.0, 2.0, 4.0]), (0, 3, 7), np.ones((3, 3)), np.zeros((3, 3)))
+TABLE = LatencyTable(np.array([1.0, 2.0, 4.0]), (0, 3, 7), np.ones((3, 3)), np.zeros((1, 3, 3)))
 
 
 def measured(base: BaseModel, patch: pytest.MonkeyPatch, verifier: Verifier, *, queued: bool = False) -> LatencyTable:
