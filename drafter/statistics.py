@@ -138,7 +138,7 @@ class BatchChoice:
 
     rows: int
     chosen: str  # name of the member that drafts; empty for a single drafter
-    trials: int  # trials of members that have ended
+    explored: int  # steps that explored what a member is worth
     members: tuple[MemberView, ...]  # empty before there was a choice between several
     verdict: Verdict | None = None  # on whether drafting with the chosen one pays; None before a decision
     sums: StepSums = field(default_factory=StepSums)

@@ -141,7 +141,7 @@ def _choice_record(choice: BatchChoice) -> dict[str, Any]:
         "nodes": verdict and verdict.nodes,
         "token_cost": verdict and round(verdict.cost, 4),
         "token_gain": verdict and round(verdict.gain, 4),
-        "trials": choice.trials,
+        "explored": choice.explored,
         **_figures(choice.sums),
         "members": [
             {"name": one.name, "beside": one.beside, "relative": round(one.relative, 3)}
@@ -218,7 +218,7 @@ def _unused(view: MemberView, rows: int) -> str:
         return f"{_name(view.name)} ({PLAIN} is faster)"
     other = view.beside if view.beside == PLAIN else _name(view.beside)
     how = f"{view.relative:.2f} times as fast as" if view.relative < _ALIKE else "no faster than"
-    return f"{_name(view.name)} ({how} {other} at {_rows(rows)}, when last compared)"
+    return f"{_name(view.name)} ({how} {other} at {_rows(rows)})"
 
 
 def _name(member: str) -> str:

@@ -142,10 +142,10 @@ def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
 def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
     """Return engines' speed ÷ their speed without the members `learned`, by their budgets' estimates; at least 1.0.
 
-    `choices` are `EngineState.choices` of all engines, weighted by their trials.
+    `choices` are `EngineState.choices` of all engines, weighted by their steps.
     """
     leads = (_lead(choice, learned) if choice.chosen in learned else None for choice in choices)
-    found = _mean([(choice.trials, max(lead or 1.0, 1.0)) for choice, lead in zip(choices, leads, strict=True)])
+    found = _mean([(choice.sums.steps, max(lead or 1.0, 1.0)) for choice, lead in zip(choices, leads, strict=True)])
     return 1.0 if found is None else found
 
 
@@ -154,14 +154,14 @@ def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
     None where one side has not been tried. Choices are weighted as in `gain_by_choice`.
     """
-    return _mean([(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None])
+    return _mean([(choice.sums.steps, lead) for choice in choices if (lead := _lead(choice, learned)) is not None])
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
     """Return the share of engines' steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
     if not choices:
         return 1.0
-    return _mean([(choice.trials, float(choice.chosen in learned)) for choice in choices]) or 0.0
+    return _mean([(choice.sums.steps, float(choice.chosen in learned)) for choice in choices]) or 0.0
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float | None:

@@ -70,7 +70,8 @@ class World:
     def step(self, budget: AdaptiveBudget, load: StepLoad) -> tuple[float, float]:
         """Decode a step; return its tokens per row and its seconds."""
         rows, real = load.rows, (self.real or self.table).at(load.rows)
-        ask, trees, shadow, shadows = budget.plan(load), None, None, ()
+        ask, trees, shadow = budget.plan(load), None, None
+        shadows: tuple[ScoredTrees, ...] = ()
         self.asked.append(ask)
         rest, drafting, tokens = float(real.seconds(load, np.ones(4))[0]), 0.0, rows
         if ask.nodes:
@@ -89,7 +90,7 @@ class World:
         """Return tokens per second and row, relative to plain decoding's: γ."""
         self.asked = []
         tokens, seconds = zip(*(self.step(budget, StepLoad(rows)) for _ in range(steps)), strict=True)
-        return sum(tokens) / sum(seconds) * self.plain_seconds(rows)
+        return float(sum(tokens) / sum(seconds) * self.plain_seconds(rows))
 
     def plain_seconds(self, rows: int) -> float:
         return float((self.real or self.table).at(rows).short[0])
@@ -100,7 +101,7 @@ class World:
         gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in self.table.nodes[1:]]
         seconds = (real.short + real.draft[member])[1:]
         rates = [(1 + gain) / one for gain, one in zip(gains, seconds, strict=True)]
-        return max(rates) * self.plain_seconds(rows)
+        return float(max(rates) * self.plain_seconds(rows))
 
     def best(self, rows: int) -> float:
         return max(1.0, *(self.alone(rows, member) for member in range(len(self.right))))

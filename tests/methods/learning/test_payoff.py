@@ -20,7 +20,7 @@ from drafter.methods.learning.payoff import (
     gain_by_choice,
     lead_by_choice,
 )
-from drafter.statistics import BatchChoice, MemberView
+from drafter.statistics import BatchChoice, MemberView, StepSums
 
 INTERVALS = st.builds(
     Interval,
@@ -89,8 +89,9 @@ def test_no_interval_takes_more_than_it_lasts(intervals: list[Interval]) -> None
         balance = after
 
 
-def choice(chosen: str, trials: int, **rates: float) -> BatchChoice:
-    return BatchChoice(4, chosen, trials, tuple(MemberView(name, rate, 7, rate) for name, rate in rates.items()))
+def choice(chosen: str, steps: int, **rates: float) -> BatchChoice:
+    views = tuple(MemberView(name, rate, 7, rate) for name, rate in rates.items())
+    return BatchChoice(4, chosen, 1, views, sums=StepSums(steps=steps))
 
 
 def test_the_gain_of_a_head_among_others_is_what_it_is_faster_than_the_best_of_these() -> None:
@@ -112,7 +113,7 @@ def test_a_head_leads_by_how_much_faster_it_is_than_the_best_of_the_others() -> 
     assert lead_by_choice([behind, ahead], ["head"]) == pytest.approx((3 * 0.5 + 3.0) / 4)
     # Where plain decoding is the fastest, it is what all members come to.
     members = MemberView("ngram", 100.0, 0, 80.0), MemberView("head", 100.0, 0, 60.0)
-    assert lead_by_choice([BatchChoice(4, "ngram", 3, members)], ["head"]) == pytest.approx(0.6)
+    assert lead_by_choice([BatchChoice(4, "ngram", 1, members, sums=StepSums(steps=3))], ["head"]) == pytest.approx(0.6)
 
 
 def test_what_others_draft_faster_is_made_up_for_before_anything_is_gained() -> None:

@@ -24,7 +24,7 @@ from drafter.methods.learning.drafter import version_of
 from drafter.methods.learning.learner import Learner
 from drafter.methods.learning.rows import RowSample, SampleTap
 from drafter.methods.learning.settings import LearnerSettings
-from drafter.statistics import BatchChoice, MemberView
+from drafter.statistics import BatchChoice, MemberView, StepSums
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from pipeline.engines.models import EngineSpec
@@ -145,7 +145,7 @@ def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(
     # An endpoint's engines are idle now and then, whoever learns: the time in which they were does not count.
     actor.report(math.inf)
     views = MemberView("ngram", 100.0, 7, 100.0), MemberView("head", 80.0, 7, 80.0)
-    choices = (BatchChoice(4, "ngram", 1, views),)
+    choices = (BatchChoice(4, "ngram", 1, views, sums=StepSums(steps=9)),)
     actor.exchange("engine", EngineBeat(2 * 10**6 + 74, 2 * 10**6 + 42, choices, busy=0.25), [])
     wait_until(lambda: len(moments()) > 1, "another interval")
     actor.close()

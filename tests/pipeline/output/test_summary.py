@@ -104,8 +104,8 @@ def test_what_was_chosen_and_why_is_said_in_sentences() -> None:
     )
     # No estimate of now stands beside the choice: what is said of the others is what they were compared by.
     assert unused == (
-        "Not chosen in the end: the draft head (0.48 times as fast as memory at 4 rows, when last compared), "
-        "cacheback (no faster than memory at 4 rows, when last compared)."
+        "Not chosen in the end: the draft head (0.48 times as fast as memory at 4 rows), "
+        "cacheback (no faster than memory at 4 rows)."
     )
 
 

@@ -56,7 +56,7 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         assert (now["eta_seconds"], now["mean_acceptance_length"], now["engines"]) == (3.0, 2.0, 2)
         assert (now["memory_tokens"], now["memory_bytes"]) == (70, 800)
         (choice,) = now["speculation"]["by_rows"]
-        assert (choice["rows"], choice["chosen"], choice["trials"]) == (4, "memory", 3)
+        assert (choice["rows"], choice["chosen"], choice["explored"]) == (4, "memory", 3)
         assert choice["members"] == [{"name": "ngram", "beside": "memory", "relative": 0.6}]
         assert now["speculation"]["sentences"][-1].startswith("Not chosen in the end: ngram (0.60 times")
         raise JobError("the cluster\nis gone")
