@@ -6,9 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.io.listing import NoIdsError
 from pipeline.io.staging import cut
 from tests.pipeline.conftest import write_jsonl
 from tests.support.staging import staged, write_input
@@ -38,6 +40,20 @@ def test_ids_of_their_own(tmp_path: Path) -> None:
     ids, _, problems = staged(path, tmp_path / "staged", id_column="id")
     assert ids == [["7", "b", "a.jsonl:3"]]
     assert problems == {"a.jsonl:3": "the id column 'id' is empty"}
+
+
+def test_a_line_that_is_no_row_leaves_the_others_their_ids(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "id": 7}\n{"prompt": "\\ud83d", "id": 8}\n{"prompt": "z", "id": 9}\n')
+    ids, _, problems = staged(path, tmp_path / "staged")
+    assert ids == [["7", "a.jsonl:2", "9"]]
+    assert problems == {"a.jsonl:2": "the line has half a character: an unpaired surrogate"}
+
+
+def test_an_id_column_that_names_not_every_row_is_none(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "id": 7}, {"prompt": "y"}])
+    with pytest.raises(NoIdsError, match=r"^column 'id' names no row in a\.jsonl:2$"):
+        staged(path, tmp_path / "staged")
 
 
 def table(*lengths: int) -> pa.Table:
