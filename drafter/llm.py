@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -180,12 +181,13 @@ class SpeculativeLM:
         """Largest number of tokens of a request, prompt and output together."""
         return self.engine.max_length
 
-    def encode(self, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, *, special_tokens: bool = False, now: datetime | None = None) -> list[int]:
         """Tokenise a text as it is, or chat messages by the chat template. Token ids stay as they are.
 
         Args:
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
+            now: Time for chat templates that read the clock; by default the present.
 
         Raises:
             RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
@@ -205,7 +207,8 @@ class SpeculativeLM:
             if not {"role", "content"} <= message.keys():
                 raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
         messages = [dict(message) for message in prompt]
-        return encode_chat(self.tokenizer, messages, special_tokens=special_tokens, max_length=self.max_length)
+        longest = self.max_length
+        return encode_chat(self.tokenizer, messages, special_tokens=special_tokens, max_length=longest, now=now)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.

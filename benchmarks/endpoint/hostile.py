@@ -61,10 +61,10 @@ def _request(method: str, path: str, *headers: str, body: bytes = b"") -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def _keyed(body: object) -> bytes:
+def _keyed(body: object, path: str = _CHAT) -> bytes:
     """Return a request with a key, for one answer."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return _request("POST", _CHAT, f"Authorization: Bearer {_KEY}", "Connection: close", body=content)
+    return _request("POST", path, f"Authorization: Bearer {_KEY}", "Connection: close", body=content)
 
 
 def _ask(**more: object) -> dict[str, object]:
@@ -100,6 +100,9 @@ def kinds() -> dict[str, Kind]:
         "key: a megabyte of unknown parameters": Kind(_keyed(_ask(**{f"p{place}": 1 for place in range(75_000)}))),
         "key: nested lists": Kind(_keyed(b'{"messages":' + b"[" * 500_000)),
         "key: prompts that are too long": Kind(_keyed(_ask(messages=[{"role": "user", "content": "five " * 200_000}]))),
+        "key: prompts of too many token ids": Kind(
+            _keyed({"model": "model", "prompt": [5] * 340_000}, "/v1/completions")
+        ),
         "key: 28,000 empty messages": Kind(_keyed(_ask(messages=[{"role": "user", "content": ""}] * 28_000))),
         "key: metrics": Kind(_request("GET", "/metrics", f"Authorization: Bearer {_KEY}", "Connection: close")),
         "key: long streams that are not read": Kind(_keyed(unread), reads=False, fair=False),

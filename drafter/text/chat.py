@@ -87,9 +87,10 @@ def encode_chat(
     *,
     special_tokens: bool = False,
     max_length: float = math.inf,
+    now: datetime | None = None,
 ) -> list[int]:
-    """Return the tokens of one chat, or raise `RequestError`; see `encode_chats`."""
-    chat = render_chat(tokenizer, messages)
+    """Return the tokens of one chat, or raise `RequestError`; see `render_chat` and `encode_chats`."""
+    chat = render_chat(tokenizer, messages, now)
     refuse_endless(chat.text, max_length, longest_token(tokenizer))
     (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)
     if isinstance(found, RequestError):

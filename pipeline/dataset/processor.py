@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from pipeline.engines.models import EngineSpec, fed
 from pipeline.errors import InputError, RowError
 from pipeline.generate.config import LoadingConfig
 from pipeline.generate.row_requests import row_messages, row_sampling
+from pipeline.io.reading import without_nulls
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.settings import LimitsConfig, ResourcesConfig, WritingConfig
 
@@ -105,8 +107,10 @@ def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings
 class Answers(EngineProcess):
     """Generates for blocks of rows; several blocks are in the engine at once."""
 
-    def __init__(self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any) -> None:
-        self._sampling, self._ledger_actor = sampling, ledger
+    def __init__(
+        self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any, now: datetime
+    ) -> None:
+        self._sampling, self._ledger_actor, self._now = sampling, ledger, now
         self._traits = RunTraits(sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter)
         self._columns = wanted_columns(self._traits)
         super().__init__(spec, limits, ledger)
@@ -129,13 +133,12 @@ class Answers(EngineProcess):
         added = columns_type([one for one in self._columns if one.name != kind])
         if taken := {ERROR_COLUMN, *added.names} & set(block.column_names) - {"seed"}:
             raise InputError(f"column {min(taken)} would be replaced: rename it in preprocess")
-        rows = block.select([name for name in block.column_names if name in _READ]).to_pylist()
-        requests, problems = self._requests(rows, kind)
+        requests, problems = self._requests(block, kind)
         # A task that is tried again has the same id, and finds the rows that the engine before had finished.
         part = ray.get_runtime_context().get_task_id()
         outcomes = self._outcomes(part, {one.request_id: one for one in requests.values()}, lambda _: None)
         self._ledger_actor.commit.remote(part)
-        found = [outcomes.get(requests[place].request_id) if place in requests else None for place in range(len(rows))]
+        found = [outcomes.get(requests[place].request_id) if place in requests else None for place in range(len(block))]
         for place, one in enumerate(found):
             if one is not None and one.problem is not None:
                 problems[place] = one.problem["message"]
@@ -144,13 +147,14 @@ class Answers(EngineProcess):
             block = block.drop_columns(["seed"])
         for column, values in zip(added, generated.flatten(), strict=True):  # null where the row is
             block = block.append_column(column.name, values)
-        errors = [problems.get(place, "") for place in range(len(rows))]
+        errors = [problems.get(place, "") for place in range(len(block))]
         return block.append_column(ERROR_COLUMN, pa.array(errors, pa.string()))
 
-    def _requests(self, rows: list[dict[str, Any]], kind: str) -> tuple[dict[int, Request], dict[int, str]]:
+    def _requests(self, block: pa.Table, kind: str) -> tuple[dict[int, Request], dict[int, str]]:
         """Return requests and errors by the rows' places."""
+        rows = block.select([name for name in block.column_names if name in _READ]).to_pylist()
         requests, problems = {}, {}
-        for place, row in enumerate(rows):
+        for place, row in enumerate(map(without_nulls, rows)):
             try:
                 ids = self._encode(row.get(kind), kind)
                 name = self._name(row, place, ids)
@@ -163,7 +167,7 @@ class Answers(EngineProcess):
     def _encode(self, value: Any, kind: str) -> list[int]:
         if value is None:
             raise RowError("BadPrompt", f"column {kind!r} is empty")
-        return self._lm.encode(row_messages(value, kind) if kind == "messages" else value)
+        return self._lm.encode(row_messages(value, kind) if kind == "messages" else value, now=self._now)
 
     @staticmethod
     def _name(row: Mapping[str, Any], place: int, ids: list[int]) -> str:
@@ -208,6 +212,7 @@ def build_processor(
                 "spec": spec,
                 "sampling": sampling,
                 "limits": limits,
+                "now": datetime.now(),  # one for all rows, as in a job
                 "ledger": ray.remote(Ledger).options(num_cpus=0).remote(limits.row_attempts),
             },
         )

@@ -196,6 +196,8 @@ _SUFFIXES: dict[Format, tuple[str, ...]] = {
     "arrow": (".arrow",),
 }
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+_UNREADABLE = (".xz", ".zip", ".br", ".7z")
+"""Compressions of files that would otherwise be missed without a word among others of a folder."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,10 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
         if info.type != fs.FileType.File:
             what = "is a link to nothing" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
             raise InputError(f"input {info.path} {what}: put the file there, or take the name away")
+        if name.lower().endswith(_UNREADABLE):
+            raise InputError(
+                f"input {info.path} cannot be unpacked ({', '.join(_COMPRESSIONS)} can): compress it like these"
+            )
         if chosen is None:
             raise InputError(f"the name of input {info.path} does not tell its format: set reading.format")
         files.append(InputFile(info.path, name, info.size, chosen))  # type: ignore[arg-type]
@@ -254,7 +260,7 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
 def format_of(name: str) -> Format | None:
     """Return a file's format by its name; None if the name does not tell."""
     lower = name.lower()
-    for compression in _COMPRESSIONS:
+    for compression in (*_COMPRESSIONS, *_UNREADABLE):
         lower = lower.removesuffix(compression)
     return next((found for found, suffixes in _SUFFIXES.items() if lower.endswith(suffixes)), None)
 

@@ -67,7 +67,7 @@ class Chunk:
         column = self.columns.column(name)
         if most_bytes is None or column.nbytes <= most_bytes:
             with suppress(Exception):  # Arrow raises what Python's own types raise, each in its own way
-                return [_without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+                return [without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
         return [_value(column, row, most_bytes) for row in range(len(column))]
 
 
@@ -76,18 +76,19 @@ def _value(column: pa.ChunkedArray, row: int, most_bytes: int | None) -> Any:
     if most_bytes is not None and size > most_bytes:
         return UnreadableValueError(f"it has {size >> 20} MiB, and up to {most_bytes >> 20} MiB are read")
     try:
-        return _without_nulls(column[row].as_py(maps_as_pydicts="strict"))
+        return without_nulls(column[row].as_py(maps_as_pydicts="strict"))
     except UnicodeDecodeError as error:
         return UnreadableValueError(f"it is not UTF-8: byte {error.start + 1} is {error.object[error.start]:#04x}")
     except Exception as error:  # see `values`
         return UnreadableValueError(f"{type(error).__name__}: {error}")
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Return a table's value as in JSON: a null in an object may be there because another row has the field."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [without_nulls(one) for one in value]
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return value

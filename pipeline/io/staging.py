@@ -166,7 +166,7 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
         for index, value in enumerate(chunk.values(prompts.id_column)):
             if (isinstance(value, str) and value) or (isinstance(value, int) and not isinstance(value, bool)):
                 ids[index] = str(value)
-            elif prompts.ids_found:
+            elif prompts.ids_found and index not in chunk.problems:  # a line that is no row has no columns at all
                 raise NoIdsError(f"column {prompts.id_column!r} names no row in {places[index]}")
             else:
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"

@@ -38,10 +38,10 @@ _GUEST_PIECE = 1 << 10
 """Likewise of a guest, who sends the first one without waiting: the head of nearly every request."""
 _TURN_BYTES = 4 << 10
 """Bytes beside the body that a guest may send at each of its turns; so many chunks of one byte take 3 ms to parse."""
-_BODY_BYTES = 16
-"""Bytes of a body which is discarded that cost as much as one of these."""
+_DISCARDED_BYTES, _READ_BYTES = 16, 64
+"""Bytes of a body that cost as much as one of these, if it is discarded or read."""
 _TURNS = 64.0
-"""These turns a second, of all connections together."""
+"""These turns a second: of all guests together, and of all others."""
 _SEND_BUFFER = 128 << 10
 """Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
 _GUEST_TURNS = 50.0
@@ -123,6 +123,7 @@ class Connections:
         self.limits, self.digests = limits, digests
         self.patience = limits.receive_seconds
         self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
+        self.guests_pieces: Turns[_Connection] = Turns(_TURNS)
         self.pieces: Turns[_Connection] = Turns(_TURNS)
         self.cuts: Counter[Reason] = Counter()
         self._listening = False
@@ -190,8 +191,8 @@ class Connections:
         """Remove a connection, if present."""
         self._open.pop(connection, None)
         self._owing.pop(connection, None)
-        self.turns.forget(connection)
-        self.pieces.forget(connection)
+        for turns in (self.turns, self.guests_pieces, self.pieces):
+            turns.forget(connection)
 
     def end(self) -> None:
         """Stop waiting for clients that do not read, because the server is shutting down."""
@@ -284,7 +285,8 @@ class _Connection(HttpToolsProtocol):
 
         self._queues = True
         self.flow.pause_reading()
-        self.budget.pieces.take(self).add_done_callback(read_on)
+        pieces = self.budget.guests_pieces if self.is_guest else self.budget.pieces
+        pieces.take(self).add_done_callback(read_on)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, and all that comes after it, at this connection's turn."""
@@ -332,8 +334,9 @@ class _Connection(HttpToolsProtocol):
         if self._body > (most if self.is_guest else DISCARDED * most):
             self.budget.cut(self, "refused")
         elif self.is_guest or self._body - size > most or self.cycle.response_complete:
-            self._paid -= size // _BODY_BYTES
+            self._paid -= size // _DISCARDED_BYTES
         else:
+            self._paid -= size // _READ_BYTES
             super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -207,5 +207,6 @@ def test_a_template_that_reads_the_clock_finds_the_time_it_is_given() -> None:
     # The same time, when a message has the text of a special token and the chat is rendered again.
     (attacked,) = encode_chats(tokenizer, [render_chat(tokenizer, [{"role": "user", "content": ATTACK}], now)])
     assert tokenizer.decode(attacked).startswith("03 Feb 2024|4:05 %d|")
+    assert encode_chat(tokenizer, [{"role": "user", "content": "hi"}], now=now) == encode_chats(tokenizer, [chat])[0]
     # By default it is the present.
     assert render_chat(tokenizer, [{"role": "user", "content": "hi"}]).text.startswith(f"{datetime.now():%d %b %Y}|")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +16,7 @@ import pytest
 import ray.data
 
 from drafter import SamplingParams, SpeculativeLM
-from pipeline.dataset.processor import ProcessorConfig, build_processor
+from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
 from pipeline.errors import InputError
 from tests.support.faults import FragileEngine
 from tests.support.waiting import wait_until
@@ -55,6 +57,28 @@ def test_answers_are_judged_in_one_pipeline(model: Path) -> None:
         verdicts = lm.generate([f"{one.text} so" for one in expected], max_new_tokens=2)
     assert [row["token_ids"] for row in rows[:-1]] == [one.token_ids for one in expected]
     assert [judged[n]["verdict"] for n in range(19)] == [one.text for one in verdicts]
+
+
+def test_a_chat_has_nothing_of_other_rows() -> None:
+    """Ray Data keeps messages as structs, in which each row has the fields of all; and there is one date for all."""
+    asked: list[tuple[Any, datetime]] = []
+    now = datetime(2024, 2, 3)
+
+    def encode(prompt: Any, now: datetime) -> list[int]:
+        asked.append((prompt, now))
+        return [1]
+
+    stage: Any = Answers.__new__(Answers)
+    stage._lm = SimpleNamespace(encode=encode)
+    stage._sampling, stage._row_seconds, stage._now = SamplingParams(), None, now
+
+    def chat(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}]
+
+    chats = [chat({"city": "Paris", "days": 3}), chat({"unit": "C"})]
+    requests, problems = stage._requests(pa.table({"messages": chats}), "messages")
+    assert asked == [(chats[0], now), (chats[1], now)]
+    assert (len(requests), problems) == (2, {})
 
 
 @pytest.mark.slow

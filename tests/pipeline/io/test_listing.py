@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
 from collections.abc import Callable
@@ -69,6 +70,11 @@ def circle(folder: Path) -> Path:
     return folder / "deep" / "up"
 
 
+def unreadable_compression(folder: Path) -> Path:
+    (folder / "b.jsonl.xz").write_bytes(lzma.compress(b'{"prompt": "y"}\n'))
+    return folder / "b.jsonl.xz"
+
+
 @pytest.mark.parametrize("asked", ["", "/*", "/**"])
 @pytest.mark.parametrize(
     ("make", "reason"),
@@ -78,6 +84,7 @@ def circle(folder: Path) -> Path:
         (folder_that_is_gone, "is a link to nothing"),
         (pipe, "is neither a file nor a folder"),
         (circle, "is a link to a folder that it is in"),
+        (unreadable_compression, "cannot be unpacked"),
     ],
 )
 def test_rows_that_are_meant_and_not_there_are_missed(

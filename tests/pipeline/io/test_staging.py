@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed
 from pipeline.generate.row_requests import row_sampling
+from pipeline.io.listing import NoIdsError
 from pipeline.io.parts import PROBLEM_TYPE
 from pipeline.io.staging import cut, expand, sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
@@ -46,6 +47,20 @@ def test_ids_of_their_own(tmp_path: Path) -> None:
     ids, _, problems = staged(path, tmp_path / "staged", id_column="id")
     assert ids == [["7", "b", "a.jsonl:3"]]
     assert problems == {"a.jsonl:3": "the id column 'id' is empty"}
+
+
+def test_a_line_that_is_no_row_leaves_the_others_their_ids(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "id": 7}\n{"prompt": "\\ud83d", "id": 8}\n{"prompt": "z", "id": 9}\n')
+    ids, _, problems = staged(path, tmp_path / "staged")
+    assert ids == [["7", "a.jsonl:2", "9"]]
+    assert problems == {"a.jsonl:2": "the line has half a character: an unpaired surrogate"}
+
+
+def test_an_id_column_that_names_not_every_row_is_none(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "id": 7}, {"prompt": "y"}])
+    with pytest.raises(NoIdsError, match=r"^column 'id' names no row in a\.jsonl:2$"):
+        staged(path, tmp_path / "staged")
 
 
 def table(*lengths: int) -> pa.Table:

@@ -297,3 +297,27 @@ def test_a_guests_body_is_thrown_away(declared: bool) -> None:
 )
 def test_which_hosts_are_this_machine(hosts: list[str], good: bool) -> None:
     assert names_loopback(hosts) == good
+
+
+def test_bodies_of_guests_hold_up_no_body_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TURNS", 4.0)
+    with budgeted(echo, keys=True) as (address, budget), ExitStack() as opened:
+        for _ in range(4):
+            opened.enter_context(connect(address)).sendall(CHUNKED + b"20000\r\n" + b"x" * 0x20000)
+        wait_until(lambda: budget.guests_pieces.last is not None, "guests wait for their turns")
+        key = {"Authorization": "Bearer right"}
+        answer = httpx2.post(f"{address}/v1/", content=b"x" * 300_000, headers=key, timeout=PATIENCE).json()
+        assert answer["bytes"] == 300_000
+        assert budget.guests_pieces.last is not None
+
+
+def test_large_bodies_with_a_key_are_read_in_turns_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TURNS", 8.0)
+    with budgeted(echo, keys=True) as (address, budget), ExitStack() as opened:
+        clients = [opened.enter_context(connect(address)) for _ in range(3)]
+        for client in clients:
+            client.sendall(HEAD.replace(b"100", b"1000000") + b"Authorization: Bearer right\r\n\r\n")
+            client.sendall(b"x" * 1_000_000)
+        wait_until(lambda: budget.pieces.last is not None, "they wait for their turns")
+        for client in clients:
+            assert json.loads(client.recv(1 << 16).partition(b"\r\n\r\n")[2])["bytes"] == 1_000_000
