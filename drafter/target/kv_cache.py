@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +38,6 @@ class LayerShape:
     @property
     def bytes_per_token(self) -> int:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-class _Place(NamedTuple):
-    """Index of a layer's keys or values: a buffer, and a member of that buffer."""
-
-    buffer: int
-    member: int
 
 
 class _LayerView(CacheLayerMixin):
@@ -133,15 +125,15 @@ class KVCache:
         self._starts = torch.arange(slots, device=device) * length
         self._positions = positions = slots * length if positions is None else positions
         members: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
-        # For each layer the places of its keys and its values; empty for a layer that stores nothing.
-        self._of_layers: list[list[_Place]] = []
+        # For each layer buffer and member of its keys and its values; empty for a layer that stores nothing.
+        self._of_layers: list[list[tuple[int, int]]] = []
         for shape in shapes:
             both = []
             if shape is not None:
                 for dim in (shape.key_dim, shape.value_dim):
                     kind = (shape.heads, dim, shape.dtype, shape.device)
                     members[kind] = members.get(kind, 0) + 1
-                    both.append(_Place(list(members).index(kind), members[kind] - 1))
+                    both.append((list(members).index(kind), members[kind] - 1))
             self._of_layers.append(both)
         self.buffers = [
             _zeros((count * positions, heads, dim), dtype, place)
@@ -169,7 +161,9 @@ class KVCache:
         """
         pairs = []
         for places in self._of_layers:
-            keys, values = (self.buffers[one.buffer].unflatten(0, (-1, self._positions))[one.member] for one in places)
+            keys, values = (
+                self.buffers[buffer].unflatten(0, (-1, self._positions))[member] for buffer, member in places
+            )
             pairs.append((keys, values))
         return pairs
 
@@ -201,14 +195,9 @@ class KVCache:
         reads, places = self._reads(rows, kv_length)
         layers: list[CacheLayerMixin] = []
         for number, both in enumerate(self._of_layers):
-            layers.append(
-                _LayerView(
-                    [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in both],
-                    None if number in apart else [reads[one.buffer][one.member] for one in both],
-                    kv_length,
-                    places,
-                )
-            )
+            written_to = [(self.buffers[buffer], writes[buffer][member]) for buffer, member in both]
+            read = None if number in apart else [reads[buffer][member] for buffer, member in both]
+            layers.append(_LayerView(written_to, read, kv_length, places))
         return Cache(layers=layers)
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:

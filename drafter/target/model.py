@@ -34,7 +34,7 @@ from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, Model
 from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
 from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
 from drafter.target.prepacked import prepack
-from drafter.target.proof import attention_agrees, executors_agree, prove_tree_decoding, run_plainly, trees_agree
+from drafter.target.proof import LONG, attention_agrees, executors_agree, prove_tree_decoding, run_plainly
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +78,8 @@ class BaseModel:
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
-        plain = run_plainly(self)
-        self._layer_shapes = plain.layer_shapes
-        prove_tree_decoding(self, plain)
+        texts, logits, self._layer_shapes = run_plainly(self)
+        prove_tree_decoding(self, texts, logits)
         self._prove_long_texts()
         if native:
             self._executor = self._native() or self._model_code
@@ -230,7 +229,7 @@ class BaseModel:
         attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
         if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
             return
-        if not trees_agree(self, partial(setattr, code, "prefix_attention", attend)):
+        if not attention_agrees(self, partial(setattr, code, "prefix_attention", attend), LONG):
             _log.warning("%s reads all rows to one length, as flash attention gives other numbers", self.name)
             code.prefix_attention = None
 

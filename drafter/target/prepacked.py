@@ -42,17 +42,11 @@ _HALF_EXPONENT = 15
 
 @dataclass(frozen=True)
 class Product:
-    """A kernel bound to the weights of a layer.
+    """A kernel bound to the weights of a layer."""
 
-    Args:
-        of: Maps rows `[..., in_features]` to `[..., out_features]`.
-        own: The weights `[out_features, in_features]` if PyTorch's own operator multiplies.
-        halved: The weights are read as fp16.
-    """
-
-    of: Callable[[Tensor], Tensor]
-    own: Tensor | None = None
-    halved: bool = False
+    of: Callable[[Tensor], Tensor]  # maps rows `[..., in_features]` to `[..., out_features]`
+    own: Tensor | None = None  # the weights `[out_features, in_features]` if PyTorch's own operator multiplies
+    halved: bool = False  # the weights are read as fp16
 
 
 Way = Callable[[Tensor, Tensor | None], Product]
@@ -64,10 +58,8 @@ class PrepackedLinear(nn.Linear):
 
     few: Product
     many: Product
-    version: int
-    """Version of the weights that the products were made of. Products of changed weights are not used."""
-    number: int
-    """Key of this layer in the table that compiled code uses."""
+    version: int  # of the weights that the products were made of; those of changed weights are not used
+    number: int  # key of this layer in the table that compiled code uses
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or input.dim() < 2 or not input.numel():

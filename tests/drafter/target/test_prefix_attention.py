@@ -118,11 +118,11 @@ def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     mask = folded(additive(ancestors, query.dtype), groups)
     for attend in (masked_prefix_attention, flash_prefix_attention):
         parts = data.draw(st.integers(1, 5))
-        prefix = Prefix.of(lengths, slot, parts, attend, groups * nodes)
+        prefix = Prefix(lengths, slot, parts, attend, groups * nodes)
         committed = [CommittedLayers([(keys, values)], frozenset([0]), prefix)]
         if nodes == 1:  # which sees no more than what its row has, itself included
             for some in {1, parts if groups == 1 else 1}:
-                prefix = Prefix.of(lengths + 1, slot, some, attend, 1, some=True)
+                prefix = Prefix(lengths + 1, slot, some, attend, 1, some=True)
                 committed.append(CommittedLayers([(keys, values)], frozenset([0]), prefix, all_seen=True))
         with mock.patch.object(torch.ops.aten, "_flash_attention_forward", flash_by_hand):
             for one in committed:
