@@ -34,47 +34,27 @@ _RECORDED = 4 << 20
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes that determine an engine's memory beside the target model's weights.
-
-    Args:
-        max_length: Prompt and output tokens of a sequence.
-        nodes: Draft nodes of a row's tree.
-        depth: Largest depth of a tree.
-        width: Of the hidden states.
-        inner: Width inside the MLP.
-        groups: Query heads that share a KV head.
-        number: Bytes of a number.
-        kv: Bytes of keys and values of a position, in all layers.
-        layer_kv: The same in the largest layer.
-        copied_kv: Copies of a layer's keys and values that attention makes.
-        draft_kv: Bytes of the drafter's own state of a position.
-        hidden: Bytes of the hidden states that are kept of a position for the drafter.
-        prompt: Prompt tokens of one forward.
-        in_parts: Attention over trees reads committed positions without a mask.
-        kv_limit: Largest size of the KV cache in bytes.
-        graphs: Number of recorded steps.
-        scratch: See `DraftSpec`.
-    """
+    """Sizes that determine an engine's memory beside the target model's weights."""
 
     slots: int
-    max_length: int
-    nodes: int
-    depth: int
+    max_length: int  # prompt and output tokens of a sequence
+    nodes: int  # draft nodes of a row's tree
+    depth: int  # largest depth of a tree
     vocabulary: int
-    width: int
-    inner: int
-    groups: int
-    number: int
-    kv: int
-    layer_kv: int
-    copied_kv: int
-    draft_kv: int
-    hidden: int
-    prompt: int
-    in_parts: bool = False
-    kv_limit: int | None = None
-    graphs: int = 0
-    scratch: int = 0
+    width: int  # of the hidden states
+    inner: int  # width inside the MLP
+    groups: int  # query heads that share a KV head
+    number: int  # bytes of a number
+    kv: int  # bytes of keys and values of a position, in all layers
+    layer_kv: int  # the same in the largest layer
+    copied_kv: int  # copies of a layer's keys and values that attention makes
+    draft_kv: int  # bytes of the drafter's own state of a position
+    hidden: int  # bytes of the hidden states that are kept of a position for the drafter
+    prompt: int  # prompt tokens of one forward
+    in_parts: bool = False  # attention over trees reads committed positions without a mask
+    kv_limit: int | None = None  # largest size of the KV cache in bytes
+    graphs: int = 0  # recorded steps
+    scratch: int = 0  # see `DraftSpec`
 
     @property
     def length(self) -> int:
@@ -190,11 +170,7 @@ def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_len
 
 
 def plan_or_refuse(device: torch.device, sizes: EngineSizes) -> MemoryPlan:
-    """Plan an engine's memory, and log the plan.
-
-    Raises:
-        LoadError: The device has less memory left.
-    """
+    """Plan an engine's memory, and log the plan; raise `LoadError` if the device has less left."""
     plan, free = plan_memory(sizes), devices.free_bytes(device)
     _LOG.info(
         "memory beside the model, of %s left on %s:\n%s", "?" if free is None else gib(free), device, plan.table()

@@ -18,7 +18,7 @@ def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Sequence]:
     slots = []
     for timeout in timeouts:
         handle = Handle(Request([5], timeout=timeout), stream=False, on_cancel=queue.look_again)
-        slots.append(Sequence(handle, limit=1, length=0, eos=frozenset(), tokenizer=None, verifier=ExactVerifier()))
+        slots.append(Sequence(handle, frozenset(), None, ExactVerifier(), max_length=8))
         queue.put(slots[-1])
     return slots
 
