@@ -12,8 +12,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-GROUP = "drafter.methods"
-"""Group of entry points, and the package of this project's own methods."""
+GROUP = "drafter.methods"  # group of entry points, and the package of this project's own methods
 Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
 
 

@@ -20,13 +20,10 @@ from drafter.acceptance.choices import SamplingMode
 from drafter.engine.step import DeviceStep, StepTensors
 
 _LOG = logging.getLogger(__name__)
-MOST_GRAPHS = 256
-"""Recorded steps that are kept; each takes memory."""
+MOST_GRAPHS = 256  # recorded steps that are kept; each takes memory
 _LEAST_KV = 64
-_RECORDING = threading.Lock()
-"""CUDA watches and records for a whole process: two engines must not do it together."""
-_Kind = tuple[SamplingMode, bool]
-"""Sampling operations, and whether there are drafts."""
+_RECORDING = threading.Lock()  # CUDA watches and records for a whole process: two engines must not do it together
+_Kind = tuple[SamplingMode, bool]  # sampling operations, and whether there are drafts
 Work = Callable[[], StepTensors]
 
 

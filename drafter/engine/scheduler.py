@@ -18,12 +18,9 @@ from drafter.engine.sequence import LEAST_SHARED, Sequence
 from drafter.engine.step import Flights
 from drafter.errors import EngineError, QueueFullError
 
-CHUNK = 512
-"""Prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU."""
-_SCORED_CHUNK = 256
-"""The same where the logits of all tokens are kept."""
-_PAUSE, _LONGEST_PAUSE = 256, 1 << 16
-"""Steps without trouble until one more sequence is let in."""
+CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
+_SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
+_PAUSE, _LONGEST_PAUSE = 256, 1 << 16  # steps without trouble until one more sequence is let in
 
 
 class RowLimit:
@@ -307,7 +304,6 @@ class Scheduler:
         self.entering.remove(sequence)
 
     def _move_up(self, place: int) -> None:
-        """Move the entering sequences from index `place` on by one slot to the front."""
         for slot, sequence in enumerate(self.entering[place:], len(self.active) + place):
             self._move(sequence, slot, slot - 1)
 

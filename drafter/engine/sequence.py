@@ -126,8 +126,7 @@ class Handle:
                 self._wake = None
 
 
-LEAST_SHARED = 8
-"""Shorter common prefixes are computed again: that costs no more than to copy them."""
+LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
 
 
 class Sequence:

@@ -22,8 +22,7 @@ from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
 
-_NOT_FINITE = -1
-"""Token chosen from logits that are not numbers."""
+_NOT_FINITE = -1  # token chosen from logits that are not numbers
 
 
 @dataclass(frozen=True)

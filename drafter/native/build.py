@@ -60,7 +60,6 @@ def cache_folder() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    """Hash the sources, the compiler, its flags and the processor."""
     digest = hashlib.sha256(" ".join([compiler, *_FLAGS, processor()]).encode())
     digest.update(str(Path(compiler).resolve().stat().st_mtime_ns).encode())
     for source in sorted(_SOURCES.iterdir()):

@@ -109,14 +109,10 @@ def whole_layers(config: Any) -> frozenset[int]:
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-_SCHEME = "v2-"
-"""Prefix of fingerprints. Those of the first scheme are 16 hex digits alone."""
-_SAMPLED = 1 << 14
-"""Largest number of values hashed per tensor."""
-_TINY = 2.0**-16
-"""Smaller values count as zero: fp16 does not hold them as exactly as bf16 does."""
-_SAMPLED_FIRST = 4096
-"""Values of the embedding that the first scheme hashes."""
+_SCHEME = "v2-"  # prefix of fingerprints; those of the first scheme are 16 hex digits alone
+_SAMPLED = 1 << 14  # largest number of values hashed per tensor
+_TINY = 2.0**-16  # smaller values count as zero: fp16 does not hold them as exactly as bf16 does
+_SAMPLED_FIRST = 4096  # values of the embedding that the first scheme hashes
 
 
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
@@ -172,14 +168,11 @@ def _bytes(values: Tensor) -> bytes:
 # these, whereas windows of ten thousands of tokens cannot be tried on the model itself. Every number of the
 # configuration becomes small, as no list says which are lengths; known sizes shrink in proportion.
 
-PASSED = 12
-"""Larger numbers shrink: a text of three dozen tokens is past twice as many."""
-_NUMBER = 8
-"""Replaces larger numbers that are not sizes."""
+PASSED = 12  # larger numbers shrink: a text of three dozen tokens is past twice as many
+_NUMBER = 8  # replaces larger numbers that are not sizes
 _WIDTH, _HEADS, _KV_HEADS, _VOCABULARY, _POSITIONS, _LAYERS = 32, 4, 2, 97, 256, 8
 _ENDLESS = 1 << 62
-_STANDARD_DEVIATION = 0.15
-"""Of the weights: makes attention so uneven that a wrong mask changes the logits."""
+_STANDARD_DEVIATION = 0.15  # of the weights: makes attention so uneven that a wrong mask changes the logits
 
 
 class _Copy(NamedTuple):

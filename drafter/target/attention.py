@@ -26,8 +26,7 @@ from drafter import devices
 _PART, _BUSY, _WORTH = 256, 256, 8
 """Split-KV: a row's positions are split into parts until rows × KV heads × parts reach `_BUSY`, as a GPU has some
 hundred processors. A part has at least `_PART` positions, and `_WORTH` times its queries, which each part copies."""
-_UNKNOWN = ("softcap", "position_bias", "s_aux")
-"""Settings that `tree_attention` does not support."""
+_UNKNOWN = ("softcap", "position_bias", "s_aux")  # settings that `tree_attention` does not support
 TREE_ATTENTION = "tree_sdpa"
 
 Parts = tuple[Tensor, Tensor]
@@ -173,7 +172,6 @@ def flash_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Pr
 
 
 def _every(size: int, count: int, device: torch.device) -> Tensor:
-    """Return `[count + 1]` int32 offsets of pieces of `size`."""
     return torch.arange(count + 1, device=device, dtype=torch.int32) * size
 
 

@@ -29,12 +29,9 @@ from drafter.target.kv_cache import KVCache
 
 LM_HEAD_INPUT = -1
 """In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
-_VARIANTS = 64
-"""Compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled."""
-_LARGEST_TREE = 128
-"""Larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves."""
-_USUAL_TREE = 32
-"""Tree size for which a compiled forward splits a row's positions, as one variant serves all trees."""
+_VARIANTS = 64  # compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled
+_LARGEST_TREE = 128  # larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves
+_USUAL_TREE = 32  # tree size for which a compiled forward splits a row's positions, as one variant serves all trees
 
 
 @dataclass(frozen=True)
@@ -260,7 +257,6 @@ class ModelCode:
         return self._inputs(cache, nodes, CommittedLayers(layers, self.whole, prefix, all_seen=single))
 
     def _inputs(self, cache: KVCache, nodes: TreeNodes, committed: CommittedLayers | None = None) -> dict[str, Any]:
-        """Return the model's inputs for the nodes from `first` on."""
         first, packing = nodes.first, nodes.packing
         tokens, lengths = nodes.tokens[:, first:], nodes.lengths[:, None]
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1

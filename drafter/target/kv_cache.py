@@ -17,12 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from drafter import devices
 
 Places = npt.NDArray[np.int64]
-BLOCK = 32
-"""Positions of a block."""
-_ZEROS, _STRAY = 0, 1
-"""Reserved blocks: always zero, read where a slot has no block; and a sink for writes there."""
-SPARE = 2
-"""Number of reserved blocks."""
+BLOCK = 32  # positions of a block
+_ZEROS, _STRAY = 0, 1  # reserved blocks: always zero, read where a slot has no block; and a sink for writes there
+SPARE = 2  # number of reserved blocks
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,6 @@ class NativeDecoder:
         return self._caches[cache]
 
     def _prepare_positions(self, count: int) -> None:
-        """Compute cosines and sines `[count, D / 2]`, as the model does."""
         if count > self._struct.positions:
             tables = self._rotary(torch.zeros(1, 1, 1, dtype=torch.float32), torch.arange(count)[None])
             cosines, sines = (table[0, :, : self._head_size // 2].float().contiguous() for table in tables)

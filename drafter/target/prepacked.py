@@ -22,22 +22,16 @@ from torch.nn import functional as F
 
 from drafter.devices import free_bytes
 
-_MEMORY_SHARE = 0.5
-"""Largest share of the free memory that copies of the weights may take."""
-_FEW = 32
-"""Largest number of rows for which a product is bound by reading its weights."""
-_TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)
-"""Numbers of rows that are timed: few, and many."""
+_MEMORY_SHARE = 0.5  # largest share of the free memory that copies of the weights may take
+_FEW = 32  # largest number of rows for which a product is bound by reading its weights
+_TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)  # numbers of rows that are timed: few, and many
 _TIMED_WEIGHTS = 1 << 22
 """Weights that are timed in turn, so that they do not stay in a core's cache; a model's do not, either."""
 _REPEATS, _ENOUGH = 5, 0.05
 """A product is timed this often, or for this many seconds. The minimum counts, as other load can only add to it."""
-_SMALL = 1 << 14
-"""Smaller matrices are left as they are: there is nothing to gain."""
-_WORTH = 1.05
-"""Speedup from which weights are laid out again."""
-_HALF_EXPONENT = 15
-"""Exponent of the largest weight in fp16; high, so that small weights are exact, too."""
+_SMALL = 1 << 14  # smaller matrices are left as they are: there is nothing to gain
+_WORTH = 1.05  # speedup from which weights are laid out again
+_HALF_EXPONENT = 15  # exponent of the largest weight in fp16; high, so that small weights are exact, too
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,7 @@ class Product:
     halved: bool = False  # the weights are read as fp16
 
 
-Way = Callable[[Tensor, Tensor | None], Product]
-"""Binds a kernel to weights and bias."""
+Way = Callable[[Tensor, Tensor | None], Product]  # binds a kernel to weights and bias
 
 
 class PrepackedLinear(nn.Linear):
@@ -172,7 +165,6 @@ def _fits_half(weight: Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-    """Layers that share the fastest ways to multiply."""
 
     inputs: int
     outputs: int

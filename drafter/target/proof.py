@@ -22,10 +22,8 @@ _PROMPTS, _STEPS = (11, 26), 4
 """Lengths of two prompts, and of the continuation of each. The second is longer than two windows of `PASSED` tokens."""
 _TREE, _PATH = (-1, 0, 0, 2, 2), (0, 2, 4)
 """Parents in the proof's trees, and the path of the true continuation; a decoy precedes each of its nodes."""
-_SMALL_TREES = ((-1, 0, 0, 2), (-1, 0, 1, 2), (-1, 0, 0, 2))
-"""Parents in the trees of three texts."""
-_SHORT, LONG = 12, 520
-"""Tokens of the longest text; `LONG` is enough to be read in several parts."""
+_SMALL_TREES = ((-1, 0, 0, 2), (-1, 0, 1, 2), (-1, 0, 0, 2))  # parents in the trees of three texts
+_SHORT, LONG = 12, 520  # tokens of the longest text; `LONG` is enough to be read in several parts
 _LAST = (LM_HEAD_INPUT,)
 Forward = Callable[[KVCache, TreeNodes], tuple[Tensor | None, Tensor]]
 

@@ -16,10 +16,8 @@ from torch.nn import functional as F
 
 from drafter import devices
 
-PAD_TOKEN = -1
-"""Token of a padding node. No target model generates it, so padding is never accepted."""
-_PADDING = (PAD_TOKEN, 0, 1, -torch.inf)
-"""Token, parent, depth and log-probability of a padding node."""
+PAD_TOKEN = -1  # token of a padding node; no target model generates it, so padding is never accepted
+_PADDING = (PAD_TOKEN, 0, 1, -torch.inf)  # token, parent, depth and log-probability of a padding node
 
 
 @dataclass(frozen=True)
