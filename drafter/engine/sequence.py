@@ -26,13 +26,9 @@ from drafter.text.tokenizers import Detokenizer, StopSearch, cut_at_stop, refuse
 
 
 class Handle:
-    """A submitted request: wait for its result, iterate over its tokens, or cancel it.
+    """A submitted request: wait for its result, iterate over its tokens if it is to `stream`, or cancel it.
 
     From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`.
-
-    Args:
-        stream: Tokens will be iterated over.
-        on_cancel: Called by `cancel`.
     """
 
     def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
@@ -130,12 +126,7 @@ LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no mo
 
 
 class Sequence:
-    """A request under way, waiting for a slot or in one. It has passed `refuse_unusable`.
-
-    Args:
-        eos: The model's end-of-sequence tokens.
-        max_length: Most tokens of prompt and output.
-    """
+    """A request under way, waiting for a slot or in one. It has passed `refuse_unusable`."""
 
     def __init__(
         self, handle: Handle, eos: frozenset[int], tokenizer: Any, verifier: Verifier, max_length: int
@@ -307,12 +298,7 @@ class Sequence:
 
 
 def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_length: int) -> None:
-    """Refuse a request that cannot be decoded within `max_length` tokens of prompt and output.
-
-    Raises:
-        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias or a stop token is
-            not; or the verifier does not define what the settings ask for.
-    """
+    """Raise `RequestError` for a request that cannot be decoded within `max_length` tokens of prompt and output."""
     verifier.refuse(request.sampling)
     ids = request.prompt_ids
     if len(ids) == 0:
@@ -360,11 +346,7 @@ class LearningStart(Protocol):
     """Initial state of a drafter that learns from rows while it drafts."""
 
     def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
-        """Return the drafter, by the name that users give.
-
-        Raises:
-            LoadError: The name is not of a drafter that can learn, or it cannot be loaded.
-        """
+        """Return a drafter that can learn, by the name that users give; raise `LoadError` if there is none."""
 
     def tap(self) -> RowTap:
         """Return what collects the rows to learn from."""

@@ -40,11 +40,7 @@ def transformers_loading() -> Iterator[None]:
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
-    """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
-
-    Raises:
-        LoadError: An encoder-decoder, a model with recurrent or linear-attention layers, or no causal LM at all.
-    """
+    """Raise `LoadError` for architectures that a KV cache with a tree mask cannot decode, before weights are read."""
     if getattr(config, "is_encoder_decoder", False):
         raise LoadError(
             f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a target model"

@@ -108,11 +108,7 @@ class DecoderLayers:
 
     @property
     def modules(self) -> nn.ModuleList:
-        """The layers themselves.
-
-        Raises:
-            LoadError: They cannot be found in this model.
-        """
+        """The layers; raises `LoadError` if they cannot be found in this model."""
         if not self._attribute:
             raise LoadError(f"{self._name}: its layers cannot be told apart, so no drafter can read or run single ones")
         layers = getattr(self._owner, self._attribute)

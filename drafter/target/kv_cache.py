@@ -100,14 +100,9 @@ class KVCache:
         length: Positions of a row, draft tokens included.
         device: Where positions come from; a model spread over several devices has buffers on each.
         positions: Of all slots together; by default each has `length` of its own.
-
-    Attributes:
-        in_order: A slot's positions are contiguous.
-        block: Positions per contiguous block.
-        blocks: `[slots, n]` int64 on the host: block table.
     """
 
-    in_order = True
+    in_order = True  # a slot's positions are contiguous
 
     def __init__(
         self,
@@ -118,6 +113,7 @@ class KVCache:
         positions: int | None = None,
     ) -> None:
         self.slots, self.length, self.device = slots, length, device
+        # Positions per contiguous block, and the block table `[slots, n]` on the host.
         self.block, self.blocks = length, torch.arange(slots)[:, None]
         self._starts = torch.arange(slots, device=device) * length
         self._positions = positions = slots * length if positions is None else positions
@@ -151,11 +147,7 @@ class KVCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values `[P, H, D]` of each layer, over all positions.
-
-        Raises:
-            ValueError: A layer stores nothing.
-        """
+        """Return keys and values `[P, H, D]` of each layer; raise `ValueError` if one stores nothing."""
         pairs = []
         for places in self._of_layers:
             keys, values = (

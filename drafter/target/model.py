@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafter import devices
 from drafter.errors import LoadError, one_line
-from drafter.native.build import BuildError
+from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.architecture import (
     decoder_of,
     fingerprint,
@@ -32,7 +32,7 @@ from drafter.target.architecture import (
 from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
 from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, ModelCode, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
+from drafter.target.native_decoder import NativeDecoder
 from drafter.target.prepacked import prepack
 from drafter.target.proof import LONG, attention_agrees, executors_agree, prove_tree_decoding, run_plainly
 
@@ -46,11 +46,6 @@ class BaseModel:
         model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
         native: Use the native executor where it can run the model.
-
-    Attributes:
-        decoder: The model without its LM head.
-        max_positions: Longest sequence that it decodes as the model by itself would; None if unknown.
-        fingerprint: Hash of all tensors, the same in every precision; see `drafter.target.architecture`.
 
     Raises:
         LoadError: The model cannot verify draft trees; the message names it and the reason.
@@ -72,7 +67,7 @@ class BaseModel:
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
-        self.decoder: nn.Module = decoder_of(model)
+        self.decoder: nn.Module = decoder_of(model)  # without the LM head
         self.layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
         self.dtype: torch.dtype = model.dtype
         self.max_positions = max_positions(self.config)
@@ -111,7 +106,7 @@ class BaseModel:
     def _native(self) -> Executor | None:
         try:
             native = NativeDecoder(self.model, self.decoder, self.config)
-        except NotLlamaLikeError as reason:
+        except UnsuitableError as reason:
             _log.debug("%s runs by its own code: %s", self.name, reason)
             return None
         except BuildError as reason:
@@ -296,14 +291,9 @@ class BaseModel:
         starts: Sequence[int] = (0,),
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
     ) -> Tensor:
-        """Run prompts, or chunks of them, into slots in one forward; return their hidden states `[ΣP, K · d]`.
+        """Run prompts `[P]`, or chunks that begin at `starts`, into slots `slot` and following in one forward.
 
-        Args:
-            cache: Holds the committed positions before each prompt.
-            slot: Slot of the first prompt; the others follow it.
-            prompts: Each `[P]`, at least one token; several only after `allow_packing` returned True.
-            starts: Position of each one's first token.
-            hidden_layers: See `DecoderLayers.take`.
+        Several only after `allow_packing` returned True. Returns hidden states `[ΣP, K · d]`; see `DecoderLayers.take`.
         """
         return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers))[1]
 
@@ -323,10 +313,9 @@ class BaseModel:
         return logits, hidden
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """Run tree nodes of slots `0..B-1`, with a `packing` only after `allow_packing` returned True.
+        """Run tree nodes of slots `0..B-1`; return logits `[B, N, V]` and hidden states `[B, N, K · d]` by node id.
 
-        Returns:
-            Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
+        With a `packing` only after `allow_packing` returned True.
         """
         # Copied, because compiled code expects one memory layout, and a slice of a larger tree has another.
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
@@ -343,9 +332,6 @@ class BaseModel:
         """Run only the first layers and the final norm over tree nodes; return `[B, N - first, d]`.
 
         Their KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree can
-        be run in parts: nodes before `first` have their KV there already.
-
-        Args:
-            nodes: All nodes; a `packing` is of those from `first` on.
+        be run in parts: nodes before `first` have their KV there already. A `packing` is of those from `first` on.
         """
         return self.forward(cache, replace(nodes, layers=layers, first=first))[1]

@@ -165,7 +165,6 @@ def _fits_half(weight: Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-
     inputs: int
     outputs: int
     bias: bool
