@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import math
@@ -18,7 +16,7 @@ from drafter.methods.fly.method import FlyVerifier
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-from tests.drafter.acceptance.test_exact import tree_of
+from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, run_engine
 
 VOCABULARY = 12
