@@ -212,9 +212,3 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> PathLogprobs:
     top, top_tokens = logits.topk(min(count, logits.shape[-1]))
     chosen = logits.gather(2, tokens[..., None]) - normaliser
     return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)
-
-
-def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
-    """Return the log-probabilities of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
-    row = devices.send(torch.tensor(rows), logits.device)
-    return token_logprobs(logits[row[:, None], accepted.path[row]], accepted.tokens[row], count)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, path_logprobs
+from drafter import devices
+from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, token_logprobs
 from drafter.budget.contract import StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
@@ -222,7 +223,9 @@ class DeviceStep:
         """Commit the accepted paths of slots `rows`, and pack the result."""
         tree, logprobs = verified.tree, None
         if wanted := self.state.wanted_logprobs(rows):
-            logprobs = path_logprobs(verified.logits, accepted, list(wanted), max(wanted.values()))
+            row = devices.send(torch.tensor(list(wanted)), self.base.device)
+            at_path = verified.logits[row[:, None], accepted.path[row]]
+            logprobs = token_logprobs(at_path, accepted.tokens[row], max(wanted.values()))
         sound = are_sound(verified.logits)  # one node that is not finite spoils the whole tree
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
         if tree.size > 1:

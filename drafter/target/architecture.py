@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,17 @@ def transformers_loading() -> Iterator[None]:
             # After a load outside of this lock that overlapped. Safe even while it is under way: its embeddings are
             # tied earlier, and once more when their weights are there.
             PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
+
+
+def make_model(make: Callable[..., Any]) -> Any:
+    """Make a model by a function of transformers; with eager attention if it has no other."""
+    with transformers_loading():
+        try:
+            return make()
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return make(attn_implementation="eager")
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
@@ -238,15 +250,10 @@ def small_copy(model: Any, longest: int | None) -> Any:
 
 
 def random_model(kind: Any, config: Any, attention: str = "sdpa") -> Any:
-    """Build a model of class `kind` with reproducible random weights, with eager attention if it has no other."""
+    """Build a model of class `kind` with reproducible random weights."""
     with transformers_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        try:
-            model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = make_model(partial(kind._from_config, config, dtype=torch.float32, attn_implementation=attention))
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=_STANDARD_DEVIATION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from drafter.errors import LoadError, first_line, one_line, shown
 from drafter.hub import hub_file, local_only, not_found
-from drafter.target.architecture import TIE_WEIGHTS, refuse_unsupported, transformers_loading
+from drafter.target.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
 from drafter.target.model import BaseModel
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,13 +64,7 @@ def load_base(
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         kwargs["attn_implementation"] = "eager"
     try:
-        with transformers_loading():
-            try:
-                model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-            except ValueError as error:
-                if "scaled_dot_product_attention" not in str(error):
-                    raise
-                model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        model = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
         require_data(name, model)
         if device_map is None:
             model = model.to(target)

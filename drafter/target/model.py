@@ -67,8 +67,10 @@ class BaseModel:
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
+        self.num_layers, self.vocab_size = int(self.config.num_hidden_layers), int(self.config.vocab_size)
+        self.hidden_size = int(self._head.weight.shape[1])  # type: ignore[index]
         self.decoder: nn.Module = decoder_of(model)  # without the LM head
-        self.layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
+        self.layers = DecoderLayers(self.decoder, self.num_layers, self.name)
         self.dtype: torch.dtype = model.dtype
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
@@ -80,7 +82,7 @@ class BaseModel:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
         prepack(self.model if self._executor is self._model_code else self._head)
-        self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        self._sizes = [model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
         self.fingerprint = fingerprint(self.model, self._sizes)
 
     def _prove_long_texts(self) -> None:
@@ -134,16 +136,6 @@ class BaseModel:
         return {parameter.device for parameter in self.model.parameters()}
 
     @property
-    def hidden_size(self) -> int:
-        """d, the width of the hidden states."""
-        return int(self._head.weight.shape[1])  # type: ignore[index]
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of logits."""
-        return int(self.config.vocab_size)
-
-    @property
     def kv_bytes_per_token(self) -> list[int]:
         """Bytes of keys and values per position of each layer that caches any."""
         return [shape.bytes_per_token for shape in self._layer_shapes if shape is not None]
@@ -153,11 +145,6 @@ class BaseModel:
         """Copies of a layer's keys and values that attention over trees makes, without those of a `PagedKVCache`."""
         groups = query_groups(self.config)
         return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
-
-    @property
-    def num_layers(self) -> int:
-        """L, the number of layers."""
-        return int(self.config.num_hidden_layers)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -235,8 +222,7 @@ class BaseModel:
         Holds for a cache that is `in_order`.
         """
         code = self._model_code
-        every = len(code.whole) == self.config.num_hidden_layers
-        return self._executor is code and code.prefix_attention is not None and every
+        return self._executor is code and code.prefix_attention is not None and len(code.whole) == self.num_layers
 
     def _attend(self, implementation: str, groups: int) -> None:
         """Select an attention of transformers, with masks for `groups` query heads per KV head."""

@@ -36,12 +36,10 @@ class Candidate(Protocol):
     name: str
     dtype: torch.dtype
     max_positions: int | None
+    vocab_size: int
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
 
     def new_cache(self, slots: int, length: int) -> KVCache: ...
 
