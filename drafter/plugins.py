@@ -1,7 +1,4 @@
-"""Registry of methods, which add drafters, draft heads, verifiers and published layouts to the core.
-
-A method is a package with an object `METHOD`: in `drafter.methods`, or an entry point of the group of that name.
-"""
+"""Registry of methods: a package with an object `METHOD`, in `drafter.methods` or an entry point of that group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""CUDA graphs of whole steps, one for each shape, and the shapes.
-
-A step reads and writes permanent buffers, and its result is a few small tensors. So a step of a shape is the same list
-of kernels each time, and to repeat it is one call instead of thousands.
-"""
+"""CUDA graphs of whole steps, one for each shape: one call repeats the thousands of kernels of a step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The decoding loop: continuous batching with tree speculative decoding.
-
-On a CPU the host follows a step stage by stage. On a GPU the same stages are queued as a whole, as a CUDA graph where
-possible, and their result is read while the next step runs.
-"""
+"""The decoding loop: continuous batching with tree speculative decoding."""
 
 from __future__ import annotations
 

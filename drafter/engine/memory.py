@@ -1,7 +1,4 @@
-"""Plans an engine's device memory, item by item, before any of it is taken.
-
-Too many slots for a GPU's memory are refused at start, with a number that would fit.
-"""
+"""Plans an engine's device memory before any is taken; too many slots are refused with a number that would fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, preemption.
-
-Nothing else changes the assignment.
-"""
+"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, preemption."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The target model's KV cache: fixed-size slots, or blocks that rows take as they grow.
-
-All use of transformers' cache classes is in this module, because their signatures change between releases.
-"""
+"""The target model's KV cache: fixed-size slots, or blocks that rows take as they grow. All use of transformers'
+cache classes is here, because their signatures change between releases."""
 
 from __future__ import annotations
 

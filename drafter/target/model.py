@@ -1,8 +1,4 @@
-"""The target model: any decoder-only softmax-attention causal LM of transformers, its modeling code unforked.
-
-Proofs at load show that the model respects masks and positions, and that a faster executor gives the numbers of the
-model's own code.
-"""
+"""The target model: any decoder-only softmax-attention causal LM of transformers, its modeling code unforked."""
 
 from __future__ import annotations
 
@@ -190,7 +186,7 @@ class BaseModel:
         self._executor = self._model_code
 
     def compile(self) -> None:
-        """Switch to the model's own code and compile it; see `compiled`."""
+        """Switch to the model's own code and compile it."""
         self.leave_native()
         self._model_code.compile()
 

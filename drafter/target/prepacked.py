@@ -1,10 +1,7 @@
 """CPU linear layers whose weights are laid out once for the fastest kernel.
 
-A product of a few rows takes as long as reading the weights. The fastest kernel depends on the processor and the
-matrix's shape (MKL may reorder the weights in every call, other libraries have more call overhead), so all are timed on
-the actual weights, once for each shape in a process. fp32 weights are read as fp16, scaled by a power of two, where
-that loses nothing; sums and activations are fp32.
-"""
+A product of a few rows takes as long as reading the weights, and the fastest kernel depends on processor and shape: all
+are timed on the actual weights. fp32 weights are read as fp16, scaled by a power of two, where that loses nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Encodes chat messages as tokens.
-
-A chat template marks roles by special tokens. A message must not forge them: `<|end|>` in a message is text. So
-messages are encoded without special tokens, and only the template's own become such.
-"""
+"""Encodes chat messages as tokens. Only special tokens that the template itself writes become such: `<|end|>` in a
+message is text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Draft trees, which a drafter proposes and the target model verifies, and searches for the best ones.
-
-A `TokenTree` lists its nodes by falling prefix probability, parents before children, so any leading slice is a valid
-tree.
-"""
+"""Draft trees, and searches for the best ones. Nodes are listed by falling prefix probability, parents before
+children, so any leading slice is a valid tree."""
 
 from __future__ import annotations
 
