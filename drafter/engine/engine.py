@@ -22,7 +22,7 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
-from drafter.engine.memory import engine_sizes, plan_or_refuse
+from drafter.engine.memory import plan_or_refuse
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import EndedRow, Handle, RowTap, Sequence, refuse_unusable
 from drafter.engine.step import DeviceStep, Flights, Step, StepTensors
@@ -86,7 +86,7 @@ class Engine:
         plan = None
         if queued and alone:
             graphs = cuda_graph.MOST_GRAPHS if recorded else 0
-            plan = plan_or_refuse(base.device, engine_sizes(base, drafter.spec, config, self.max_length, graphs))
+            plan = plan_or_refuse(base, drafter.spec, config, self.max_length, graphs)
         self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
         self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not queued)
