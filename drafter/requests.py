@@ -260,7 +260,6 @@ class Generation:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """New tokens per decode step; 0 without steps."""
         return mean_acceptance_length(self.counts)
 
 

@@ -261,7 +261,6 @@ class PairedDifference:
 
 
 def kept_share(difference: PairedDifference) -> float | None:
-    """Return the second mean ÷ the first; None where the first is not above 0."""
     return difference.second / difference.first if difference.first > 0 else None
 
 

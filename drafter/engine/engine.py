@@ -140,7 +140,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if no sequence is active or waiting."""
         return not self.scheduler.in_slots and not self.flights and not self.scheduler.waiting
 
     @property

@@ -124,7 +124,6 @@ def longest_shared(sequence: Sequence, others: _Beginnings) -> tuple[int, int]:
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
-    """Return the length of the longest common prefix."""
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size
@@ -146,11 +145,9 @@ class Scheduler:
 
     @property
     def in_slots(self) -> list[Sequence]:
-        """All sequences that have a slot."""
         return [*self.active, *self.entering]
 
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
-        """Return the slots of active sequences."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}
         return [slots[id(sequence)] for sequence in sequences]
 

@@ -170,7 +170,6 @@ class Sequence:
 
     @property
     def text(self) -> Ids:
-        """Prompt and output."""
         return np.array([*self.handle.request.prompt_ids, *self.output], dtype=np.int64)
 
     @property
@@ -180,7 +179,6 @@ class Sequence:
 
     @property
     def ended(self) -> bool:
-        """True if its caller has the result."""
         return self.handle.future.done()
 
     def enter(self) -> None:

@@ -279,7 +279,6 @@ class PackedWeights:
         self._kept: list[object] = []
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> MatrixStruct:
-        """Pack a matrix; see `PackedMatrix`."""
         packed = PackedMatrix(weight, bias, order)
         self._kept.append(packed)
         return packed.struct()

@@ -194,7 +194,6 @@ class ModelCode:
         return None, self._layers.take(nodes.hidden_layers, last, device)[0]
 
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
-        """See `BaseModel.read_early`."""
         with self._layers.only_first(layers):
             last: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return last.to(self._device)
