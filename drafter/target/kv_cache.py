@@ -155,12 +155,7 @@ class KVCache:
         return pairs
 
     def view(
-        self,
-        first: int,
-        positions: Tensor,
-        kv_length: int,
-        written: Tensor | None = None,
-        apart: Collection[int] = (),
+        self, first: int, positions: Tensor, kv_length: int, written: Tensor | None = None, apart: Collection[int] = ()
     ) -> Cache:
         """Return the cache as the model sees it in one forward.
 

@@ -76,11 +76,7 @@ def _written(now: datetime) -> dict[str, str]:
 
 
 def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    *,
-    special_tokens: bool = False,
-    max_length: float = math.inf,
+    tokenizer: Any, messages: Sequence[dict[str, Any]], *, special_tokens: bool = False, max_length: float = math.inf
 ) -> list[int]:
     """Return the tokens of one chat, or raise `RequestError`; see `encode_chats`."""
     chat = render_chat(tokenizer, messages)
