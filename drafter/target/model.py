@@ -64,7 +64,7 @@ class BaseModel:
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
         self.num_layers, self.vocab_size = int(self.config.num_hidden_layers), int(self.config.vocab_size)
-        self.hidden_size = int(self._head.weight.shape[1])  # type: ignore[index]
+        self.hidden_size = int(self._head.weight.shape[1])
         self.decoder: nn.Module = decoder_of(model)  # without the LM head
         self.layers = DecoderLayers(self.decoder, self.num_layers, self.name)
         self.dtype: torch.dtype = model.dtype

@@ -34,7 +34,7 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def llama() -> BaseModel:
     """Llama-3.1-8B in bf16, whose trees are masked."""
-    with large_base(LLAMA_8B) as base:
+    with large_base(deepcopy(LLAMA_8B)) as base:  # which attention it has is noted there
         base._model_code.prefix_attention = None
         return base
 
