@@ -59,7 +59,7 @@ class CudaRecorder:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def watch(self, work: Work) -> tuple[StepTensors, str | None]:
-        """Do it, and say what in it waits for the device: that cannot be recorded, and to try leaves damage."""
+        """Run `work`; return its result, and where it waits for the device: a failed recording of that leaves damage."""
         before = torch.cuda.get_sync_debug_mode()
         with _RECORDING, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -72,7 +72,7 @@ class CudaRecorder:
         return tensors, f"{waits[0].filename}, line {waits[0].lineno}" if waits else None
 
     def record(self, work: Work) -> Work:
-        """Return what repeats it, with the result in the same tensors."""
+        """Record `work`; return a function that repeats it, with the result in the same tensors."""
         device = self._device
         before, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
         how: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
@@ -92,7 +92,7 @@ class CudaRecorder:
         return repeat
 
     def restart(self) -> None:
-        """Free the memory of all that was recorded, which is not repeated any more."""
+        """Free the memory of all recorded work, which must not be repeated any more."""
         self._pool = None
 
 
@@ -121,7 +121,7 @@ class StepGraphs:
         self._recordable: dict[_Kind, bool] = {}
 
     def run(self, shape: StepShape) -> StepTensors:
-        """Do a step of this shape. The result is valid until the next step, of whatever shape."""
+        """Do a step of this shape. The result is valid until the next step of any shape."""
         if shape not in self._recorded:
             kind = (shape.mode, shape.nodes > 0)
             recordable = self._recordable.get(kind)
@@ -171,12 +171,12 @@ class StepGraphs:
 
 
 def padded_rows(rows: int, slots: int) -> int:
-    """Return the next of 1, 2, 4, 8, 16, 24, 32, ..., or all slots: shapes that repeat, with few rows in vain."""
+    """Round up to 1, 2, 4, 8, 16, 24, 32, … or all slots: few shapes, little padding."""
     return min(1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8, slots)
 
 
 def padded_length(length: int, most: int) -> int:
-    """Return the next of 64, 96, 128, 192, 256, 384, ...: shapes that repeat, and at most a half is read in vain."""
+    """Round up to 64, 96, 128, 192, 256, 384, …: few shapes, and at most half as much padding as text."""
     size = _LEAST_KV
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -184,7 +184,7 @@ def padded_length(length: int, most: int) -> int:
 
 
 def coarse_length(length: int, most: int) -> int:
-    """Return the next of 64, 256, 1,024, ...: where little is read in vain, few shapes are worth more."""
+    """Round up to 64, 256, 1,024, …: fewer shapes, where padding costs little."""
     size = _LEAST_KV
     while size < length:
         size *= 4

@@ -16,7 +16,7 @@ from drafter.target.model import BaseModel
 _LOG = logging.getLogger(__name__)
 GPU_CHUNK = 2048  # prompt tokens of one forward on a GPU
 _SAMPLING_COPIES = 11
-"""Copies of a row's scores in float64, and of integers as large, that the dearest sampling mode makes."""
+"""Copies of a row's scores in float64, and of integers as large, that the most expensive sampling mode makes."""
 _HIDDEN_COPIES, _INNER_COPIES = 10, 3
 """Copies of a node's hidden state, and of its state inside an MLP, that a layer makes; some are in fp32."""
 _MASKS = 3  # bytes of a mask's bool entries beside those of the mask of numbers

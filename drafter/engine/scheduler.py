@@ -17,7 +17,7 @@ from drafter.errors import EngineError, QueueFullError
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
-_PAUSE, _LONGEST_PAUSE = 256, 1 << 16  # steps without trouble until one more sequence is let in
+_BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
 class RowLimit:
@@ -30,22 +30,22 @@ class RowLimit:
 
     def __init__(self, slots: int) -> None:
         self._slots = self.most = slots
-        self._pause, self._left = _PAUSE // 2, 0
+        self._backoff, self._left = _BACKOFF // 2, 0
 
     def ran_out(self, rows: int) -> None:
         """Allow half of `rows`, after their step ran out of memory."""
         self.most = (rows + 1) // 2
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._left = self._pause
+        self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
+        self._left = self._backoff
 
     def reached(self) -> None:
-        """Count a step that had enough memory; allow one more row after a pause of such steps."""
+        """Count a step that had enough memory; allow one more row after the back-off."""
         if self.most == self._slots:
             return
         self._left -= 1
         if not self._left:
             self.most += 1
-            self._left = self._pause
+            self._left = self._backoff
 
 
 class WaitingQueue:

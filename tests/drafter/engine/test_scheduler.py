@@ -102,7 +102,7 @@ def test_a_try_that_fails_is_put_off_for_twice_as_long() -> None:
         assert steps_until(limit, 2) == pause - 1
     for _ in range(20):
         limit.ran_out(2)
-    assert steps_until(limit, 2) == row_limit._LONGEST_PAUSE
+    assert steps_until(limit, 2) == row_limit._LONGEST_BACKOFF
 
 
 def test_memory_that_reaches_lets_in_no_more_than_there_are_slots() -> None:
