@@ -162,8 +162,8 @@ class Engine:
     def step(self) -> None:
         """Admit sequences that wait, and decode one step of every active one.
 
-        If the device's memory runs out, half of the sequences are preempted, and admitted again step by step. If it does
-        not hold even one sequence, that is an error like any other.
+        If the device's memory runs out, half of the sequences are preempted, and admitted again step by step. If it
+        does not hold even one sequence, that is an error like any other.
         """
         self._begin_step()
         exhausted = False
