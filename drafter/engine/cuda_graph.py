@@ -59,7 +59,7 @@ class CudaRecorder:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def watch(self, work: Work) -> tuple[StepTensors, str | None]:
-        """Run `work`; return its result, and where it waits for the device, which must not be recorded: it would fail."""
+        """Run `work`; return its result, and where it waits for the device: a recording of that would fail."""
         before = torch.cuda.get_sync_debug_mode()
         with _RECORDING, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
