@@ -117,7 +117,7 @@ def whole_layers(config: Any) -> frozenset[int]:
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-_SCHEME = "v2-"  # prefix of fingerprints; those of the first scheme are 16 hex digits alone
+SCHEME = "v2-"  # prefix of fingerprints; those of the first scheme are 16 hex digits alone
 _SAMPLED = 1 << 14  # largest number of values hashed per tensor
 _TINY = 2.0**-16  # smaller values count as zero: fp16 does not hold them as exactly as bf16 does
 _SAMPLED_FIRST = 4096  # values of the embedding that the first scheme hashes
@@ -134,11 +134,7 @@ def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
         if isinstance(tensor, Tensor):  # quantised layers may add other objects
             digest.update(repr(list(tensor.shape)).encode())
             digest.update(_bytes(_sample(tensor)))
-    return _SCHEME + digest.hexdigest()[:16]
-
-
-def is_of_first_scheme(given: str) -> bool:
-    return not given.startswith(_SCHEME)
+    return SCHEME + digest.hexdigest()[:16]
 
 
 def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:

@@ -15,10 +15,10 @@ from drafter import devices
 from drafter.errors import LoadError, one_line
 from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.architecture import (
+    SCHEME,
     decoder_of,
     fingerprint,
     first_fingerprint,
-    is_of_first_scheme,
     lengths_beyond,
     max_positions,
     names_window,
@@ -117,9 +117,9 @@ class BaseModel:
 
     def has_fingerprint(self, given: str) -> bool:
         """Compare with this model's fingerprint, in the present scheme or in that of earlier releases."""
-        if is_of_first_scheme(given):
-            return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
-        return given == self.fingerprint
+        if given.startswith(SCHEME):
+            return given == self.fingerprint
+        return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:
