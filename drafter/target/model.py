@@ -146,7 +146,7 @@ class BaseModel:
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence tokens, as `generate` sees them."""
         eos = self.model.generation_config.eos_token_id
-        eos = self.config.eos_token_id if eos is None else eos
+        eos = getattr(self.config, "eos_token_id", None) if eos is None else eos
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
     @property
