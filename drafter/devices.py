@@ -22,12 +22,9 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
-_HUGE = 2 << 20
-"""Bytes of a huge page."""
-_CHUNK = 64 << 20
-"""Bytes requested from the system at a time. Untouched pages take no memory."""
-_LINE = 64
-"""Bytes of a cache line, to which pieces are aligned."""
+_HUGE = 2 << 20  # bytes of a huge page
+_CHUNK = 64 << 20  # bytes requested from the system at a time; untouched pages take no memory
+_LINE = 64  # bytes of a cache line, to which pieces are aligned
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -123,7 +120,6 @@ class Pieces:
 
 
 def _huge_pages(size: int) -> Tensor:
-    """Zeros `[size]` uint8 that begin at a huge page."""
     memory = _mapped(size + _HUGE)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -11,8 +11,7 @@ from huggingface_hub import constants, get_session, hf_hub_download
 from drafter.errors import first_line
 
 _PATIENCE_SECONDS = 5.0
-_KNOWN_SECONDS = 60.0
-"""Lifetime of a cached probe: a long-lived process must notice that the network is back."""
+_KNOWN_SECONDS = 60.0  # lifetime of a cached probe: a long-lived process must notice that the network is back
 
 
 def hub_answers() -> bool:

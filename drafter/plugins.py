@@ -1,7 +1,4 @@
-"""Registry of methods, which add drafters, draft heads, verifiers and published layouts to the core.
-
-A method is a package with an object `METHOD`: in `drafter.methods`, or an entry point of the group of that name.
-"""
+"""Registry of methods: a package with an object `METHOD`, in `drafter.methods` or an entry point of that group."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-GROUP = "drafter.methods"
-"""Group of entry points, and the package of this project's own methods."""
+GROUP = "drafter.methods"  # group of entry points, and the package of this project's own methods
 Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
 
 

@@ -15,14 +15,11 @@ from drafter.errors import LoadError, RequestError, first_line, shown
 from drafter.statistics import DecodeCounts, mean_acceptance_length
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-GenerationRule = Literal["auto", "ignore"]
-"""`auto` uses sampling settings that come with a model, `ignore` does not."""
+GenerationRule = Literal["auto", "ignore"]  # `auto` uses sampling settings that come with a model, `ignore` does not
 GENERATION_FILE = "generation_config.json"
 
-MOST_STOPS = 16
-"""Stop strings per request. Bounded, like their length, because every new token is searched for them."""
-LONGEST_STOP = 1000
-"""Characters of a stop string."""
+MOST_STOPS = 16  # stop strings per request; bounded, like their length, because every new token is searched for them
+LONGEST_STOP = 1000  # characters of a stop string
 _MOST_STOP_TOKENS = 256
 _MOST_LOGPROBS = 20
 _NUMBERS = (
@@ -38,8 +35,7 @@ _INTEGERS = (("max_new_tokens", 1, math.inf), ("top_k", 0, math.inf), ("logprobs
 """Integer settings that may be None: name, lowest and highest value."""
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
-SEEDS = 2**63
-"""Upper bound of derived seeds, so that they fit an int64 column."""
+SEEDS = 2**63  # upper bound of derived seeds, so that they fit an int64 column
 
 _MODEL_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Settings of a model's `generation_config.json` that are defaults of requests."""
@@ -264,7 +260,6 @@ class Generation:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """New tokens per decode step; 0 without steps."""
         return mean_acceptance_length(self.counts)
 
 

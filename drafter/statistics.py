@@ -241,12 +241,7 @@ def speedup(rates: Sequence[float], reference: Sequence[float]) -> float:
 def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
     """Return a request's statistics as flat columns: raw counts, then derived ratios."""
     return {
-        "num_decode_steps": counts.num_decode_steps,
-        "num_spec_steps": counts.num_spec_steps,
-        "num_draft_tokens": counts.num_draft_tokens,
-        "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
-        "acceptance_histogram": list(counts.acceptance_histogram),
-        "per_step_accepted": list(counts.per_step_accepted),
+        **{name: value for name, value in vars(counts).items() if name != "num_output_tokens"},
         "mean_acceptance_length": mean_acceptance_length(counts),
         "draft_acceptance_rate": draft_acceptance_rate(counts),
     }
@@ -266,7 +261,6 @@ class PairedDifference:
 
 
 def kept_share(difference: PairedDifference) -> float | None:
-    """Return the second mean ÷ the first; None where the first is not above 0."""
     return difference.second / difference.first if difference.first > 0 else None
 
 

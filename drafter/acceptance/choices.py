@@ -19,8 +19,7 @@ from drafter.devices import send
 from drafter.requests import ResolvedSampling, SamplingParams
 from drafter.tree.token_tree import TokenTree
 
-_MOST_TOKENS = 1 << 31
-"""Upper bound of any vocabulary; a larger top-k is clamped to it."""
+_MOST_TOKENS = 1 << 31  # upper bound of any vocabulary; a larger top-k is clamped to it
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

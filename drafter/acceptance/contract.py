@@ -50,12 +50,9 @@ class Accepted:
 class Verifier(ABC):
     """Decides which draft tokens become output, independently of the drafter."""
 
-    name: ClassVar[str]
-    """Name in settings and results."""
-    lossless: ClassVar[bool]
-    """True if the output is exactly that of plain decoding. Otherwise all output is marked."""
-    lookahead: int = 0
-    """Draft tokens after a mismatch that the decision needs; the drafter must be able to go so deep."""
+    name: ClassVar[str]  # name in settings and results
+    lossless: ClassVar[bool]  # true if the output is exactly that of plain decoding; otherwise all output is marked
+    lookahead: int = 0  # draft tokens after a mismatch that the decision needs; the drafter must be able to go so deep
 
     hidden_layers: tuple[int, ...] = ()
     """The J hidden states of draft tokens that it reads; see `DraftSpec.hidden_layers`."""
@@ -215,9 +212,3 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> PathLogprobs:
     top, top_tokens = logits.topk(min(count, logits.shape[-1]))
     chosen = logits.gather(2, tokens[..., None]) - normaliser
     return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)
-
-
-def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
-    """Return the log-probabilities of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
-    row = devices.send(torch.tensor(rows), logits.device)
-    return token_logprobs(logits[row[:, None], accepted.path[row]], accepted.tokens[row], count)

@@ -44,11 +44,6 @@ def shannon_entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
-def leading_entropy(log_probs: Tensor, count: int = 3) -> Tensor:
-    """Return `−Σ p log p` `[R]` over the `count` most probable tokens of `[R, V]`, without renormalising `p`."""
-    return shannon_entropy(log_probs.topk(min(count, log_probs.shape[-1]), dim=-1).values)
-
-
 def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: Tensor, depth: int) -> Accepted:
     """Descend from the root, at each node to the exact child if there is one, otherwise to where the walk goes deepest.
 

@@ -27,12 +27,9 @@ Array = TypeVar("Array", Tensor, _Integers)
 _SETTLED = (63, 50, 37, 24, 12, 0)
 """Bits that are not settled yet, before each pass of `least_reaching` and after the last."""
 PASSES = len(_SETTLED) - 1
-INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))
-"""Intervals of all passes."""
-_FEW = 1024
-"""Scores of a row that are sorted at first."""
-_SUM_BITS = 62
-"""Bits of the largest sum of a row's masses."""
+INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))  # intervals of all passes
+_FEW = 1024  # scores of a row that are sorted at first
+_SUM_BITS = 62  # bits of the largest sum of a row's masses
 _MORE_THAN_ALL = 2**63 - 1
 
 _POSITION_STEP, _TOKEN_STEP = 0xC13FA9A902A6328F, 0x91E10DA5C79E7B1D
@@ -46,8 +43,7 @@ _REACH = 8.0
 `_REACH + _LEAST_NOISE`, which one in 130 has."""
 _HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) / _STEP - _MIDDLE) - 1
 """Uniform noise up to this is Gumbel noise up to `_REACH + _LEAST_NOISE`."""
-_PORTION = 1 << 18
-"""Tokens of all rows that are hashed together on the host, so that they stay in a core's cache."""
+_PORTION = 1 << 18  # tokens of all rows that are hashed together on the host, so that they stay in a core's cache
 
 
 class History:
@@ -83,7 +79,6 @@ class History:
 
 
 def _occurrences(tokens: Tensor, counted: Tensor, vocabulary: int) -> Tensor:
-    """Count tokens `[B, L]` at positions where `counted` `[B, L]` holds, `[B, V]` float64."""
     found = counted.new_zeros(len(tokens), vocabulary, dtype=torch.float64)
     return found.scatter_add_(1, tokens, counted.double())
 
@@ -284,5 +279,4 @@ def hash_(integers: Array) -> Array:
 
 
 def _signed(integer: int) -> int:
-    """Return the signed 64-bit integer with the same bits."""
     return integer - (1 << 64) if integer >> 63 else integer

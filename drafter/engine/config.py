@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-DEFAULT_MAX_LENGTH = 2048
-"""Most prompt and output tokens of a request where no other number is set."""
+DEFAULT_MAX_LENGTH = 2048  # most prompt and output tokens of a request where no other number is set
 
 
 @dataclass(frozen=True)

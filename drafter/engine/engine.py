@@ -1,12 +1,9 @@
-"""The decoding loop: continuous batching with tree speculative decoding.
-
-On a CPU the host follows a step stage by stage. On a GPU the same stages are queued as a whole, as a CUDA graph where
-possible, and their result is read while the next step runs.
-"""
+"""The decoding loop: continuous batching with tree speculative decoding."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,9 +20,9 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
-from drafter.engine.memory import engine_sizes, plan_or_refuse
+from drafter.engine.memory import plan_or_refuse
 from drafter.engine.scheduler import Scheduler
-from drafter.engine.sequence import EndedRow, Handle, RowTap, Sequence, new_sequence, refuse_unusable
+from drafter.engine.sequence import EndedRow, Handle, RowTap, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
 from drafter.engine.step import DeviceStep, Flights, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
@@ -40,15 +37,12 @@ class Engine:
     """The decoding loop. `submit`, `state` and `Handle.cancel` may be called from any thread, `step` from one.
 
     Args:
-        base: The target model.
-        tokenizer: Of the target model; decodes texts and stop strings.
         verifier: By default the exact one.
         budget: By default as `config.num_draft_tokens` says.
         tap: Receives rows that have ended, with the hidden states that the drafter reads.
         drafter_name: Key of step times in the cache folder; None measures them again.
 
     Attributes:
-        flights: Steps whose result the host has not read.
         last_step: When it last made progress, in monotonic seconds: it hangs if it is not idle and this is long ago.
 
     Raises:
@@ -82,7 +76,7 @@ class Engine:
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         counters = ("steps", "row_steps", "output_tokens", "draft_tokens", "accepted_tokens")
-        self._counts = dict.fromkeys((*counters, "prefilled_tokens", "shared_tokens", "preemptions"), 0)
+        self._counts = Counter(dict.fromkeys((*counters, "prefilled_tokens", "shared_tokens", "preemptions"), 0))
         if config.compile:  # before the packing is settled, which depends on what runs the model
             base.leave_native()
         self._packs = base.allow_packing()
@@ -91,7 +85,7 @@ class Engine:
         plan = None
         if queued and alone:
             graphs = cuda_graph.MOST_GRAPHS if recorded else 0
-            plan = plan_or_refuse(base.device, engine_sizes(base, drafter.spec, config, self.max_length, graphs))
+            plan = plan_or_refuse(base, drafter.spec, config, self.max_length, graphs)
         self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
         self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not queued)
@@ -124,8 +118,9 @@ class Engine:
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
         if self.idle:
-            self._live()
-        self.scheduler.waiting.put(new_sequence(handle, self.base, self.tokenizer, self.verifier, self.max_length))
+            self.last_step = time.monotonic()
+        eos = self.base.eos_token_ids
+        self.scheduler.waiting.put(Sequence(handle, eos, self.tokenizer, self.verifier, self.max_length))
         return handle
 
     def state(self) -> EngineState:
@@ -145,7 +140,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if no sequence is active or waiting."""
         return not self.scheduler.in_slots and not self.flights and not self.scheduler.waiting
 
     @property
@@ -168,8 +162,8 @@ class Engine:
     def step(self) -> None:
         """Admit sequences that wait, and decode one step of every active one.
 
-        When the device's memory runs out, half of the sequences are taken out and decoded later; more are let in again
-        step by step. A sequence whose memory is not enough even when it is alone is an error like any other.
+        If the device's memory runs out, half of the sequences are preempted, and admitted again step by step. If it
+        does not hold even one sequence, that is an error like any other.
         """
         self._begin_step()
         exhausted = False
@@ -191,7 +185,7 @@ class Engine:
         if exhausted:  # not in the handler: there the error's traceback still holds the step's tensors
             self._preempt()
         self._times.mark("host")
-        self._live()
+        self.last_step = time.monotonic()
 
     @staticmethod
     def decode(
@@ -203,9 +197,7 @@ class Engine:
     ) -> StepTensors:
         """Draft, verify, accept and commit, for the context's rows.
 
-        Args:
-            drafted: Changes the trees, where the host follows.
-            times: Stage times, where the host follows.
+        Where the host follows, `drafted` changes the trees, and `times` are the stages'.
         """
         rows = slice(0, len(context.tokens))
         tree = device.draft(context, ask)
@@ -224,7 +216,6 @@ class Engine:
         return Engine.decode(device, context, Ask(shape.nodes))
 
     def _plan(self, sequences: list[Sequence]) -> tuple[Step, DraftContext]:
-        """Ask the budget how much to draft, and let the drafter do what no graph may hold."""
         since = time.perf_counter()
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
         load = self.batch.load(context.host_lengths)
@@ -290,7 +281,13 @@ class Engine:
             step.read()
             alive = step.alive
             emitted = {row: self._take(step, row) for row in alive}
-            self._count(steps=1, row_steps=len(alive))
+            self._counts.update(
+                steps=1,
+                row_steps=len(alive),
+                output_tokens=sum(emitted.values()),
+                draft_tokens=sum(step.drafted[row] for row in alive),
+                accepted_tokens=sum(step.sequences[row].counts.per_step_accepted[-1] for row in alive),
+            )
             if (observation := step.observation(emitted, self._shadows)) is not None:
                 self.budget.observe(observation)
             slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
@@ -300,15 +297,8 @@ class Engine:
 
     # ---- the rest of a step
 
-    def _live(self) -> None:
-        self.last_step = time.monotonic()
-
-    def _count(self, **counts: int) -> None:
-        for name, count in counts.items():
-            self._counts[name] += count
-
     def _begin_step(self) -> None:
-        self._live()
+        self.last_step = time.monotonic()
         self._times.start()
         if (renewal := self.drafter.renew()) is not None:
             self._version = renewal.version
@@ -333,7 +323,7 @@ class Engine:
         while self._may_read() and self.scheduler.admit(packs=self._packs):
             self._times.mark("host")
             self._prefill()
-            self._live()
+            self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
         read = self._counts["prefilled_tokens"] - self._prefilled_before
@@ -346,9 +336,8 @@ class Engine:
         streamed, that step is part of the forward over the prompt's end: a plain one.
         """
         scheduler, state = self.scheduler, self.batch
-        pieces = scheduler.next_pieces()
-        self._count(shared_tokens=scheduler.copy_shared(pieces))
-        slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], pieces[0].span, None
+        spans, shared = scheduler.next_spans()
+        slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], spans[0], None
         scored = sequence.handle.request.prompt_logprobs is not None
         first_comes_with_it = not scored and sequence.handle.streams and sequence.first_token is None
         if scored and span.start < span.stop:
@@ -356,10 +345,10 @@ class Engine:
         elif first_comes_with_it and span.start < span.stop == sequence.length:
             verified = state.read_end(slot, span)
         else:
-            state.read(slot, [piece.span for piece in pieces])
-        self._count(prefilled_tokens=sum(piece.stop - piece.start for piece in pieces))
+            state.read(slot, spans)
+        self._counts.update(shared_tokens=shared, prefilled_tokens=sum(one.stop - one.start for one in spans))
         self._times.mark("prefill")
-        scheduler.activate(pieces)
+        scheduler.activate(spans)
         if verified is None:
             return
         rows = slice(slot, slot + 1)
@@ -372,7 +361,7 @@ class Engine:
         self._deliver(2 * self.flights.lag)
 
     def _score(self, sequence: Sequence, slot: int, span: slice) -> None:
-        """Read a piece of a prompt, and note the log-probabilities of the tokens that follow there."""
+        """Read a chunk of a prompt, and note the log-probabilities of the tokens that follow there."""
         count = sequence.handle.request.prompt_logprobs
         assert count is not None
         found = self.batch.read_scored(slot, span, count).to_host()
@@ -387,12 +376,11 @@ class Engine:
                 self._deliver(0)  # it may end a sequence, and must not come for one that waits
             else:
                 self.scheduler.put_youngest_back()
-                self._count(preemptions=1)
+                self._counts["preemptions"] += 1
 
     def _preempt(self) -> None:
-        """Put half of the sequences back to wait; see `RowLimit`."""
         self._deliver(0)
-        self._count(preemptions=self.scheduler.preempt())
+        self._counts["preemptions"] += self.scheduler.preempt()
         if self._graphs is not None:
             self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
         devices.release_unused(self.base.device)
@@ -400,15 +388,10 @@ class Engine:
     def _take(self, step: Step, row: int) -> int:
         """Hand out a row's tokens; return how many there are."""
         sequence, drafted = step.sequences[row], step.drafted[row]
-        emitted = sequence.take(
-            step.tokens[row], step.accepted[row], drafted, step.logprobs.get(row), step.lenient[row]
-        )
         sequence.proven |= step.sound[row]
-        if drafted and step.version is not None:
-            sequence.note_version(step.version)
-        accepted = sequence.counts.per_step_accepted[-1]
-        self._count(output_tokens=emitted, accepted_tokens=accepted, draft_tokens=drafted)
-        return emitted
+        if drafted and step.version is not None and step.version not in sequence.versions[-1:]:
+            sequence.versions.append(step.version)
+        return sequence.take(step.tokens[row], step.accepted[row], drafted, step.logprobs.get(row), step.lenient[row])
 
     def _end_if_over(self, step: Step, row: int) -> None:
         """Retire a sequence that has come to its end, or whose numbers are not finite.

@@ -1,16 +1,10 @@
-"""Plans an engine's device memory, item by item, before any of it is taken.
-
-Too many slots for a GPU's memory are refused at start, with a number that would fit.
-"""
+"""Plans an engine's device memory before any is taken; too many slots are refused with a number that would fit."""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from drafter import devices
 from drafter.drafters.contract import DraftSpec
@@ -20,66 +14,13 @@ from drafter.target.attention import query_groups
 from drafter.target.model import BaseModel
 
 _LOG = logging.getLogger(__name__)
-GPU_CHUNK = 2048
-"""Prompt tokens of one forward on a GPU."""
+GPU_CHUNK = 2048  # prompt tokens of one forward on a GPU
 _SAMPLING_COPIES = 11
-"""Copies of a row's scores in float64, and of integers as large, that the dearest sampling mode makes."""
+"""Copies of a row's scores in float64, and of integers as large, that the most expensive sampling mode makes."""
 _HIDDEN_COPIES, _INNER_COPIES = 10, 3
 """Copies of a node's hidden state, and of its state inside an MLP, that a layer makes; some are in fp32."""
-_MASKS = 3
-"""Bytes of a mask's bool entries beside those of the mask of numbers."""
-_RECORDED = 4 << 20
-"""Bytes that a recorded step is taken to need of its own: the list of its kernels."""
-
-
-@dataclass(frozen=True)
-class EngineSizes:
-    """Sizes that determine an engine's memory beside the target model's weights.
-
-    Args:
-        max_length: Prompt and output tokens of a sequence.
-        nodes: Draft nodes of a row's tree.
-        depth: Largest depth of a tree.
-        width: Of the hidden states.
-        inner: Width inside the MLP.
-        groups: Query heads that share a KV head.
-        number: Bytes of a number.
-        kv: Bytes of keys and values of a position, in all layers.
-        layer_kv: The same in the largest layer.
-        copied_kv: Copies of a layer's keys and values that attention makes.
-        draft_kv: Bytes of the drafter's own state of a position.
-        hidden: Bytes of the hidden states that are kept of a position for the drafter.
-        prompt: Prompt tokens of one forward.
-        in_parts: Attention over trees reads committed positions without a mask.
-        kv_limit: Largest size of the KV cache in bytes.
-        graphs: Number of recorded steps.
-        scratch: See `DraftSpec`.
-    """
-
-    slots: int
-    max_length: int
-    nodes: int
-    depth: int
-    vocabulary: int
-    width: int
-    inner: int
-    groups: int
-    number: int
-    kv: int
-    layer_kv: int
-    copied_kv: int
-    draft_kv: int
-    hidden: int
-    prompt: int
-    in_parts: bool = False
-    kv_limit: int | None = None
-    graphs: int = 0
-    scratch: int = 0
-
-    @property
-    def length(self) -> int:
-        """Positions of a slot; see `slot_length`."""
-        return slot_length(self.max_length, max(self.nodes, self.scratch - 1), self.depth)
+_MASKS = 3  # bytes of a mask's bool entries beside those of the mask of numbers
+_RECORDED = 4 << 20  # bytes that a recorded step is taken to need of its own: the list of its kernels
 
 
 @dataclass(frozen=True)
@@ -111,97 +52,75 @@ def slot_length(max_length: int, nodes: int, depth: int) -> int:
     return -(-(max_length + nodes + depth + 2) // 8) * 8
 
 
-def plan_memory(sizes: EngineSizes) -> MemoryPlan:
-    """Return the memory of an engine of these sizes beside the target model's weights."""
-    positions, tree = sizes.slots * sizes.length, sizes.slots * (sizes.nodes + 1)
-    cache = sizes.kv * positions
-    if sizes.kv_limit is not None:
-        cache = min(cache, sizes.kv_limit)
+def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> MemoryPlan:
+    """Return the memory of an engine beside the weights of its target model, which is ready for decoding.
+
+    Args:
+        max_length: Prompt and output tokens of a sequence.
+        graphs: Number of recorded steps.
+    """
+    slots, nodes, width, number = config.max_num_seqs, spec.max_nodes, base.hidden_size, base.dtype.itemsize
+    length = slot_length(max_length, max(nodes, spec.scratch - 1), spec.max_depth)
+    positions, tree, prompt = slots * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
+    layers, groups = base.kv_bytes_per_token, query_groups(base.config)
+    inner = getattr(base.config, "intermediate_size", None) or 4 * width
+    cache, copied = sum(layers) * positions, base.copies_of_kv
+    in_parts = base.reads_to_length  # attention over trees reads committed positions without a mask
+    if config.kv_bytes is not None:
+        cache, copied, in_parts = min(cache, config.kv_bytes), max(copied, 1), False
     # Prompts are read, and steps are done, one after the other. Prompts have no logits but for their last token.
-    forward = max(tree, sizes.prompt) * sizes.number * (_HIDDEN_COPIES * sizes.width + _INNER_COPIES * sizes.inner)
-    columns = sizes.nodes + 1 if sizes.in_parts else sizes.length
-    masks = max(tree * sizes.groups * columns, sizes.prompt * sizes.length) * (sizes.number + _MASKS)
+    forward = max(tree, prompt) * number * (_HIDDEN_COPIES * width + _INNER_COPIES * inner)
+    masks = max(tree * groups * (nodes + 1 if in_parts else length), prompt * length) * (number + _MASKS)
     # A long prompt's attention repeats its keys and values for each query head, as transformers does it.
-    copies = max(sizes.copied_kv * positions, sizes.groups * sizes.length) * sizes.layer_kv
+    copies = max(copied * positions, groups * length) * max(layers)
     step = {
         "forward": forward,
         "attention": masks + copies,
-        "logits": tree * sizes.vocabulary * sizes.number,
-        "sampling": sizes.slots * sizes.vocabulary * 8 * _SAMPLING_COPIES,
+        "logits": tree * base.vocab_size * number,
+        "sampling": slots * base.vocab_size * 8 * _SAMPLING_COPIES,
     }
-    # A graph's memory is apart from that of steps that run as they are; all graphs share theirs.
-    graphs = sum(step.values()) + sizes.graphs * _RECORDED if sizes.graphs else 0
     kept = {
         "KV cache": cache,
-        "draft's own KV": sizes.draft_kv * positions,
-        "hidden states": sizes.hidden * positions,
+        "draft's own KV": spec.bytes_per_token * positions,
+        "hidden states": len(spec.hidden_layers) * width * number * positions,
         "texts": 8 * positions,
     }
-    return MemoryPlan({**kept, **step, "graphs": graphs})
+    # A graph's memory is apart from that of steps that run as they are; all graphs share theirs.
+    return MemoryPlan({**kept, **step, "graphs": sum(step.values()) + graphs * _RECORDED if graphs else 0})
 
 
-def what_would_fit(sizes: EngineSizes, free: int) -> str:
-    """Advise on single changes that make sizes fit into `free` bytes."""
+def what_would_fit(
+    base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int, free: int
+) -> str:
+    """Advise on single changes that make an engine fit into `free` bytes; see `plan_memory`."""
+
+    def total(slots: int = config.max_num_seqs, length: int = max_length, nodes: int = spec.max_nodes) -> int:
+        changed = replace(config, max_num_seqs=slots)
+        return plan_memory(base, replace(spec, max_nodes=nodes), changed, length, graphs).total
+
     found = []
-    for name, setting, low in (
-        ("slots", "max_num_seqs", 1),
-        ("max_length", "max_model_len", 2),
-        ("nodes", "num_draft_tokens", 0),
+    for setting, low, most, total_of in (
+        ("max_num_seqs", 1, config.max_num_seqs, lambda value: total(slots=value)),
+        ("max_model_len", 2, max_length, lambda value: total(length=value)),
+        ("num_draft_tokens", 0, spec.max_nodes, lambda value: total(nodes=value)),
     ):
-
-        def total(value: int, name: str = name) -> int:
-            changed: dict[str, Any] = {name: value}
-            return plan_memory(replace(sizes, **changed)).total
-
-        fitting = bisect_right(range(low, getattr(sizes, name) + 1), free, key=total)
+        fitting = bisect_right(range(low, most + 1), free, key=total_of)
         if fitting:
             found.append(f"{setting} to {low + fitting - 1:,}")
-    return (
-        f"lower {' or '.join(found)}"
-        if found
-        else "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
-    )
+    if found:
+        return f"lower {' or '.join(found)}"
+    return "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
 
 
-def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> EngineSizes:
-    """Return the sizes of an engine with the drafter's `spec`, whose target model is ready for decoding."""
-    layers, width = base.kv_bytes_per_token, base.hidden_size
-    return EngineSizes(
-        slots=config.max_num_seqs,
-        max_length=max_length,
-        nodes=spec.max_nodes,
-        depth=spec.max_depth,
-        vocabulary=base.vocab_size,
-        width=width,
-        inner=getattr(base.config, "intermediate_size", None) or 4 * width,
-        groups=query_groups(base.config),
-        number=base.dtype.itemsize,
-        kv=sum(layers),
-        layer_kv=max(layers),
-        copied_kv=max(base.copies_of_kv, int(config.kv_bytes is not None)),
-        draft_kv=spec.bytes_per_token,
-        hidden=len(spec.hidden_layers) * width * base.dtype.itemsize,
-        prompt=min(GPU_CHUNK, config.max_num_seqs * max_length),
-        in_parts=base.reads_to_length and config.kv_bytes is None,
-        kv_limit=config.kv_bytes,
-        graphs=graphs,
-        scratch=spec.scratch,
-    )
-
-
-def plan_or_refuse(device: torch.device, sizes: EngineSizes) -> MemoryPlan:
-    """Plan an engine's memory, and log the plan.
-
-    Raises:
-        LoadError: The device has less memory left.
-    """
-    plan, free = plan_memory(sizes), devices.free_bytes(device)
-    _LOG.info(
-        "memory beside the model, of %s left on %s:\n%s", "?" if free is None else gib(free), device, plan.table()
-    )
+def plan_or_refuse(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> MemoryPlan:
+    """Plan an engine's memory, and log the plan; raise `LoadError` if the device has less left. See `plan_memory`."""
+    device = base.device
+    plan, free = plan_memory(base, spec, config, max_length, graphs), devices.free_bytes(device)
+    left = "?" if free is None else gib(free)
+    _LOG.info("memory beside the model, of %s left on %s:\n%s", left, device, plan.table())
     if free is not None and plan.total > free:
         raise LoadError(
-            f"an engine of {sizes.slots:,} slots takes {gib(plan.total)} beside the model, and {device} has "
-            f"{gib(free)} left: {what_would_fit(sizes, free)} (it takes {plan})"
+            f"an engine of {config.max_num_seqs:,} slots takes {gib(plan.total)} beside the model, and {device} has "
+            f"{left} left: {what_would_fit(base, spec, config, max_length, graphs, free)} (it takes {plan})"
         )
     return plan

@@ -1,16 +1,12 @@
-"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, preemption.
-
-Nothing else changes the assignment.
-"""
+"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, preemption."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 
 from drafter.drafters.contract import Ids
 from drafter.engine.batch import BatchState
@@ -19,12 +15,9 @@ from drafter.engine.sequence import LEAST_SHARED, Sequence
 from drafter.engine.step import Flights
 from drafter.errors import EngineError, QueueFullError
 
-CHUNK = 512
-"""Prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU."""
-_SCORED_CHUNK = 256
-"""The same where the logits of all tokens are kept."""
-_PAUSE, _LONGEST_PAUSE = 256, 1 << 16
-"""Steps without trouble until one more sequence is let in."""
+CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
+_SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
+_BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
 class RowLimit:
@@ -37,39 +30,32 @@ class RowLimit:
 
     def __init__(self, slots: int) -> None:
         self._slots = self.most = slots
-        self._pause, self._left = _PAUSE // 2, 0
+        self._backoff, self._left = _BACKOFF // 2, 0
 
     def ran_out(self, rows: int) -> None:
         """Allow half of `rows`, after their step ran out of memory."""
         self.most = (rows + 1) // 2
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._left = self._pause
+        self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
+        self._left = self._backoff
 
     def reached(self) -> None:
-        """Count a step that had enough memory; allow one more row after a pause of such steps."""
+        """Count a step that had enough memory; allow one more row after the back-off."""
         if self.most == self._slots:
             return
         self._left -= 1
         if not self._left:
             self.most += 1
-            self._left = self._pause
+            self._left = self._backoff
 
 
 class WaitingQueue:
-    """Requests that wait for a slot, first come, first served. Thread-safe.
-
-    Args:
-        limit: Most requests that may wait.
-
-    Attributes:
-        closed: Why later requests are refused; None while they are not.
-    """
+    """At most `limit` requests that wait for a slot, first come, first served. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiting: deque[Sequence] = deque()
         self._lock = threading.Lock()
-        self.closed: EngineError | None = None
+        self.closed: EngineError | None = None  # why later requests are refused
         # No request becomes unwanted before this (monotonic seconds), so most steps need not look at all of them.
         self._check_at = math.inf
 
@@ -77,12 +63,7 @@ class WaitingQueue:
         return len(self._waiting)
 
     def put(self, sequence: Sequence) -> None:
-        """Put a request at the end.
-
-        Raises:
-            QueueFullError: Too many wait already.
-            EngineError: The queue is closed.
-        """
+        """Put a request at the end; raise `QueueFullError` if too many wait, or why the queue is closed."""
         with self._lock:
             if self.closed is not None:
                 raise self.closed
@@ -127,49 +108,22 @@ class WaitingQueue:
         return waiting
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Tokens `start` to `stop` of an entering sequence, for the next forward; empty where nothing is left to read.
-
-    Args:
-        donor: Index, among the active sequences, of one whose beginning is copied first.
-        shared: Tokens of that beginning; 0 for none.
-    """
-
-    start: int
-    stop: int
-    donor: int = 0
-    shared: int = 0
-
-    @property
-    def span(self) -> slice:
-        return slice(self.start, self.stop)
+_Beginnings = defaultdict[bytes, list[tuple[int, Sequence]]]
+"""Places and sequences by their first tokens: there may be hundreds, and most have nothing in common."""
 
 
-class _Beginnings:
-    """Sequences by their first tokens: there may be hundreds, and most have nothing in common."""
-
-    def __init__(self) -> None:
-        self._places: dict[bytes, list[tuple[int, Sequence]]] = {}
-        self._count = 0
-
-    def add(self, sequence: Sequence) -> None:
-        self._places.setdefault(sequence.beginning, []).append((self._count, sequence))
-        self._count += 1
-
-    def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the index of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
-        longest = (0, 0)
-        for place, other in self._places.get(sequence.beginning, ()):
-            # Without the last tokens: while they are pending, there is nothing of them to copy.
-            shared = common_prefix(sequence.prefilled[:-1], other.prefilled[:-1])
-            if shared > longest[1]:
-                longest = place, shared
-        return longest if longest[1] >= LEAST_SHARED else (0, 0)
+def longest_shared(sequence: Sequence, others: _Beginnings) -> tuple[int, int]:
+    """Return the place of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
+    longest = (0, 0)
+    for place, other in others[sequence.beginning]:
+        # Without the last tokens: while they are pending, there is nothing of them to copy.
+        shared = common_prefix(sequence.prefilled[:-1], other.prefilled[:-1])
+        if shared > longest[1]:
+            longest = place, shared
+    return longest if longest[1] >= LEAST_SHARED else (0, 0)
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
-    """Return the length of the longest common prefix."""
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size
@@ -178,42 +132,27 @@ def common_prefix(first: Ids, second: Ids) -> int:
 class Scheduler:
     """Assigns sequences to slots, and keeps the batch state in step.
 
-    Args:
-        flights: Tell how far the device may be ahead of the host.
-        max_queue: Sequences that may wait.
-
-    Attributes:
-        active: Sequence of each slot that is decoded, in the slots' order.
-        entering: Those whose prompts are being read, in the slots behind.
-        waiting: Those without a slot.
-        limit: Sequences that may be in slots together.
-        chunk: Prompt tokens of one forward.
+    `flights` tell how far the device may be ahead of the host; `max_queue` sequences may wait.
     """
 
     def __init__(self, state: BatchState, flights: Flights, max_queue: int) -> None:
         self._state, self._flights = state, flights
-        self.active: list[Sequence] = []
-        self.entering: list[Sequence] = []
+        self.active: list[Sequence] = []  # of each slot that is decoded, in the slots' order
+        self.entering: list[Sequence] = []  # those whose prompts are being read, in the slots behind
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
-        self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK
+        self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
 
     @property
     def in_slots(self) -> list[Sequence]:
-        """All sequences that have a slot."""
         return [*self.active, *self.entering]
 
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
-        """Return the slots of active sequences."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}
         return [slots[id(sequence)] for sequence in sequences]
 
     def admit(self, *, packs: bool) -> bool:
-        """Give slots to the sequences whose prompts the next forward reads; False if there are none.
-
-        Args:
-            packs: A forward may read several prompts.
-        """
+        """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none."""
         if not self.entering and not self._enter():
             return False
         unread = sum(sequence.unread for sequence in self.entering)
@@ -239,46 +178,43 @@ class Scheduler:
         self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt)
         return True
 
-    def next_pieces(self) -> list[Piece]:
-        """Return the chunks of the first entering sequences for the next forward, of at most `chunk` tokens.
+    def next_spans(self) -> tuple[list[slice], int]:
+        """Return the chunks of the first entering prompts for the next forward, of at most `chunk` tokens.
 
         A prefix shared with an active sequence is copied from there, and a prompt waits for one that has more than
-        half of it. Some have forwards of their own; see `Sequence.apart`.
+        half of it. The number of copied tokens comes second. Some have forwards of their own; see `Sequence.apart`.
         """
-        pieces: list[Piece] = []
+        spans: list[slice] = []
+        copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        decoded, before = _Beginnings(), _Beginnings()
-        for sequence in self.active:
-            decoded.add(sequence)
-        for place, sequence in enumerate(self.entering):
-            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence)
+        decoded, before = _Beginnings(list), _Beginnings(list)
+        for slot, sequence in enumerate(self.active):
+            decoded[sequence.beginning].append((slot, sequence))
+        for slot, sequence in enumerate(self.entering, len(self.active)):
+            donor, shared = (0, 0) if sequence.read or sequence.alone else longest_shared(sequence, decoded)
             start = max(sequence.read, shared)
             rest = sequence.length - start
-            if place:
-                coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
+            if spans:
+                coming = 0 if sequence.alone else longest_shared(sequence, before)[1]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
-            pieces.append(Piece(start, start + min(room, rest), donor, shared))
-            before.add(sequence)
+            if shared:
+                self._state.copy(donor, slot, shared)
+                sequence.borrowed = True
+                copied += shared
+            spans.append(slice(start, start + min(room, rest)))
+            before[sequence.beginning].append((slot, sequence))
             room -= min(room, rest)
             if not rest:
                 break
-        return pieces
+        return spans, copied
 
-    def copy_shared(self, pieces: Several[Piece]) -> int:
-        """Copy the beginnings that pieces share with active sequences; return the number of tokens copied."""
-        for place, piece in enumerate(pieces):
-            if piece.shared:
-                self._state.copy(piece.donor, len(self.active) + place, piece.shared)
-                self.entering[place].borrowed = True
-        return sum(piece.shared for piece in pieces)
-
-    def activate(self, pieces: Several[Piece]) -> None:
-        """Note that `pieces` of the first entering sequences are read; those read in full become active."""
-        for sequence, piece in zip(self.entering[: len(pieces)], pieces, strict=True):
-            sequence.read = piece.stop
+    def activate(self, spans: Several[slice]) -> None:
+        """Note that `spans` of the first entering sequences are read; those read in full become active."""
+        for sequence, span in zip(self.entering[: len(spans)], spans, strict=True):
+            sequence.read = span.stop
             if not sequence.unread:
                 self._state.begin(len(self.active), sequence.length)
                 self.active.append(sequence)
@@ -302,8 +238,7 @@ class Scheduler:
     def retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take an active sequence out: the last active one takes its slot, and those that enter move up.
 
-        Args:
-            poisoned: Its slot holds numbers that are not finite.
+        A `poisoned` slot holds numbers that are not finite.
         """
         slot, last = self.active.index(sequence), len(self.active) - 1
         if poisoned or not sequence.proven:
@@ -363,7 +298,6 @@ class Scheduler:
         self.entering.remove(sequence)
 
     def _move_up(self, place: int) -> None:
-        """Move the entering sequences from index `place` on by one slot to the front."""
         for slot, sequence in enumerate(self.entering[place:], len(self.active) + place):
             self._move(sequence, slot, slot - 1)
 

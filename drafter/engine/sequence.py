@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,13 +26,9 @@ from drafter.text.tokenizers import Detokenizer, StopSearch, cut_at_stop, refuse
 
 
 class Handle:
-    """A submitted request: wait for its result, iterate over its tokens, or cancel it.
+    """A submitted request: wait for its result, iterate over its tokens if it is to `stream`, or cancel it.
 
     From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`.
-
-    Args:
-        stream: Tokens will be iterated over.
-        on_cancel: Called by `cancel`.
     """
 
     def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
@@ -53,22 +49,16 @@ class Handle:
         return self._deltas is not None
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the generation, for at most `timeout` seconds.
+        """Wait for the generation, for at most `timeout` seconds; then raise `TimeoutError`.
 
         Raises:
-            TimeoutError: It is not done yet.
             RequestTimeoutError: The request's own time was up.
             EngineError: The engine failed.
         """
         return self.future.result(timeout)
 
     async def outcome(self) -> Generation:
-        """Wait in an asyncio loop. A task that is cancelled while it waits does not cancel the request.
-
-        Raises:
-            RequestTimeoutError: The request's own time was up.
-            EngineError: The engine failed.
-        """
+        """Wait in an asyncio loop; see `result`. A task that is cancelled meanwhile does not cancel the request."""
         return await asyncio.wrap_future(self.future)
 
     def __await__(self) -> Generator[Any, None, Generation]:
@@ -132,67 +122,42 @@ class Handle:
                 self._wake = None
 
 
-LEAST_SHARED = 8
-"""Shorter common prefixes are computed again: that costs no more than to copy them."""
+LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
 
 
-@dataclass(eq=False)
 class Sequence:
-    """A request under way, waiting for a slot or in one.
+    """A request under way, waiting for a slot or in one. It has passed `refuse_unusable`."""
 
-    Args:
-        limit: Most tokens to generate, by the request or by the room in a slot.
-        length: Committed tokens: all of `text` but the last, which is pending.
-        eos: Tokens that end it.
-        output: Tokens generated so far.
-        lenient: Indices of those that the target model would not have chosen.
-        versions: Versions of the weights that have drafted for it, in order.
-        entered: When it first entered a slot, in monotonic seconds.
-        first_token: When it got its first token.
-        stay: Number of times that it left a slot to wait again: a step of an earlier stay does not count.
-        prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
-        beginning: The first `LEAST_SHARED` of these.
-        read: Number of these that are prefilled by now.
-        proven: A step has shown, since it last entered a slot, that its state there is finite.
-        borrowed: Its prefix was copied from another sequence's slot.
-        alone: Copy nothing for it: its prompt is scored, or what it borrowed before may not have been finite.
-        plain: Draft nothing for it: the numbers of some draft token were not finite.
-    """
-
-    handle: Handle
-    limit: int
-    length: int
-    eos: frozenset[int]
-    tokenizer: Any
-    verifier: Verifier
-    output: list[int] = field(default_factory=list)
-    lenient: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    counts: DecodeCounts = field(default_factory=DecodeCounts)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    entered: float | None = None
-    first_token: float | None = None
-    stay: int = 0
-    prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    beginning: bytes = b""
-    read: int = 0
-    proven: bool = False
-    borrowed: bool = False
-    alone: bool = False
-    plain: bool = False
-    _shown: int = 0  # characters that the caller has
-    _unshown: str = ""  # and those that came after them
-    _detokenizer: Detokenizer | None = None
-    _stops: StopSearch = field(init=False)
-    _special_texts: dict[int, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.handle.streams or self.sampling.stop:
-            self._detokenizer = Detokenizer(self.tokenizer)
-        self._stops = StopSearch(self.sampling.stop)
-        self._special_texts = special_texts(self.tokenizer) if self.sampling.stop else {}
+    def __init__(
+        self, handle: Handle, eos: frozenset[int], tokenizer: Any, verifier: Verifier, max_length: int
+    ) -> None:
+        prompt, sampling = handle.request.prompt_ids, handle.request.sampling.over()
+        scored = handle.request.prompt_logprobs is not None
+        self.handle, self.tokenizer, self.verifier = handle, tokenizer, verifier
+        self.limit = min(sampling.max_new_tokens, max_length - len(prompt))  # most tokens to generate
+        self.length = len(prompt) - 1  # committed tokens: all of `text` but the last, which is pending
+        self.eos = (frozenset() if sampling.ignore_eos else eos) | set(sampling.stop_token_ids)
+        self.output: list[int] = []
+        self.lenient: list[int] = []  # indices of output that the target model would not have chosen
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs = [TokenLogprob(token, None, ()) for token in prompt[: len(prompt) * scored]]
+        self.counts = DecodeCounts()
+        self.versions: list[int] = []  # of the weights that have drafted for it, in order
+        self.finish_reason: FinishReason | None = None
+        self.entered: float | None = None  # when it first entered a slot, in monotonic seconds
+        self.first_token: float | None = None  # when it got its first token
+        self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
+        self.prefilled: Ids = np.empty(0, dtype=np.int64)  # when it last entered a slot: all but the last are read
+        self.beginning = b""  # the first `LEAST_SHARED` of these
+        self.read = 0  # number of these that are read by now
+        self.proven = False  # a step has shown, since it last entered a slot, that its state there is finite
+        self.borrowed = False  # its prefix was copied from another sequence's slot
+        self.alone = scored  # copy nothing for it: what it borrowed before may not have been finite
+        self.plain = False  # draft nothing for it: the numbers of some draft token were not finite
+        self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
+        self._stops = StopSearch(sampling.stop)
+        self._special_texts = special_texts(tokenizer) if sampling.stop else {}
+        self._shown, self._unshown = 0, ""  # characters that the caller has, and those that came after them
 
     @property
     def sampling(self) -> SamplingParams:
@@ -205,7 +170,6 @@ class Sequence:
 
     @property
     def text(self) -> Ids:
-        """Prompt and output."""
         return np.array([*self.handle.request.prompt_ids, *self.output], dtype=np.int64)
 
     @property
@@ -215,7 +179,6 @@ class Sequence:
 
     @property
     def ended(self) -> bool:
-        """True if its caller has the result."""
         return self.handle.future.done()
 
     def enter(self) -> None:
@@ -234,10 +197,9 @@ class Sequence:
         logprobs: list[TokenLogprob] | None,
         lenient: Iterable[int] = (),
     ) -> int:
-        """Add a step's tokens one by one, and stop exactly where plain decoding would; see `Step` for the arguments.
+        """Add a step's tokens one by one, and stop exactly where plain decoding would; return how many were added.
 
-        Returns:
-            Number of tokens that were added.
+        See `Step` for the arguments.
         """
         before = len(self.output)
         if tokens and self.first_token is None:
@@ -276,10 +238,6 @@ class Sequence:
         for place, one in enumerate(found, start + 1):
             if place < len(self.prompt_logprobs):
                 self.prompt_logprobs[place] = one
-
-    def note_version(self, version: int) -> None:
-        if version not in self.versions[-1:]:
-            self.versions.append(version)
 
     def fail_unwanted(self) -> None:
         """End a request with its tokens so far if it was cancelled, otherwise as out of time."""
@@ -338,12 +296,7 @@ class Sequence:
 
 
 def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_length: int) -> None:
-    """Refuse a request that cannot be decoded within `max_length` tokens of prompt and output.
-
-    Raises:
-        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias or a stop token is
-            not; or the verifier does not define what the settings ask for.
-    """
+    """Raise `RequestError` for a request that cannot be decoded within `max_length` tokens of prompt and output."""
     verifier.refuse(request.sampling)
     ids = request.prompt_ids
     if len(ids) == 0:
@@ -357,23 +310,6 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
     if (beyond := max(request.sampling.stop_token_ids, default=0)) >= base.vocab_size:
         raise RequestError(f"stop_token_ids has token {beyond}, outside the vocabulary of {base.vocab_size}")
-
-
-def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Verifier, max_length: int) -> Sequence:
-    """Return the sequence of a request that has passed `refuse_unusable`."""
-    prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling.over()
-    ends = frozenset() if sampling.ignore_eos else base.eos_token_ids
-    scored = handle.request.prompt_logprobs is not None
-    return Sequence(
-        handle,
-        limit=min(sampling.max_new_tokens, max_length - prompt),
-        length=prompt - 1,
-        eos=ends | set(sampling.stop_token_ids),
-        tokenizer=tokenizer,
-        verifier=verifier,
-        prompt_logprobs=[TokenLogprob(token, None, ()) for token in handle.request.prompt_ids[: prompt * scored]],
-        alone=scored,
-    )
 
 
 @dataclass(frozen=True)
@@ -398,12 +334,9 @@ class RowTap(Protocol):
         """Return whether to hand out a row whose hidden states take `nbytes` bytes; if not, nothing is copied."""
 
     def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
-        """Take a row.
+        """Take a wanted row, with its hidden states `[T, K · d]` on the CPU; None if the drafter reads none.
 
-        Args:
-            row: A row that is wanted.
-            hidden: `[T, K · d]` on the CPU; None if the drafter reads none.
-            arrived: Happens when `hidden` is there; None where it is.
+        `arrived` happens when they are there; None where they are.
         """
 
 
@@ -411,11 +344,7 @@ class LearningStart(Protocol):
     """Initial state of a drafter that learns from rows while it drafts."""
 
     def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
-        """Return the drafter, by the name that users give.
-
-        Raises:
-            LoadError: The name is not of a drafter that can learn, or it cannot be loaded.
-        """
+        """Return a drafter that can learn, by the name that users give; raise `LoadError` if there is none."""
 
     def tap(self) -> RowTap:
         """Return what collects the rows to learn from."""

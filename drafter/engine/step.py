@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, path_logprobs
+from drafter import devices
+from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, token_logprobs
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
@@ -23,26 +24,21 @@ from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
 
-_NOT_FINITE = -1
-"""Token chosen from logits that are not numbers."""
+_NOT_FINITE = -1  # token chosen from logits that are not numbers
 
 
 @dataclass(frozen=True)
 class StepTensors:
     """Result of a step on the device, in as few tensors as possible.
 
-    Args:
-        packed: `[B, 2 + 2 (D + 1)]` int64: accepted draft tokens, draft nodes, path and tokens of each row; the token
-            alone, `[B, 1]`, where nothing was drafted.
-        nodes: N, draft nodes of a row's tree.
-        logprobs: Log-probabilities of emitted tokens, of the rows that want them; None if none do.
-        lenient: `[B, D + 1]` bool: tokens that the target model would not have chosen; None where there can be none.
+    `packed` `[B, 2 + 2 (D + 1)]` int64 are number of accepted draft tokens, number of draft nodes, path and tokens of
+    each row; the token alone, `[B, 1]`, where nothing was drafted.
     """
 
     packed: Tensor
-    nodes: int
-    logprobs: PathLogprobs | None = None
-    lenient: Tensor | None = None
+    nodes: int  # N, draft nodes of a row's tree
+    logprobs: PathLogprobs | None = None  # of emitted tokens, of the rows that want them; None if none do
+    lenient: Tensor | None = None  # `[B, D + 1]` bool; see `Accepted`
 
     def to_host(self, rows: int) -> StepTensors:
         """Copy the first `rows` rows to the host; valid once queued work is done."""
@@ -56,58 +52,31 @@ class StepTensors:
 
 @dataclass(eq=False)
 class Step:
-    """One step of B rows: what was asked, drafted and accepted, and how long it took.
+    """One step of B rows: what was asked, drafted and accepted, and how long it took."""
 
-    Args:
-        sequences: Of the B rows.
-        load: Factors of its time.
-        ask: Request to the drafter.
-        depth: Draft tokens that a row may get at most.
-        wanted: Row → number of most probable tokens whose log-probabilities it wants.
-        version: Version of the drafter's weights.
-        planned: The budget planned it. False for the step that comes with a prompt's forward.
-        since: When its present part began, on the host's clock.
-        reading: Seconds of the drafter's prefill.
-        drafting: Seconds of the draft.
-        rest: Seconds of all else; None where the host does not know.
-        shadow: Seconds of a shadow draft, beside these; None without one.
-
-    Attributes:
-        stays: `Sequence.stay` of each row at the start.
-        tensors: The result, on the device or on its way to the host.
-        landed: Happens when `tensors` are on the host; None where they are.
-        tokens: New tokens of each row: accepted draft tokens and the bonus token; none if it is not sound. This and
-            all that follow are set by `read`.
-        sound: True for rows whose logits are finite.
-        accepted: Draft tokens among `tokens`.
-        drafted: Draft nodes that were verified in each row.
-        on_path: `[B, N]` bool: whether a draft node was accepted.
-        lenient: Indices of each row's tokens that the target model would not have chosen.
-        logprobs: Row → log-probabilities of its tokens, if wanted.
-    """
-
-    sequences: list[Sequence]
-    load: StepLoad
-    ask: Ask
-    depth: int
-    wanted: dict[int, int]
-    version: int | None
-    planned: bool = True
-    since: float = field(default_factory=time.perf_counter)
-    reading: float = 0.0
-    drafting: float = 0.0
-    rest: float | None = None
-    shadow: StepSeconds | None = None
-    stays: list[int] = field(init=False)
-    tensors: StepTensors = field(init=False)
+    sequences: list[Sequence]  # of the B rows
+    load: StepLoad  # factors of its time
+    ask: Ask  # request to the drafter
+    depth: int  # draft tokens that a row may get at most
+    wanted: dict[int, int]  # row → number of most probable tokens whose log-probabilities it wants
+    version: int | None  # of the drafter's weights
+    planned: bool = True  # the budget planned it, as it does not for the step that comes with a prompt's forward
+    since: float = field(default_factory=time.perf_counter)  # when its present part began, on the host's clock
+    reading: float = 0.0  # seconds of the drafter's prefill
+    drafting: float = 0.0  # seconds of the draft
+    rest: float | None = None  # seconds of all else; None where the host does not know
+    shadow: StepSeconds | None = None  # of a shadow draft, beside these; None without one
+    stays: list[int] = field(init=False)  # `Sequence.stay` of each row at the start
+    tensors: StepTensors = field(init=False)  # the result, on the device or on its way to the host
+    landed: torch.cuda.Event | None = None  # happens when `tensors` are on the host; None where they are
+    # The rest is set by `read`. New tokens of each row: accepted draft tokens and the bonus token; none if not sound.
     tokens: list[list[int]] = field(init=False)
-    sound: list[bool] = field(init=False)
-    accepted: list[int] = field(init=False)
-    drafted: list[int] = field(init=False)
-    on_path: npt.NDArray[np.bool_] = field(init=False)
-    lenient: list[list[int]] = field(init=False)
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    landed: torch.cuda.Event | None = None
+    sound: list[bool] = field(init=False)  # rows whose logits are finite
+    accepted: list[int] = field(init=False)  # draft tokens among `tokens`
+    drafted: list[int] = field(init=False)  # draft nodes that were verified
+    on_path: npt.NDArray[np.bool_] = field(init=False)  # `[B, N]` draft nodes that were accepted
+    lenient: list[list[int]] = field(init=False)  # indices of tokens that the target model would not have chosen
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by row, if wanted
 
     def __post_init__(self) -> None:
         self.stays = [sequence.stay for sequence in self.sequences]
@@ -173,9 +142,7 @@ class Step:
 class Flights:
     """Steps whose result the host has not read, oldest first.
 
-    Args:
-        device: Where steps are done.
-        lag: Steps that stay under way on the device while the host reads an older one.
+    `lag` of them stay under way on the device while the host reads an older one.
     """
 
     def __init__(self, device: torch.device, lag: int) -> None:
@@ -213,8 +180,7 @@ class Flights:
 class DeviceStep:
     """The stages over the first slots of a batch state. None of them waits for the device.
 
-    Args:
-        packs: Verify trees of different sizes without their padding, which needs the number of nodes on the host.
+    If it `packs`, trees of different sizes are verified without padding, which needs the number of nodes on the host.
     """
 
     def __init__(self, base: BaseModel, verifier: Verifier, state: BatchState, *, packs: bool) -> None:
@@ -256,7 +222,9 @@ class DeviceStep:
         """Commit the accepted paths of slots `rows`, and pack the result."""
         tree, logprobs = verified.tree, None
         if wanted := self.state.wanted_logprobs(rows):
-            logprobs = path_logprobs(verified.logits, accepted, list(wanted), max(wanted.values()))
+            row = devices.send(torch.tensor(list(wanted)), self.base.device)
+            at_path = verified.logits[row[:, None], accepted.path[row]]
+            logprobs = token_logprobs(at_path, accepted.tokens[row], max(wanted.values()))
         sound = are_sound(verified.logits)  # one node that is not finite spoils the whole tree
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
         if tree.size > 1:

@@ -90,7 +90,6 @@ def with_load_costs(step: DeviceStep, graphs: StepGraphs | None, table: LatencyT
 
 
 def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> Floats:
-    """Seconds `[M]` that one more token of a row's text costs a step with each number of nodes."""
     state, nodes = step.state, np.array(table.nodes)
     far = min(_FAR, state.max_length)
     if far <= length or not state.reserve(0, far + 1):
@@ -109,7 +108,6 @@ def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, le
 
 
 def _choosing(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
-    """Seconds `[K]` in which each way chooses one token of each row, beyond those of greedy choice."""
     ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
     seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
     for rows in map(int, table.batches):
@@ -122,7 +120,6 @@ def _choosing(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, 
 
 
 def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
-    """Tokens `[M]` that a step chooses of each row; see `LatencyTable`."""
     nodes = np.array(table.nodes, dtype=np.float64)
     if not step.verifier.lossless:
         return 1 + nodes  # it asks at each of them
@@ -132,7 +129,6 @@ def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
 
 
 def _choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, length: int) -> Callable[[], object]:
-    """Return a part of a plain step that ends with the choice of a token for each row."""
     state = step.state
     if graphs is not None:
         return partial(_forward, step, graphs, 0, length, rows)
@@ -147,7 +143,6 @@ def _sample(state: BatchState, params: SamplingParams, rows: int) -> None:
 
 
 def _forward(step: DeviceStep, graphs: StepGraphs | None, nodes: int, length: int, rows: int = 1) -> None:
-    """A forward of some rows over `length` tokens and `nodes` more; a whole plain step where there are graphs."""
     state = step.state
     state.lengths.fill_(length)
     if graphs is None:
@@ -157,7 +152,6 @@ def _forward(step: DeviceStep, graphs: StepGraphs | None, nodes: int, length: in
 
 
 def _least_seconds(step: DeviceStep, graphs: StepGraphs | None, work: Callable[[], object]) -> float:
-    """Least seconds of a piece of work after its first runs, which may record a graph."""
     for _ in range(1 if graphs is None else 3):
         work()
     return min(devices.timed(step.base.device, work)[1] for _ in range(_RUNS))
@@ -223,7 +217,6 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
 
 
 def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
-    """Return all that step times depend on."""
     base, state = step.base, step.state
     return {
         "machine": [processor(), torch.get_num_threads(), str(base.device)],
@@ -324,7 +317,6 @@ def generate_texts(step: DeviceStep) -> None:
 
 
 def _probe(step: DeviceStep, graphs: StepGraphs | None, rows: int, nodes: int) -> tuple[float, float]:
-    """Return the seconds of drafting in a step over the generated texts, and of the rest of it."""
     state, device = step.state, step.base.device
     length = _probed_length(state)
     state.lengths.fill_(length)

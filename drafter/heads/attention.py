@@ -195,7 +195,7 @@ class AttentionReader(ContextReader, FrameReader):
         if self._attend is not None:
             parts = parts_of(rows, module.num_heads, frames, self._length)
             lengths, texts = context.lengths + (frames + 1), self._cache
-            seen = Prefix.of(lengths, self._length, parts, self._attend, frames, some=True)
+            seen = Prefix(lengths, self._length, parts, self._attend, frames, some=True)
         else:
             texts = self._texts(rows, context.longest + 1 + frames)
             last = ahead if module.causal else ahead[:, -1:]

@@ -32,12 +32,9 @@ class BuildError(Exception):
 
 
 def library_path() -> Path:
-    """Return the compiled library, after compiling it if the cache does not have it.
+    """Return the compiled library, after compiling it if the cache does not have it; raise `BuildError` if it cannot.
 
     The cache is `drafter` in `$XDG_CACHE_HOME`, or in `~/.cache`.
-
-    Raises:
-        BuildError: There is no compiler, it fails, or the cache cannot be written to.
     """
     compiler = _compiler()
     cached = cache_folder() / f"native-{_digest(compiler)}.so"
@@ -60,7 +57,6 @@ def cache_folder() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    """Hash the sources, the compiler, its flags and the processor."""
     digest = hashlib.sha256(" ".join([compiler, *_FLAGS, processor()]).encode())
     digest.update(str(Path(compiler).resolve().stat().st_mtime_ns).encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -96,153 +92,114 @@ def _compile(compiler: str, target: Path) -> None:
         raise BuildError(f"the compiled library cannot be kept in {target.parent}: {error}") from error
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+def _fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+# Structures of the same names, without `Struct`, in `source/`.
 
 
 class MatrixStruct(ctypes.Structure):
-    """`Matrix` of products.h."""
-
-    _fields_ = (
-        *_fields(Pointer, "weights bias"),
-        *_fields(_I64, "inputs outputs"),
-        *_fields(_I32, "half unused"),
-    )
+    _fields_ = _fields((Pointer, "weights bias"), (_I64, "inputs outputs"), (_I32, "half unused"))
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer` of decoder.cpp."""
-
-    _fields_ = (
-        *_fields(Pointer, "attention_norm mlp_norm query_norm key_norm"),
-        *_fields(MatrixStruct, "qkv output gate_up down"),
+    _fields_ = _fields(
+        (Pointer, "attention_norm mlp_norm query_norm key_norm"), (MatrixStruct, "qkv output gate_up down")
     )
 
 
 class DecoderStruct(ctypes.Structure):
-    """`Decoder` of decoder.cpp."""
-
-    _fields_ = (
-        *_fields(ctypes.POINTER(LayerStruct), "layers"),
-        *_fields(Pointer, "embedding final_norm"),
-        *_fields(MatrixStruct, "head"),
-        *_fields(Pointer, "cosines sines"),
-        *_fields(_I64, "positions hidden heads kv_heads head_size intermediate vocabulary"),
-        *_fields(_F32, "epsilon scale"),
+    _fields_ = _fields(
+        (ctypes.POINTER(LayerStruct), "layers"),
+        (Pointer, "embedding final_norm"),
+        (MatrixStruct, "head"),
+        (Pointer, "cosines sines"),
+        (_I64, "positions hidden heads kv_heads head_size intermediate vocabulary"),
+        (_F32, "epsilon scale"),
     )
 
 
 class ForwardStruct(ctypes.Structure):
-    """`Forward` of decoder.cpp."""
-
-    _fields_ = (
-        *_fields(ctypes.POINTER(Pointer), "keys values"),
-        *_fields(Pointer, "blocks"),
-        *_fields(_I64, "block slot_blocks first_slot rows nodes"),
-        *_fields(Pointer, "tokens lengths depths ancestors which"),
-        *_fields(_I64, "count"),
-        *_fields(Pointer, "taps"),
-        *_fields(_I64, "tap_count"),
-        *_fields(Pointer, "hidden logits"),
-        *_fields(_I64, "logits_from layers threads"),
+    _fields_ = _fields(
+        (ctypes.POINTER(Pointer), "keys values"),
+        (Pointer, "blocks"),
+        (_I64, "block slot_blocks first_slot rows nodes"),
+        (Pointer, "tokens lengths depths ancestors which"),
+        (_I64, "count"),
+        (Pointer, "taps"),
+        (_I64, "tap_count"),
+        (Pointer, "hidden logits"),
+        (_I64, "logits_from layers threads"),
     )
 
 
 class JointLayerStruct(ctypes.Structure):
-    """`JointLayer` of joint.h."""
-
-    _fields_ = (
-        *_fields(Pointer, "norm_weight norm_bias"),
-        *_fields(MatrixStruct, "inner out"),
-    )
+    _fields_ = _fields((Pointer, "norm_weight norm_bias"), (MatrixStruct, "inner out"))
 
 
 class JointStruct(ctypes.Structure):
-    """`Joint` of joint.h."""
-
-    _fields_ = (
-        *_fields(MatrixStruct, "frames out"),
-        *_fields(ctypes.POINTER(JointLayerStruct), "layers"),
-        *_fields(Pointer, "norm_weight norm_bias blank_weight blank_bias"),
-        *_fields(MatrixStruct, "head"),
-        *_fields(_I64, "layer_count terms hidden"),
+    _fields_ = _fields(
+        (MatrixStruct, "frames out"),
+        (ctypes.POINTER(JointLayerStruct), "layers"),
+        (Pointer, "norm_weight norm_bias blank_weight blank_bias"),
+        (MatrixStruct, "head"),
+        (_I64, "layer_count terms hidden"),
     )
 
 
 class LabelTableStruct(ctypes.Structure):
-    """`LabelTable` of lattice.cpp."""
-
-    _fields_ = (
-        *_fields(Pointer, "drafted recent"),
-        *_fields(_I64, "places tokens texts"),
-    )
+    _fields_ = _fields((Pointer, "drafted recent"), (_I64, "places tokens texts"))
 
 
 class SearchStruct(ctypes.Structure):
-    """`Search` of lattice.cpp."""
-
-    _fields_ = (
-        *_fields(LabelTableStruct, "labels"),
-        *_fields(Pointer, "states"),
-        *_fields(_I64, "rows frames band depth size beam"),
-        *_fields(_F32, "least unused"),
-        *_fields(Pointer, "pending tokens parents depths log_probs"),
-        *_fields(_I64, "threads"),
+    _fields_ = _fields(
+        (LabelTableStruct, "labels"),
+        (Pointer, "states"),
+        (_I64, "rows frames band depth size beam"),
+        (_F32, "least unused"),
+        (Pointer, "pending tokens parents depths log_probs"),
+        (_I64, "threads"),
     )
 
 
 class LayerNormStruct(ctypes.Structure):
-    """`LayerNorm` of frames.cpp."""
-
-    _fields_ = (*_fields(Pointer, "weight bias"),)
+    _fields_ = _fields((Pointer, "weight bias"))
 
 
 class FrameLayerStruct(ctypes.Structure):
-    """`FrameLayer` of frames.cpp."""
-
-    _fields_ = (
-        *_fields(LayerNormStruct, "attention_norm mlp_norm"),
-        *_fields(MatrixStruct, "qkv output gate_up down"),
-    )
+    _fields_ = _fields((LayerNormStruct, "attention_norm mlp_norm"), (MatrixStruct, "qkv output gate_up down"))
 
 
 class FrameLayersStruct(ctypes.Structure):
-    """`FrameLayers` of frames.cpp."""
-
-    _fields_ = (
-        *_fields(ctypes.POINTER(FrameLayerStruct), "layers"),
-        *_fields(LayerNormStruct, "embedding_norm hidden_norm"),
-        *_fields(MatrixStruct, "fusion"),
-        *_fields(Pointer, "slots cosines sines"),
-        *_fields(_I64, "layer_count width heads head_size intermediate"),
-        *_fields(_F32, "scale unused"),
+    _fields_ = _fields(
+        (ctypes.POINTER(FrameLayerStruct), "layers"),
+        (LayerNormStruct, "embedding_norm hidden_norm"),
+        (MatrixStruct, "fusion"),
+        (Pointer, "slots cosines sines"),
+        (_I64, "layer_count width heads head_size intermediate"),
+        (_F32, "scale unused"),
     )
 
 
 class FramesStruct(ctypes.Structure):
-    """`Frames` of frames.cpp."""
-
-    _fields_ = (
-        *_fields(Pointer, "cache"),
-        *_fields(_I64, "slots length"),
-        *_fields(Pointer, "embeddings hidden"),
-        *_fields(_I64, "hidden_stride"),
-        *_fields(Pointer, "slot position"),
-        *_fields(_I64, "entries"),
-        *_fields(Pointer, "ends"),
-        *_fields(_I64, "rows frames"),
-        *_fields(Pointer, "states"),
-        *_fields(_I64, "threads"),
+    _fields_ = _fields(
+        (Pointer, "cache"),
+        (_I64, "slots length"),
+        (Pointer, "embeddings hidden"),
+        (_I64, "hidden_stride"),
+        (Pointer, "slot position"),
+        (_I64, "entries"),
+        (Pointer, "ends"),
+        (_I64, "rows frames"),
+        (Pointer, "states"),
+        (_I64, "threads"),
     )
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the library, once per process; compile it if the cache has none.
-
-    Raises:
-        BuildError: It cannot be compiled here.
-    """
+    """Load the library, once per process; compile it if the cache has none, or raise `BuildError`."""
     loaded = ctypes.CDLL(str(library_path()))
     for name, result, arguments in (
         ("lanes", _I64, []),
@@ -322,7 +279,6 @@ class PackedWeights:
         self._kept: list[object] = []
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> MatrixStruct:
-        """Pack a matrix; see `PackedMatrix`."""
         packed = PackedMatrix(weight, bias, order)
         self._kept.append(packed)
         return packed.struct()

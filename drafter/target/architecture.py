@@ -6,8 +6,9 @@ import copy
 import hashlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +40,19 @@ def transformers_loading() -> Iterator[None]:
             PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
 
 
-def refuse_unsupported(name: str, config: Any) -> None:
-    """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
+def make_model(make: Callable[..., Any]) -> Any:
+    """Make a model by a function of transformers; with eager attention if it has no other."""
+    with transformers_loading():
+        try:
+            return make()
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return make(attn_implementation="eager")
 
-    Raises:
-        LoadError: An encoder-decoder, a model with recurrent or linear-attention layers, or no causal LM at all.
-    """
+
+def refuse_unsupported(name: str, config: Any) -> None:
+    """Raise `LoadError` for architectures that a KV cache with a tree mask cannot decode, before weights are read."""
     if getattr(config, "is_encoder_decoder", False):
         raise LoadError(
             f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a target model"
@@ -109,14 +117,10 @@ def whole_layers(config: Any) -> frozenset[int]:
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-_SCHEME = "v2-"
-"""Prefix of fingerprints. Those of the first scheme are 16 hex digits alone."""
-_SAMPLED = 1 << 14
-"""Largest number of values hashed per tensor."""
-_TINY = 2.0**-16
-"""Smaller values count as zero: fp16 does not hold them as exactly as bf16 does."""
-_SAMPLED_FIRST = 4096
-"""Values of the embedding that the first scheme hashes."""
+SCHEME = "v2-"  # prefix of fingerprints; those of the first scheme are 16 hex digits alone
+_SAMPLED = 1 << 14  # largest number of values hashed per tensor
+_TINY = 2.0**-16  # smaller values count as zero: fp16 does not hold them as exactly as bf16 does
+_SAMPLED_FIRST = 4096  # values of the embedding that the first scheme hashes
 
 
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
@@ -130,11 +134,7 @@ def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
         if isinstance(tensor, Tensor):  # quantised layers may add other objects
             digest.update(repr(list(tensor.shape)).encode())
             digest.update(_bytes(_sample(tensor)))
-    return _SCHEME + digest.hexdigest()[:16]
-
-
-def is_of_first_scheme(given: str) -> bool:
-    return not given.startswith(_SCHEME)
+    return SCHEME + digest.hexdigest()[:16]
 
 
 def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:
@@ -172,49 +172,57 @@ def _bytes(values: Tensor) -> bytes:
 # these, whereas windows of ten thousands of tokens cannot be tried on the model itself. Every number of the
 # configuration becomes small, as no list says which are lengths; known sizes shrink in proportion.
 
-PASSED = 12
-"""Larger numbers shrink: a text of three dozen tokens is past twice as many."""
-_NUMBER = 8
-"""Replaces larger numbers that are not sizes."""
+PASSED = 12  # larger numbers shrink: a text of three dozen tokens is past twice as many
+_NUMBER = 8  # replaces larger numbers that are not sizes
 _WIDTH, _HEADS, _KV_HEADS, _VOCABULARY, _POSITIONS, _LAYERS = 32, 4, 2, 97, 256, 8
 _ENDLESS = 1 << 62
-_STANDARD_DEVIATION = 0.15
-"""Of the weights: makes attention so uneven that a wrong mask changes the logits."""
+_STANDARD_DEVIATION = 0.15  # of the weights: makes attention so uneven that a wrong mask changes the logits
 
-_WIDTHS = re.compile(
-    r"^(hidden_size|d_model|n_embd|emb_dim|embedding_(dim|size)|(in|out)put_embedding_size|word_embed_proj_dim)$"
+
+class _Copy(NamedTuple):
+    """Facts about a copy: query heads of the model, layers of the copy, tokens of the model's longest text."""
+
+    heads: int | None
+    layers: int
+    longest: int
+
+
+def _at_most(most: int) -> Callable[[int, _Copy], int]:
+    return lambda value, of: min(value, most)
+
+
+def _kv_heads(value: int, of: _Copy) -> int:
+    return value if value == 1 else _HEADS if value == of.heads else _KV_HEADS
+
+
+_SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
+    (r"(num_key_value_heads|kv_heads|num_query_groups)$", _kv_heads),
+    (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$", lambda value, of: of.layers or min(value, 2)),
+    (r"^num_kv_shared_layers$", lambda value, of: of.layers // 2 if value else 0),
+    (r"^(n_group|num_expert_group|topk_group)$", lambda value, of: 1),
+    (
+        r"(scalar|scale_emb|multiplier|dim_model_base|pretraining_tp|^seed|theta|^base|image_seq_length)$",
+        lambda value, of: value,
+    ),
+    (r"(token_(id|ids|index)|_index|_id|token)$", _at_most(_VOCABULARY - 1)),
+    (r"vocab_size", _at_most(_VOCABULARY)),
+    (
+        r"^(max_position_embeddings|max_target_positions|n_positions|n_ctx|seq_length|max_seq_len|model_max_length)$",
+        _at_most(_POSITIONS),
+    ),
+    (
+        r"^(hidden_size|d_model|n_embd|emb_dim|embedding_(dim|size)|(in|out)put_embedding_size|word_embed_proj_dim)$",
+        _at_most(_WIDTH),
+    ),
+    (r"(attention_heads|^n_heads?|^num_heads|_n_heads)$", _at_most(_HEADS)),
+    (r"(experts_per_tok(en)?|^moe_(k|topk|top_k)|^top_k_experts)$", _at_most(2)),
+    (
+        r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|hidden_size.*|head_size|_channels)$",
+        lambda value, of: value if value <= PASSED else _NUMBER,
+    ),
 )
-_LAYER_COUNTS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$")
-_KV_HEAD_COUNTS = re.compile(r"(num_key_value_heads|kv_heads|num_query_groups)$")
-_HEAD_COUNTS = re.compile(r"(attention_heads|^n_heads?|^num_heads|_n_heads)$")
-_VOCABULARIES = re.compile(r"vocab_size")
-_POSITION_COUNTS = re.compile(
-    r"^(max_position_embeddings|max_target_positions|n_positions|n_ctx|seq_length|max_seq_len|model_max_length)$"
-)
-_CHOSEN_EXPERTS = re.compile(r"(experts_per_tok(en)?|^moe_(k|topk|top_k)|^top_k_experts)$")
-_EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group|topk_group)$")
-_TOKENS = re.compile(r"(token_(id|ids|index)|_index|_id|token)$")
-_SHARED_LAYERS = re.compile(r"^num_kv_shared_layers$")
-_FACTORS = re.compile(
-    r"(scalar|scale_emb|multiplier|dim_model_base|pretraining_tp|^seed|theta|^base|image_seq_length)$"
-)
-_OTHER_SIZES = re.compile(
-    r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|hidden_size.*|head_size|_channels)$"
-)
+"""Names of sizes, and a copy's size instead of a model's. All other numbers may be lengths."""
 _WINDOWS = re.compile(r"window|chunk|local|block|span|topk|floor")
-_LARGEST = (
-    (_TOKENS, _VOCABULARY - 1),
-    (_VOCABULARIES, _VOCABULARY),
-    (_POSITION_COUNTS, _POSITIONS),
-    (_WIDTHS, _WIDTH),
-    (_HEAD_COUNTS, _HEADS),
-    (_CHOSEN_EXPERTS, 2),
-)
-"""Upper bounds of a copy's sizes."""
-_SIZES = (
-    *(_WIDTHS, _LAYER_COUNTS, _KV_HEAD_COUNTS, _HEAD_COUNTS, _VOCABULARIES, _POSITION_COUNTS, _CHOSEN_EXPERTS),
-    *(_EXPERT_GROUPS, _TOKENS, _SHARED_LAYERS, _FACTORS, _OTHER_SIZES),
-)
 
 
 def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
@@ -222,7 +230,7 @@ def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
     return {
         name: number
         for name, number in _numbers(config.to_dict())
-        if PASSED < number < (longest or _ENDLESS) and not any(size.search(name) for size in _SIZES)
+        if PASSED < number < (longest or _ENDLESS) and not any(re.search(size, name) for size, _ in _SIZES)
     }
 
 
@@ -238,15 +246,10 @@ def small_copy(model: Any, longest: int | None) -> Any:
 
 
 def random_model(kind: Any, config: Any, attention: str = "sdpa") -> Any:
-    """Build a model of class `kind` with reproducible random weights, with eager attention if it has no other."""
+    """Build a model of class `kind` with reproducible random weights."""
     with transformers_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        try:
-            model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = make_model(partial(kind._from_config, config, dtype=torch.float32, attn_implementation=attention))
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=_STANDARD_DEVIATION)
@@ -273,7 +276,7 @@ def _shrink(config: Any, longest: int) -> None:
             continue
         if isinstance(value, list | tuple) and kept and len(value) == layers:
             value = type(value)(value[layer] for layer in kept)
-        small = _small(name, value, _Proportions(heads, len(kept), longest))
+        small = _small(name, value, _Copy(heads, len(kept), longest))
         if small != before:
             setattr(config, name, small)
     if getattr(config, "qk_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
@@ -293,36 +296,17 @@ def _kept_layers(config: Any, layers: int) -> list[int]:
     return kept + kept if getattr(config, "num_kv_shared_layers", None) else kept
 
 
-class _Proportions(NamedTuple):
-    """Query heads of the decoder, layers of its copy, and tokens of the longest text."""
-
-    heads: int | None
-    layers: int
-    longest: int
-
-
-def _small(name: str, value: Any, of: _Proportions) -> Any:
+def _small(name: str, value: Any, of: _Copy) -> Any:
     if isinstance(value, dict):
         return {key: _small(str(key), one, of) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_small(name, one, of) for one in value)
     if isinstance(value, bool) or not isinstance(value, int):
         return value
-    if _KV_HEAD_COUNTS.search(name):
-        return value if value == 1 else _HEADS if value == of.heads else _KV_HEADS
-    if _LAYER_COUNTS.search(name):
-        return of.layers or min(value, 2)
-    if _SHARED_LAYERS.search(name):
-        return of.layers // 2 if value else 0
-    if _EXPERT_GROUPS.search(name):
-        return 1
-    if _FACTORS.search(name):
-        return value
-    for sizes, small in _LARGEST:
-        if sizes.search(name):
-            return min(value, small)
-    is_length = not _OTHER_SIZES.search(name)
-    return value if value <= PASSED or (is_length and value >= of.longest) else _NUMBER
+    for size, small in _SIZES:
+        if re.search(size, name):
+            return small(value, of)
+    return value if value <= PASSED or value >= of.longest else _NUMBER
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

@@ -26,8 +26,7 @@ from drafter import devices
 _PART, _BUSY, _WORTH = 256, 256, 8
 """Split-KV: a row's positions are split into parts until rows × KV heads × parts reach `_BUSY`, as a GPU has some
 hundred processors. A part has at least `_PART` positions, and `_WORTH` times its queries, which each part copies."""
-_UNKNOWN = ("softcap", "position_bias", "s_aux")
-"""Settings that `tree_attention` does not support."""
+_UNKNOWN = ("softcap", "position_bias", "s_aux")  # settings that `tree_attention` does not support
 TREE_ATTENTION = "tree_sdpa"
 
 Parts = tuple[Tensor, Tensor]
@@ -39,14 +38,10 @@ class Packing:
     """Index of the nodes of `[B, N]` that are not padding, for forwards over trees of different sizes.
 
     Only attention needs to know the row of a node: there the queries are laid out by rows again.
-
-    Args:
-        nodes: `[M]` the nodes, row after row, as indices into the flattened `[B * N]`.
-        places: `[B, N]` index of each node among the M; anything valid for padding.
     """
 
-    nodes: Tensor
-    places: Tensor
+    nodes: Tensor  # `[M]` the nodes, row after row, as indices into the flattened `[B * N]`
+    places: Tensor  # `[B, N]` index of each node among the M; anything valid for padding
 
     @staticmethod
     def of(real: Tensor) -> Packing:
@@ -69,9 +64,8 @@ class Packing:
         return packed[0].index_select(0, self.places.flatten()).unflatten(0, self.places.shape)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
 class Prefix:
-    """Positions to read of B rows. Row `b` is slot `b` of S slots. Made by `of`, once for all layers.
+    """Positions to read of B rows. Row `b` is slot `b` of S slots. Made once for all layers.
 
     Args:
         lengths: `[B]` int64 positions of each row to read, from the first on.
@@ -79,36 +73,23 @@ class Prefix:
         parts: P, equal parts into which the positions of a slot are split.
         attend: Kernel that reads them.
         queries: Queries of each row, unless a layer has others.
-        starts: `[B · P + 1]` int32 first position of each part. The last entry is not used.
-        used: `[B · P]` int32 positions of each part to read.
-        asked: `[B · P + 1]` int32 first query of each part, if each has all of its row's.
-        unseen: `[P, B, 1, 1]` bool: parts of which nothing is read; None if something is read of all.
+        some: No length is 0.
     """
 
-    lengths: Tensor
-    slot: int
-    parts: int
-    attend: PrefixAttention
-    queries: int
-    starts: Tensor
-    used: Tensor
-    asked: Tensor
-    unseen: Tensor | None
-
-    @classmethod
-    def of(
-        cls, lengths: Tensor, slot: int, parts: int, attend: PrefixAttention, queries: int, *, some: bool = False
-    ) -> Prefix:
-        """Compute the parts. `some` promises that no length is 0; see `Prefix` for the other arguments."""
+    def __init__(
+        self, lengths: Tensor, slot: int, parts: int, attend: PrefixAttention, queries: int, *, some: bool = False
+    ) -> None:
+        self.lengths, self.slot, self.parts, self.attend, self.queries = lengths, slot, parts, attend, queries
         rows, size, device = len(lengths), -(-slot // parts), lengths.device
         part = torch.arange(parts, device=device) * size
-        used = (lengths[:, None] - part).clamp(0, size).int()
         row = torch.arange(rows, device=device)[:, None] * slot
-        starts = torch.nn.functional.pad((row + part).flatten(), (0, 1)).int()
-        unseen = None if some and parts == 1 else (used == 0).T[:, :, None, None]
-        return cls(
-            lengths, slot, parts, attend, queries, starts, used.flatten(), _every(queries, rows * parts, device), unseen
-        )
+        used = (lengths[:, None] - part).clamp(0, size).int()
+        # Positions of each part to read, `[B · P]` int32, and the first of them, `[B · P + 1]`; its last is not used.
+        self.used, self.starts = used.flatten(), F.pad((row + part).flatten(), (0, 1)).int()
+        # `[B · P + 1]` int32 first query of each part, if each has all of its row's.
+        self.asked = _every(queries, rows * parts, device)
+        # `[P, B, 1, 1]` bool: parts of which nothing is read; None if something is read of all.
+        self.unseen = None if some and parts == 1 else (used == 0).T[:, :, None, None]
 
     def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
         """Attend to these positions of keys and values `[S · L, H', D]`; return `[B, Q, H, D]` and `[B, Q, H]`.
@@ -125,18 +106,12 @@ PrefixAttention = Callable[[Tensor, Tensor, Tensor, Prefix, float], Parts]
 
 @dataclass(frozen=True)
 class CommittedLayers:
-    """Committed positions as the layers of one forward over trees read them.
+    """Committed positions as the layers of one forward over trees read them."""
 
-    Args:
-        layers: Keys and values `[S · L, H', D]` of each layer.
-        whole: Layers without window or chunks, which read in two parts.
-        all_seen: Each row has one node, whose own position is in `prefix`: there is no second part.
-    """
-
-    layers: list[tuple[Tensor, Tensor]]
-    whole: frozenset[int]
+    layers: list[tuple[Tensor, Tensor]]  # keys and values `[S · L, H', D]` of each layer
+    whole: frozenset[int]  # layers without window or chunks, which read in two parts
     prefix: Prefix
-    all_seen: bool = False
+    all_seen: bool = False  # each row has one node, whose own position is in `prefix`: there is no second part
 
 
 def merge_attention(values: Tensor, lses: Tensor) -> Parts:
@@ -197,7 +172,6 @@ def flash_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Pr
 
 
 def _every(size: int, count: int, device: torch.device) -> Tensor:
-    """Return `[count + 1]` int32 offsets of pieces of `size`."""
     return torch.arange(count + 1, device=device, dtype=torch.int32) * size
 
 
@@ -226,7 +200,7 @@ def prefix_attention_agrees(
     query, keys = (torch.randn(size, heads, dim, generator=random, dtype=torch.float32) for size in (2 * 5, 2 * slot))
     query, keys = query.view(2, 5, heads, dim).to(device, dtype), keys.to(device, dtype)
     lengths = torch.tensor([slot - 7, 0], device=device)
-    prefix = Prefix.of(lengths, slot, 3, attend, 5)
+    prefix = Prefix(lengths, slot, 3, attend, 5)
     try:
         found, lse = prefix.read(query, keys, keys.flip(0), dim**-0.5)
     except (RuntimeError, TypeError):

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,54 +27,31 @@ from drafter.target.attention import (
 )
 from drafter.target.kv_cache import KVCache
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 LM_HEAD_INPUT = -1
 """In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
-_VARIANTS = 64
-"""Compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled."""
-_LARGEST_TREE = 128
-"""Larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves."""
-_USUAL_TREE = 32
-"""Tree size for which a compiled forward splits a row's positions, as one variant serves all trees."""
+_VARIANTS = 64  # compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled
+_LARGEST_TREE = 128  # larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves
+_USUAL_TREE = 32  # tree size for which a compiled forward splits a row's positions, as one variant serves all trees
 
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """Nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes.
+    """Nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes."""
 
-    Args:
-        tokens: `[B, N]` int64 node tokens; any valid id in padding.
-        lengths: `[B]` int64 committed positions.
-        depths: `[B, N]` int64 depth of each node below the root.
-        ancestors: `[B, N, N]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors. None for
-            prompts, which are trees without branches.
-        kv_length: Cache positions that attention reads; at least every row's length + N.
-        packing: The nodes to compute, from `first` on, if not all.
-        hidden_layers: K hidden states to return, concatenated; see `DecoderLayers.take`.
-        full: Rows of so many committed positions are empty, and their output is not used. None if no row is.
-        follows: Nodes left out of the packing have been run before, and others see them.
-        slot: Slot of the first row; the others follow it.
-        logits: Return logits.
-        keep: Of a prompt, return the logits of so many tokens at its end.
-        layers: Run only so many layers and the final norm.
-        first: Nodes before it have been run.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    depths: Tensor
-    ancestors: Tensor | None
-    kv_length: int
-    packing: Packing | None = None
-    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
-    full: int | None = None
-    follows: bool = False
-    slot: int = 0
-    logits: bool = True
-    keep: int = 1
-    layers: int | None = None
-    first: int = 0
+    tokens: Tensor  # `[B, N]` int64; any valid id in padding
+    lengths: Tensor  # `[B]` int64
+    depths: Tensor  # `[B, N]` int64 depth of each node below the root
+    ancestors: Tensor | None  # `TokenTree.ancestors` `[B, N, N]`; None for prompts, which are trees without branches
+    kv_length: int  # cache positions that attention reads; at least every row's length + N
+    packing: Packing | None = None  # the nodes to compute, from `first` on, if not all
+    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)  # K hidden states to return, concatenated; see `DecoderLayers`
+    full: int | None = None  # rows of so many committed positions are empty, and their output is not used
+    follows: bool = False  # nodes left out of the packing have been run before, and others see them
+    slot: int = 0  # of the first row; the others follow it
+    logits: bool = True  # return logits
+    keep: int = 1  # of a prompt, return the logits of so many tokens at its end
+    layers: int | None = None  # run only so many layers and the final norm
+    first: int = 0  # nodes before it have been run
 
 
 def prompt_nodes(
@@ -130,11 +108,7 @@ class DecoderLayers:
 
     @property
     def modules(self) -> nn.ModuleList:
-        """The layers themselves.
-
-        Raises:
-            LoadError: They cannot be found in this model.
-        """
+        """The layers; raises `LoadError` if they cannot be found in this model."""
         if not self._attribute:
             raise LoadError(f"{self._name}: its layers cannot be told apart, so no drafter can read or run single ones")
         layers = getattr(self._owner, self._attribute)
@@ -144,16 +118,13 @@ class DecoderLayers:
     def watch(self, indices: Sequence[int]) -> None:
         """Keep these layers' outputs of each forward until `take`; `LM_HEAD_INPUT` is ignored."""
         for index in set(indices) - self._watched - {LM_HEAD_INPUT}:
-            self.modules[index].register_forward_hook(self._keeper(index))
+            self.modules[index].register_forward_hook(partial(self._keep, index))
             self._watched.add(index)
 
     def take(self, indices: Sequence[int], head_input: Tensor, device: torch.device) -> Tensor:
         """Return hidden states of the last forward, concatenated: `[..., K · d]`, on `device`.
 
-        Args:
-            indices: K layers, or `LM_HEAD_INPUT`.
-            head_input: `[..., d]` the LM head's input.
-            device: A model's layers may lie on several.
+        `indices` are K layers, or `LM_HEAD_INPUT` for the LM head's input `[..., d]`.
         """
         outputs, self._outputs = self._outputs, {}
         if not indices:
@@ -173,22 +144,12 @@ class DecoderLayers:
         finally:
             setattr(self._owner, self._attribute, whole)
 
-    def _keeper(self, index: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._outputs[index] = output[0] if isinstance(output, tuple) else output
-
-        return keep
+    def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._outputs[index] = output[0] if isinstance(output, tuple) else output
 
 
 class ModelCode:
-    """`Executor` that calls a transformers model, optionally compiled, with token ids and results on `device`.
-
-    Attributes:
-        query_groups: Query heads per KV head in the masks that the layers get; see `tree_attention`.
-        prefix_attention: Kernel that reads committed positions in `whole` layers; None where attention is masked.
-        whole: Layers without window or chunks.
-        packs: The layers take packed nodes.
-    """
+    """`Executor` that calls a transformers model, optionally compiled, with token ids and results on `device`."""
 
     def __init__(
         self, model: Any, decoder: nn.Module, layers: DecoderLayers, config: Any, device: torch.device
@@ -198,18 +159,23 @@ class ModelCode:
         self._dtype: torch.dtype = model.dtype
         self._max_positions = max_positions(config)
         self._kinds = attention_kinds(config)
-        takes = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in takes
-        self.query_groups = 1
-        self.prefix_attention: PrefixAttention | None = None
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.query_groups = 1  # query heads per KV head in the masks that the layers get; see `tree_attention`
+        self.prefix_attention: PrefixAttention | None = None  # reads committed positions in `whole` layers
         self.whole = whole_layers(config)
-        self.packs = False
+        self.packs = False  # the layers take packed nodes
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         self._verify: Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]] = self._run
 
     def compile(self) -> None:
-        self._verify = compiled(self._run)
+        """Compile the forward over trees. Errors come at the first calls for one and several rows and nodes."""
+        options: dict[str, Any] = {}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            options["recompile_limit"] = _VARIANTS
+        else:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
+        self._verify = torch.compile(self._run, dynamic=True, **options)
 
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
         """See `Executor.forward`. Needs `packs` for a `packing`, which the first layers alone can do without."""
@@ -228,7 +194,6 @@ class ModelCode:
         return None, self._layers.take(nodes.hidden_layers, last, device)[0]
 
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
-        """See `BaseModel.read_early`."""
         with self._layers.only_first(layers):
             last: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return last.to(self._device)
@@ -266,31 +231,27 @@ class ModelCode:
 
     def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
         """Read in two parts where a kernel reads committed positions to their own length."""
-        attend, rows = self.prefix_attention, len(nodes.tokens)
+        attend, (rows, size) = self.prefix_attention, nodes.tokens.shape
         # Blocks are not in order, a tree larger than these has no mask for query heads that share a KV head, and the
         # keys of nodes that were run before are in the cache alone.
-        large = nodes.tokens.shape[1] > _LARGEST_TREE
         # To compare the cache's sizes would be a guard of a compiler, and torch 2.11's cannot name sizes of objects.
-        if attend is None or not cache.in_order or large or nodes.follows:
+        if attend is None or not cache.in_order or size > _LARGEST_TREE or nodes.follows:
             return self._inputs(cache, nodes)
-        layers = cache.layers()
-        size = nodes.tokens.shape[1]
+        layers, queries, single = cache.layers(), size * self.query_groups, size == 1
         if torch.compiler.is_compiling():  # which has one variant for one row, or node, and one for all other numbers
             rows, size = rows if rows == 1 else cache.slots, size if size == 1 else _USUAL_TREE
         lengths = nodes.lengths
         if nodes.full is not None:
             lengths = torch.where(lengths < nodes.full, lengths, 0)
         parts = parts_of(rows, layers[0][0].shape[1], size * self.query_groups, cache.length)
-        queries, single = nodes.tokens.shape[1] * self.query_groups, nodes.tokens.shape[1] == 1
         if single:
             lengths = lengths + 1  # the node's own position is written before it is read
             if self.query_groups > 1:
                 parts, queries = 1, 1
-        prefix = Prefix.of(lengths, cache.length, parts, attend, queries, some=single)
+        prefix = Prefix(lengths, cache.length, parts, attend, queries, some=single)
         return self._inputs(cache, nodes, CommittedLayers(layers, self.whole, prefix, all_seen=single))
 
     def _inputs(self, cache: KVCache, nodes: TreeNodes, committed: CommittedLayers | None = None) -> dict[str, Any]:
-        """Return the model's inputs for the nodes from `first` on."""
         first, packing = nodes.first, nodes.packing
         tokens, lengths = nodes.tokens[:, first:], nodes.lengths[:, None]
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
@@ -333,13 +294,3 @@ class ModelCode:
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._head_input = args[0]
-
-
-def compiled(forward: F) -> F:
-    """Compile a forward. Compilation, and its errors, come at the first calls for one and several rows and nodes."""
-    options: dict[str, Any] = {}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = _VARIANTS
-    else:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
-    return torch.compile(forward, dynamic=True, **options)  # type: ignore[return-value]

@@ -1,13 +1,10 @@
-"""The target model's KV cache: fixed-size slots, or blocks that rows take as they grow.
-
-All use of transformers' cache classes is in this module, because their signatures change between releases.
-"""
+"""The target model's KV cache: fixed-size slots, or blocks that rows take as they grow. All use of transformers'
+cache classes is here, because their signatures change between releases."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from drafter import devices
 
 Places = npt.NDArray[np.int64]
-BLOCK = 32
-"""Positions of a block."""
-_ZEROS, _STRAY = 0, 1
-"""Reserved blocks: always zero, read where a slot has no block; and a sink for writes there."""
-SPARE = 2
-"""Number of reserved blocks."""
+BLOCK = 32  # positions of a block
+_ZEROS, _STRAY = 0, 1  # reserved blocks: always zero, read where a slot has no block; and a sink for writes there
+SPARE = 2  # number of reserved blocks
 
 
 @dataclass(frozen=True)
@@ -39,13 +33,6 @@ class LayerShape:
     @property
     def bytes_per_token(self) -> int:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-class _Place(NamedTuple):
-    """Index of a layer's keys or values: a buffer, and a member of that buffer."""
-
-    buffer: int
-    member: int
 
 
 class _LayerView(CacheLayerMixin):
@@ -111,14 +98,9 @@ class KVCache:
         length: Positions of a row, draft tokens included.
         device: Where positions come from; a model spread over several devices has buffers on each.
         positions: Of all slots together; by default each has `length` of its own.
-
-    Attributes:
-        in_order: A slot's positions are contiguous.
-        block: Positions per contiguous block.
-        blocks: `[slots, n]` int64 on the host: block table.
     """
 
-    in_order = True
+    in_order = True  # a slot's positions are contiguous
 
     def __init__(
         self,
@@ -129,19 +111,20 @@ class KVCache:
         positions: int | None = None,
     ) -> None:
         self.slots, self.length, self.device = slots, length, device
+        # Positions per contiguous block, and the block table `[slots, n]` on the host.
         self.block, self.blocks = length, torch.arange(slots)[:, None]
         self._starts = torch.arange(slots, device=device) * length
         self._positions = positions = slots * length if positions is None else positions
         members: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
-        # For each layer the places of its keys and its values; empty for a layer that stores nothing.
-        self._of_layers: list[list[_Place]] = []
+        # For each layer buffer and member of its keys and its values; empty for a layer that stores nothing.
+        self._of_layers: list[list[tuple[int, int]]] = []
         for shape in shapes:
             both = []
             if shape is not None:
                 for dim in (shape.key_dim, shape.value_dim):
                     kind = (shape.heads, dim, shape.dtype, shape.device)
                     members[kind] = members.get(kind, 0) + 1
-                    both.append(_Place(list(members).index(kind), members[kind] - 1))
+                    both.append((list(members).index(kind), members[kind] - 1))
             self._of_layers.append(both)
         self.buffers = [
             _zeros((count * positions, heads, dim), dtype, place)
@@ -162,24 +145,17 @@ class KVCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values `[P, H, D]` of each layer, over all positions.
-
-        Raises:
-            ValueError: A layer stores nothing.
-        """
+        """Return keys and values `[P, H, D]` of each layer; raise `ValueError` if one stores nothing."""
         pairs = []
         for places in self._of_layers:
-            keys, values = (self.buffers[one.buffer].unflatten(0, (-1, self._positions))[one.member] for one in places)
+            keys, values = (
+                self.buffers[buffer].unflatten(0, (-1, self._positions))[member] for buffer, member in places
+            )
             pairs.append((keys, values))
         return pairs
 
     def view(
-        self,
-        first: int,
-        positions: Tensor,
-        kv_length: int,
-        written: Tensor | None = None,
-        apart: Collection[int] = (),
+        self, first: int, positions: Tensor, kv_length: int, written: Tensor | None = None, apart: Collection[int] = ()
     ) -> Cache:
         """Return the cache as the model sees it in one forward.
 
@@ -201,14 +177,9 @@ class KVCache:
         reads, places = self._reads(rows, kv_length)
         layers: list[CacheLayerMixin] = []
         for number, both in enumerate(self._of_layers):
-            layers.append(
-                _LayerView(
-                    [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in both],
-                    None if number in apart else [reads[one.buffer][one.member] for one in both],
-                    kv_length,
-                    places,
-                )
-            )
+            written_to = [(self.buffers[buffer], writes[buffer][member]) for buffer, member in both]
+            read = None if number in apart else [reads[buffer][member] for buffer, member in both]
+            layers.append(_LayerView(written_to, read, kv_length, places))
         return Cache(layers=layers)
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:

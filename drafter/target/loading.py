@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from drafter.errors import LoadError, first_line, one_line, shown
 from drafter.hub import hub_file, local_only, not_found
-from drafter.target.architecture import TIE_WEIGHTS, refuse_unsupported, transformers_loading
+from drafter.target.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
 from drafter.target.model import BaseModel
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,8 +36,7 @@ def load_base(
 
     Args:
         name_or_path: Hub id or folder.
-        dtype: `auto`, or a floating-point dtype or its name.
-        device: `auto`, or a torch device. Not used with `device_map`.
+        device: Not used with `device_map`.
         device_map: As in transformers, for a model larger than one GPU.
         trust_remote_code: Run modeling code that comes with the weights.
         generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`; its
@@ -64,13 +64,7 @@ def load_base(
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         kwargs["attn_implementation"] = "eager"
     try:
-        with transformers_loading():
-            try:
-                model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-            except ValueError as error:
-                if "scaled_dot_product_attention" not in str(error):
-                    raise
-                model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        model = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
         require_data(name, model)
         if device_map is None:
             model = model.to(target)
@@ -91,8 +85,7 @@ def load_base(
 def read_weight_map(name: str, index: Path) -> dict[str, str]:
     """Return the file of each tensor of a sharded checkpoint, from its `model.safetensors.index.json`.
 
-    Raises:
-        LoadError: It cannot be read, or names a file that is not beside it.
+    Raises `LoadError` if it cannot be read, or names a file that is not beside it.
     """
     try:
         found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
@@ -145,12 +138,9 @@ def _on_hub(name: str, file: str) -> Path | None:
 
 
 def require_data(name: str, model: PreTrainedModel) -> None:
-    """Check that every parameter and buffer has data, except weights that the device map offloads.
+    """Raise `LoadError` unless every parameter and buffer has data, except weights that the device map offloads.
 
     Tied weights that a load in another thread left without data are tied once more.
-
-    Raises:
-        LoadError: One has none.
     """
     if {"cpu", "disk"} & {str(device) for device in getattr(model, "hf_device_map", {}).values()}:
         return  # what accelerate offloads is on the meta device until a forward needs it
@@ -169,11 +159,7 @@ def _without_data(model: torch.nn.Module) -> str | None:
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """Resolve a device; `auto` is the first GPU, or the CPU.
-
-    Raises:
-        LoadError: There is no such device here.
-    """
+    """Resolve a device, or raise `LoadError`; `auto` is the first GPU, or the CPU."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -183,11 +169,7 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Resolve a dtype; `auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster.
-
-    Raises:
-        LoadError: Not the name of a floating-point dtype.
-    """
+    """Resolve a dtype, or raise `LoadError`; `auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -1,8 +1,4 @@
-"""The target model: any decoder-only softmax-attention causal LM of transformers, its modeling code unforked.
-
-Proofs at load show that the model respects masks and positions, and that a faster executor gives the numbers of the
-model's own code.
-"""
+"""The target model: any decoder-only softmax-attention causal LM of transformers, its modeling code unforked."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from torch import Tensor, nn
 
 from drafter import devices
 from drafter.errors import LoadError, one_line
-from drafter.native.build import BuildError
+from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.architecture import (
+    SCHEME,
     decoder_of,
     fingerprint,
     first_fingerprint,
-    is_of_first_scheme,
     lengths_beyond,
     max_positions,
     names_window,
@@ -32,9 +28,9 @@ from drafter.target.architecture import (
 from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
 from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, ModelCode, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
+from drafter.target.native_decoder import NativeDecoder
 from drafter.target.prepacked import prepack
-from drafter.target.proof import attention_agrees, executors_agree, prove_tree_decoding, run_plainly, trees_agree
+from drafter.target.proof import LONG, attention_agrees, executors_agree, prove_tree_decoding, run_plainly
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +42,6 @@ class BaseModel:
         model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
         native: Use the native executor where it can run the model.
-
-    Attributes:
-        decoder: The model without its LM head.
-        max_positions: Longest sequence that it decodes as the model by itself would; None if unknown.
-        fingerprint: Hash of all tensors, the same in every precision; see `drafter.target.architecture`.
 
     Raises:
         LoadError: The model cannot verify draft trees; the message names it and the reason.
@@ -72,21 +63,22 @@ class BaseModel:
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
-        self.decoder: nn.Module = decoder_of(model)
-        self.layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
+        self.num_layers, self.vocab_size = int(self.config.num_hidden_layers), int(self.config.vocab_size)
+        self.hidden_size = int(self._head.weight.shape[1])
+        self.decoder: nn.Module = decoder_of(model)  # without the LM head
+        self.layers = DecoderLayers(self.decoder, self.num_layers, self.name)
         self.dtype: torch.dtype = model.dtype
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
-        plain = run_plainly(self)
-        self._layer_shapes = plain.layer_shapes
-        prove_tree_decoding(self, plain)
+        texts, logits, self._layer_shapes = run_plainly(self)
+        prove_tree_decoding(self, texts, logits)
         self._prove_long_texts()
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
         prepack(self.model if self._executor is self._model_code else self._head)
-        self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        self._sizes = [model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
         self.fingerprint = fingerprint(self.model, self._sizes)
 
     def _prove_long_texts(self) -> None:
@@ -112,7 +104,7 @@ class BaseModel:
     def _native(self) -> Executor | None:
         try:
             native = NativeDecoder(self.model, self.decoder, self.config)
-        except NotLlamaLikeError as reason:
+        except UnsuitableError as reason:
             _log.debug("%s runs by its own code: %s", self.name, reason)
             return None
         except BuildError as reason:
@@ -125,9 +117,9 @@ class BaseModel:
 
     def has_fingerprint(self, given: str) -> bool:
         """Compare with this model's fingerprint, in the present scheme or in that of earlier releases."""
-        if is_of_first_scheme(given):
-            return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
-        return given == self.fingerprint
+        if given.startswith(SCHEME):
+            return given == self.fingerprint
+        return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:
@@ -138,16 +130,6 @@ class BaseModel:
     def devices(self) -> set[torch.device]:
         """All devices of the weights."""
         return {parameter.device for parameter in self.model.parameters()}
-
-    @property
-    def hidden_size(self) -> int:
-        """d, the width of the hidden states."""
-        return int(self._head.weight.shape[1])  # type: ignore[index]
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of logits."""
-        return int(self.config.vocab_size)
 
     @property
     def kv_bytes_per_token(self) -> list[int]:
@@ -161,15 +143,10 @@ class BaseModel:
         return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
 
     @property
-    def num_layers(self) -> int:
-        """L, the number of layers."""
-        return int(self.config.num_hidden_layers)
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence tokens, as `generate` sees them."""
         eos = self.model.generation_config.eos_token_id
-        eos = self.config.eos_token_id if eos is None else eos
+        eos = getattr(self.config, "eos_token_id", None) if eos is None else eos
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
     @property
@@ -209,7 +186,7 @@ class BaseModel:
         self._executor = self._model_code
 
     def compile(self) -> None:
-        """Switch to the model's own code and compile it; see `compiled`."""
+        """Switch to the model's own code and compile it."""
         self.leave_native()
         self._model_code.compile()
 
@@ -230,7 +207,7 @@ class BaseModel:
         attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
         if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
             return
-        if not trees_agree(self, partial(setattr, code, "prefix_attention", attend)):
+        if not attention_agrees(self, partial(setattr, code, "prefix_attention", attend), LONG):
             _log.warning("%s reads all rows to one length, as flash attention gives other numbers", self.name)
             code.prefix_attention = None
 
@@ -241,8 +218,7 @@ class BaseModel:
         Holds for a cache that is `in_order`.
         """
         code = self._model_code
-        every = len(code.whole) == self.config.num_hidden_layers
-        return self._executor is code and code.prefix_attention is not None and every
+        return self._executor is code and code.prefix_attention is not None and len(code.whole) == self.num_layers
 
     def _attend(self, implementation: str, groups: int) -> None:
         """Select an attention of transformers, with masks for `groups` query heads per KV head."""
@@ -297,14 +273,9 @@ class BaseModel:
         starts: Sequence[int] = (0,),
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
     ) -> Tensor:
-        """Run prompts, or chunks of them, into slots in one forward; return their hidden states `[ΣP, K · d]`.
+        """Run prompts `[P]`, or chunks that begin at `starts`, into slots `slot` and following in one forward.
 
-        Args:
-            cache: Holds the committed positions before each prompt.
-            slot: Slot of the first prompt; the others follow it.
-            prompts: Each `[P]`, at least one token; several only after `allow_packing` returned True.
-            starts: Position of each one's first token.
-            hidden_layers: See `DecoderLayers.take`.
+        Several only after `allow_packing` returned True. Returns hidden states `[ΣP, K · d]`; see `DecoderLayers.take`.
         """
         return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers))[1]
 
@@ -324,10 +295,9 @@ class BaseModel:
         return logits, hidden
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """Run tree nodes of slots `0..B-1`, with a `packing` only after `allow_packing` returned True.
+        """Run tree nodes of slots `0..B-1`; return logits `[B, N, V]` and hidden states `[B, N, K · d]` by node id.
 
-        Returns:
-            Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
+        With a `packing` only after `allow_packing` returned True.
         """
         # Copied, because compiled code expects one memory layout, and a slice of a larger tree has another.
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
@@ -344,9 +314,6 @@ class BaseModel:
         """Run only the first layers and the final norm over tree nodes; return `[B, N - first, d]`.
 
         Their KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree can
-        be run in parts: nodes before `first` have their KV there already.
-
-        Args:
-            nodes: All nodes; a `packing` is of those from `first` on.
+        be run in parts: nodes before `first` have their KV there already. A `packing` is of those from `first` on.
         """
         return self.forward(cache, replace(nodes, layers=layers, first=first))[1]

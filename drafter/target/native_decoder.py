@@ -9,7 +9,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from drafter.native.build import DecoderStruct, ForwardStruct, LayerStruct, PackedWeights, Pointer, library
+from drafter.native.build import (
+    DecoderStruct,
+    ForwardStruct,
+    LayerStruct,
+    PackedWeights,
+    Pointer,
+    UnsuitableError,
+    library,
+)
 from drafter.target.architecture import attention_kinds
 from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
 from drafter.target.kv_cache import KVCache
@@ -20,24 +28,15 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose frequencies do not depend on the text's length."""
 
 
-class NotLlamaLikeError(Exception):
-    """The model has another structure; the message says what differs."""
-
-
 Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 
 
 class NativeDecoder:
-    """`Executor` for a Llama-like decoder in fp32.
-
-    Args:
-        model: The causal LM.
-        decoder: The model without its LM head.
-        config: The decoder's.
+    """`Executor` for a Llama-like decoder in fp32; `config` is the decoder's.
 
     Raises:
         BuildError: The library cannot be compiled here.
-        NotLlamaLikeError: The model has another structure, is not in fp32 on a CPU, or has heads of another size.
+        UnsuitableError: The model has another structure, is not in fp32 on a CPU, or has heads of another size.
     """
 
     def __init__(self, model: Any, decoder: Any, config: Any) -> None:
@@ -48,11 +47,11 @@ class NativeDecoder:
             self._rotary: nn.Module = decoder.rotary_emb
             self._head_size: int = decoder.layers[0].self_attn.head_dim
             if not library().drafter_takes_heads_of(self._head_size):
-                raise NotLlamaLikeError(f"its heads have {self._head_size} numbers")
+                raise UnsuitableError(f"its heads have {self._head_size} numbers")
             self._layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
             self._struct = self._decoder(model, decoder, config)
         except AttributeError as error:
-            raise NotLlamaLikeError(str(error)) from error
+            raise UnsuitableError(str(error)) from error
         self._vocabulary, self._hidden = decoder.embed_tokens.weight.shape
         self._rotations: tuple[Tensor, Tensor] | None = None
         self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
@@ -91,11 +90,7 @@ class NativeDecoder:
         )
 
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
-        """See `Executor.forward`.
-
-        Raises:
-            IndexError: A node lies outside the cache, or a token outside the vocabulary.
-        """
+        """See `Executor.forward`. Raises `IndexError` for a node outside the cache, or a token of no vocabulary."""
         rows, size = nodes.tokens.shape
         fresh, is_prompt = size - nodes.first, nodes.ancestors is None
         which = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
@@ -171,7 +166,6 @@ class NativeDecoder:
         return self._caches[cache]
 
     def _prepare_positions(self, count: int) -> None:
-        """Compute cosines and sines `[count, D / 2]`, as the model does."""
         if count > self._struct.positions:
             tables = self._rotary(torch.zeros(1, 1, 1, dtype=torch.float32), torch.arange(count)[None])
             cosines, sines = (table[0, :, : self._head_size // 2].float().contiguous() for table in tables)
@@ -182,33 +176,33 @@ class NativeDecoder:
 
 def _refuse_others(model: Any, config: Any) -> None:
     if config.model_type not in FAMILIES:
-        raise NotLlamaLikeError(f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}")
+        raise UnsuitableError(f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}")
     if config.hidden_act != "silu":
-        raise NotLlamaLikeError(f"its activation is {config.hidden_act}, not silu")
+        raise UnsuitableError(f"its activation is {config.hidden_act}, not silu")
     if any(kind != (None, None) for kind in attention_kinds(config).values()):
-        raise NotLlamaLikeError("some of its layers do not see the whole text")
+        raise UnsuitableError("some of its layers do not see the whole text")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _STATIC_ROPE:
-        raise NotLlamaLikeError(f"its rotary positions ({kind}) depend on the text's length")
+        raise UnsuitableError(f"its rotary positions ({kind}) depend on the text's length")
     for name, tensor in model.named_parameters():
         if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-            raise NotLlamaLikeError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on a CPU")
+            raise UnsuitableError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on a CPU")
         if type(tensor) is not nn.Parameter:
-            raise NotLlamaLikeError(f"{name} is quantised")
+            raise UnsuitableError(f"{name} is quantised")
 
 
 def _joined(*layers: Any) -> tuple[Tensor, Tensor | None]:
     """Stack weights `[outputs, inputs]` and biases `[outputs]` of linear layers with the same input."""
     for layer in layers:
         if not isinstance(layer, nn.Linear):
-            raise NotLlamaLikeError(f"{type(layer).__name__} stands where a linear layer is expected")
+            raise UnsuitableError(f"{type(layer).__name__} stands where a linear layer is expected")
     weight = torch.cat([layer.weight.detach() for layer in layers])
     biases = [layer.bias for layer in layers]
     if all(bias is None for bias in biases):
         return weight, None
     if any(bias is None for bias in biases):
-        raise NotLlamaLikeError("some of its query, key and value layers have a bias, and others have none")
+        raise UnsuitableError("some of its query, key and value layers have a bias, and others have none")
     return weight, torch.cat([bias.detach() for bias in biases])
 
 

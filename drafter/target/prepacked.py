@@ -1,10 +1,7 @@
 """CPU linear layers whose weights are laid out once for the fastest kernel.
 
-A product of a few rows takes as long as reading the weights. The fastest kernel depends on the processor and the
-matrix's shape (MKL may reorder the weights in every call, other libraries have more call overhead), so all are timed on
-the actual weights, once for each shape in a process. fp32 weights are read as fp16, scaled by a power of two, where
-that loses nothing; sums and activations are fp32.
-"""
+A product of a few rows takes as long as reading the weights, and the fastest kernel depends on processor and shape: all
+are timed on the actual weights. fp32 weights are read as fp16, scaled by a power of two, where that loses nothing."""
 
 from __future__ import annotations
 
@@ -22,41 +19,28 @@ from torch.nn import functional as F
 
 from drafter.devices import free_bytes
 
-_MEMORY_SHARE = 0.5
-"""Largest share of the free memory that copies of the weights may take."""
-_FEW = 32
-"""Largest number of rows for which a product is bound by reading its weights."""
-_TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)
-"""Numbers of rows that are timed: few, and many."""
+_MEMORY_SHARE = 0.5  # largest share of the free memory that copies of the weights may take
+_FEW = 32  # largest number of rows for which a product is bound by reading its weights
+_TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)  # numbers of rows that are timed: few, and many
 _TIMED_WEIGHTS = 1 << 22
 """Weights that are timed in turn, so that they do not stay in a core's cache; a model's do not, either."""
 _REPEATS, _ENOUGH = 5, 0.05
 """A product is timed this often, or for this many seconds. The minimum counts, as other load can only add to it."""
-_SMALL = 1 << 14
-"""Smaller matrices are left as they are: there is nothing to gain."""
-_WORTH = 1.05
-"""Speedup from which weights are laid out again."""
-_HALF_EXPONENT = 15
-"""Exponent of the largest weight in fp16; high, so that small weights are exact, too."""
+_SMALL = 1 << 14  # smaller matrices are left as they are: there is nothing to gain
+_WORTH = 1.05  # speedup from which weights are laid out again
+_HALF_EXPONENT = 15  # exponent of the largest weight in fp16; high, so that small weights are exact, too
 
 
 @dataclass(frozen=True)
 class Product:
-    """A kernel bound to the weights of a layer.
+    """A kernel bound to the weights of a layer."""
 
-    Args:
-        of: Maps rows `[..., in_features]` to `[..., out_features]`.
-        own: The weights `[out_features, in_features]` if PyTorch's own operator multiplies.
-        halved: The weights are read as fp16.
-    """
-
-    of: Callable[[Tensor], Tensor]
-    own: Tensor | None = None
-    halved: bool = False
+    of: Callable[[Tensor], Tensor]  # maps rows `[..., in_features]` to `[..., out_features]`
+    own: Tensor | None = None  # the weights `[out_features, in_features]` if PyTorch's own operator multiplies
+    halved: bool = False  # the weights are read as fp16
 
 
-Way = Callable[[Tensor, Tensor | None], Product]
-"""Binds a kernel to weights and bias."""
+Way = Callable[[Tensor, Tensor | None], Product]  # binds a kernel to weights and bias
 
 
 class PrepackedLinear(nn.Linear):
@@ -64,10 +48,8 @@ class PrepackedLinear(nn.Linear):
 
     few: Product
     many: Product
-    version: int
-    """Version of the weights that the products were made of. Products of changed weights are not used."""
-    number: int
-    """Key of this layer in the table that compiled code uses."""
+    version: int  # of the weights that the products were made of; those of changed weights are not used
+    number: int  # key of this layer in the table that compiled code uses
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or input.dim() < 2 or not input.numel():
@@ -180,8 +162,6 @@ def _fits_half(weight: Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-    """Layers that share the fastest ways to multiply."""
-
     inputs: int
     outputs: int
     bias: bool

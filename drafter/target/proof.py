@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,56 +22,36 @@ _PROMPTS, _STEPS = (11, 26), 4
 """Lengths of two prompts, and of the continuation of each. The second is longer than two windows of `PASSED` tokens."""
 _TREE, _PATH = (-1, 0, 0, 2, 2), (0, 2, 4)
 """Parents in the proof's trees, and the path of the true continuation; a decoy precedes each of its nodes."""
-_ROOTED, _CHAIN = (-1, 0, 0, 2), (-1, 0, 1, 2)
-"""Parents in small trees."""
-_LONG = 520
-"""Tokens of a text that is long enough to be read in several parts."""
+_SMALL_TREES = ((-1, 0, 0, 2), (-1, 0, 1, 2), (-1, 0, 0, 2))  # parents in the trees of three texts
+_SHORT, LONG = 12, 520  # tokens of the longest text; `LONG` is enough to be read in several parts
+_LAST = (LM_HEAD_INPUT,)
 Forward = Callable[[KVCache, TreeNodes], tuple[Tensor | None, Tensor]]
 
 
 class Candidate(Protocol):
-    """Interface of a model under proof; see `BaseModel`."""
+    """The part of `BaseModel` that the proofs need."""
 
     model: Any
     config: Any
     name: str
     dtype: torch.dtype
     max_positions: int | None
+    vocab_size: int
 
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def vocab_size(self) -> int: ...
-
     def new_cache(self, slots: int, length: int) -> KVCache: ...
-
-    def prefill(self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int] = ...) -> Tensor: ...
-
-    def prefill_last(self, cache: KVCache, slot: int, prompt: Tensor, start: int = ...) -> tuple[Tensor, Tensor]: ...
-
-    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]: ...
 
 
-@dataclass(frozen=True)
-class PlainRun:
-    """Reference: two texts `[P + 4]` run the model's own way, each by itself.
-
-    Args:
-        logits: `[P + 4, V]` of each.
-        layer_shapes: Cached shape of each layer; None for a layer that caches nothing.
-    """
-
-    texts: list[Tensor]
-    logits: list[Tensor]
-    layer_shapes: list[LayerShape | None]
-
-
 @torch.inference_mode()
-def run_plainly(base: Candidate) -> PlainRun:
-    """Run two texts of different lengths the model's own way.
+def run_plainly(base: Candidate) -> tuple[list[Tensor], list[Tensor], list[LayerShape | None]]:
+    """Run two texts `[P + 4]` of different lengths the model's own way, each by itself.
+
+    Returns:
+        Texts, the logits `[P + 4, V]` of each, and the cached shape of each layer; None for one that caches nothing.
 
     Raises:
         LoadError: The model does not run with a cache.
@@ -91,11 +70,10 @@ def run_plainly(base: Candidate) -> PlainRun:
                 logits, layers = _logits_and_layers(base, texts)
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, error) from error
-    return PlainRun(texts, logits, [_layer_shape(layer) for layer in layers])
+    return texts, logits, [_layer_shape(layer) for layer in layers]
 
 
 def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Return the logits `[P, V]` of each text, and the layers of the cache."""
     logits = []
     for text in texts:
         plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
@@ -104,8 +82,8 @@ def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[T
 
 
 @torch.inference_mode()
-def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
-    """Run the same texts as the engine does, and refuse the model if the logits differ.
+def prove_tree_decoding(base: Candidate, texts: list[Tensor], plain: list[Tensor]) -> None:
+    """Run the texts of `run_plainly` as the engine does, and refuse the model if the logits are not the `plain` ones.
 
     Two rows of different lengths, with a free slot between them, are prefilled and verified together, by a draft tree
     and then plainly. Decoys before the true continuation expose a model that ignores the mask or the positions.
@@ -115,10 +93,10 @@ def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
     """
     kind = base.model.config.model_type
     try:
-        found, widths = _run_as_engine(base, plain.texts)
+        found, widths = _run_as_engine(base, texts)
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, error) from error
-    for logits, expected in zip(found, plain.logits, strict=True):
+    for logits, expected in zip(found, plain, strict=True):
         if not _alike(logits, expected[-len(logits) :], base.dtype):
             raise LoadError(
                 f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
@@ -137,13 +115,17 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
     free = cache.length - len(_TREE)
     ends: list[Tensor] = []
     widths: set[int] = set()
+
+    def run(nodes: TreeNodes) -> Any:
+        logits, hidden = base.forward(cache, nodes)
+        widths.add(hidden.shape[-1])
+        return logits
+
     for slot, text, length in zip(slots, texts, prompts, strict=True):
         half = length // 2
         if half:
-            widths.add(base.prefill(cache, slot, [text[:half]]).shape[-1])
-        end, hidden = base.prefill_last(cache, slot, text[half:length], half)
-        ends.append(end)
-        widths.add(hidden.shape[-1])
+            run(prompt_nodes(slot, [text[:half]], [0], _LAST))
+        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, logits=True)))
 
     def verify(trees: list[Tensor], depths: list[int], ancestors: Tensor, lengths: list[int]) -> Tensor:
         nodes = TreeNodes(
@@ -154,8 +136,7 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
             max(lengths) + len(depths),
             full=free,
         )
-        logits, hidden = base.verify(cache, nodes)
-        widths.add(hidden.shape[-1])
+        logits: Tensor = run(nodes)
         return logits[list(slots)]
 
     next_ones = [text[-_STEPS:] for text in texts]
@@ -171,74 +152,56 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
 
 
 @torch.inference_mode()
-def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
-    """Compare two trees, and two prompts, of three and two tokens before `change` and, packed, after it."""
-    tokens = torch.arange(1, 7, device=base.device).view(2, 3) * 7919 % base.vocab_size
-    lengths = torch.tensor([0, 1], device=base.device)
-    depths = torch.tensor([[0, 1, 1], [0, 1, 1]], device=base.device)
-    ancestors = torch.eye(3, dtype=torch.bool, device=base.device).repeat(2, 1, 1)
-    ancestors[:, :, 0] = True
-    real = torch.tensor([[True, True, True], [True, True, False]], device=base.device)
-    prompts, starts = [tokens[0], tokens[1, :2]], [0, 1]
-
-    def trees(packing: Packing | None) -> list[Tensor]:
-        # In a new cache, so that no earlier run's states can be found there.
-        found = base.verify(base.new_cache(2, 8), TreeNodes(tokens, lengths, depths, ancestors, 4, packing))
-        return [part[real] for part in found]
-
-    cache = base.new_cache(2, 8)
-    before = trees(None)
-    apart = torch.cat([base.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1]) for row in (0, 1)])
-    change()
-    try:
-        after = [*trees(Packing.of(real)), base.prefill(base.new_cache(2, 8), 0, prompts, starts), *trees(None)]
-    except _MODEL_ERRORS:
-        return False
-    return _all_alike(after, [*before, apart, *before], base.dtype)
-
-
-@torch.inference_mode()
-def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
-    """Compare trees, and single nodes, behind a long, short and empty text before and after a change of attention."""
-    lengths = (min(_LONG, (base.max_positions or 2 * _LONG) // 2), 6, 0)
+def attention_agrees(base: Candidate, change: Callable[[], None], longest: int = _SHORT) -> bool:
+    """Compare a long, a short and an empty text before a change of attention and, also packed, after it."""
+    lengths = (min(longest, (base.max_positions or 2 * longest) // 2), 6, 0)
     before = _answers(base, base.forward, lengths)
     change()
     try:
-        after = _answers(base, base.forward, lengths)
+        after = [_answers(base, base.forward, lengths, packed=packed) for packed in (False, True)]
     except _MODEL_ERRORS:
         return False
-    return _all_alike(after, before, base.dtype)
+    return all(_all_alike(some, before, base.dtype) for some in after)
 
 
 @torch.inference_mode()
 def executors_agree(base: Candidate, one: Executor, other: Executor) -> bool:
-    """Compare two executors on two prompts, trees and single nodes behind each, and the end of a prompt."""
+    """Compare two executors on two texts."""
     ours, theirs = (_answers(base, executor.forward, (24, 16)) for executor in (one, other))
     return _all_alike(ours, theirs, base.dtype)
 
 
-def _answers(base: Candidate, forward: Forward, lengths: Sequence[int]) -> list[Tensor]:
-    """Run texts of these lengths, trees and single nodes behind each, and the end of the first text."""
+def _answers(base: Candidate, forward: Forward, lengths: Sequence[int], *, packed: bool = False) -> list[Tensor]:
+    """Run texts of these lengths, a tree and a single node behind each, and the end of the first text.
+
+    With `packed` the texts share a forward, and the trees are run without padding.
+    """
     # The tokens are spread over the vocabulary.
     ids = torch.arange(1, sum(lengths) + 4 * len(lengths) + 13, device=base.device) * 7919 % base.vocab_size
     *texts, drafted, end = ids.split([*lengths, 4 * len(lengths), 12])
-    cache = base.new_cache(len(lengths), max(lengths) + 16)
-    last = (LM_HEAD_INPUT,)
-    answers = [forward(cache, prompt_nodes(row, [text], [0], last))[1] for row, text in enumerate(texts) if len(text)]
-    trees = [_ROOTED, _CHAIN, _ROOTED][: len(lengths)]
-    ancestors = torch.stack([_ancestors(tree) for tree in trees]).to(base.device)
+    texts = [text for text in texts if len(text)]
+    cache = base.new_cache(len(lengths), max(lengths) + 16)  # a new one, where no earlier run has left anything
+    if packed:
+        hidden = [forward(cache, prompt_nodes(0, texts, [0] * len(texts), _LAST))[1]]
+    else:
+        hidden = [forward(cache, prompt_nodes(row, [text], [0], _LAST))[1] for row, text in enumerate(texts)]
+    answers = [torch.cat(hidden)]
+    ancestors = torch.stack([_ancestors(tree) for tree in _SMALL_TREES[: len(lengths)]]).to(base.device)
     depths = ancestors.sum(2) - 1
     before = torch.tensor(lengths, device=base.device)
+    real = torch.ones_like(depths, dtype=torch.bool)
+    real[2:, -1] = False
     for size in (4, 1):
+        packing = Packing.of(real) if packed and size > 1 else None
         tokens = drafted.view(-1, 4)[:, :size]
-        nodes = TreeNodes(tokens, before, depths[:, :size], ancestors[:, :size, :size], max(lengths) + 4)
-        answers += [part for part in forward(cache, nodes) if part is not None]
-    found = forward(cache, prompt_nodes(0, [end], [lengths[0]], last, logits=True))
+        tree = ancestors[:, :size, :size]
+        nodes = TreeNodes(tokens, before, depths[:, :size], tree, max(lengths) + 4, packing)
+        answers += [part[real[:, :size]] for part in forward(cache, nodes) if part is not None]
+    found = forward(cache, prompt_nodes(0, [end], [lengths[0]], _LAST, logits=True))
     return [*answers, *(part for part in found if part is not None)]
 
 
 def _ancestors(parents: Sequence[int]) -> Tensor:
-    """Return `TreeNodes.ancestors` `[N, N]` of one tree."""
     ancestors = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents[1:], start=1):
         ancestors[node] |= ancestors[parent]

@@ -1,8 +1,5 @@
-"""Encodes chat messages as tokens.
-
-A chat template marks roles by special tokens. A message must not forge them: `<|end|>` in a message is text. So
-messages are encoded without special tokens, and only the template's own become such.
-"""
+"""Encodes chat messages as tokens. Only special tokens that the template itself writes become such: `<|end|>` in a
+message is text."""
 
 from __future__ import annotations
 
@@ -19,12 +16,10 @@ from drafter.errors import RequestError, one_line
 from drafter.text.tokenizers import bounded_template, longest_token, refuse_endless, refuse_panics, tokenise
 
 _ROLE = re.compile(r"[\w.-]+")
-_HARMLESS = "x"
-"""Replaces a special token's text where a chat is encoded without it."""
+_HARMLESS = "x"  # replaces a special token's text where a chat is encoded without it
 _MOST_SPELLED = 1000
 """Limit of special tokens' texts in a chat's messages. Each is encoded separately, in a tenth of a millisecond."""
-_NO_CHARACTER = "\U0010ffff"
-"""A code point that will never be a character: no vocabulary has it."""
+_NO_CHARACTER = "\U0010ffff"  # a code point that will never be a character: no vocabulary has it
 _CLOCK = "strftime_now"
 """Function by which a chat template reads the clock, as Llama 3.2's and Granite's do for today's date."""
 _SET_CLOCK = (
@@ -76,7 +71,6 @@ def _clock(tokenizer: Any, now: datetime) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)
 def _written(now: datetime) -> dict[str, str]:
-    """Return the text of each `strftime` code, in the order of replacement."""
     codes = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
     return {"%%": "\0"} | {code: now.strftime(code) for code in codes} | {"\0": "%"}
 

@@ -24,18 +24,13 @@ from transformers import AutoTokenizer
 from drafter.errors import LoadError, PromptTooLongError, RequestError, first_line, one_line
 from drafter.hub import local_only
 
-_COMPOSED = 4
-"""Most characters that a tokeniser's normaliser composes to one, with few exceptions."""
-_SECONDS = 5.0
-"""Limit of a chat template's CPU time; a template of a hundred messages takes some milliseconds."""
-_BYTES = 1 << 30
-"""Limit of the process's memory growth while a template runs."""
-_LOOK_SECONDS = 0.01
-"""Interval of memory checks. Doubling with every line of code copies some hundred megabytes in it."""
+_COMPOSED = 4  # most characters that a tokeniser's normaliser composes to one, with few exceptions
+_SECONDS = 5.0  # limit of a chat template's CPU time; a template of a hundred messages takes some milliseconds
+_BYTES = 1 << 30  # limit of the process's memory growth while a template runs
+_LOOK_SECONDS = 0.01  # interval of memory checks; doubling with every line of code copies some hundred megabytes in it
 _STATM = Path("/proc/self/statm")
 _INCOMPLETE = "\ufffd"
-_LONGEST_CHARACTER = 8
-"""Most tokens of a character: UTF-8 has at most four bytes for one."""
+_LONGEST_CHARACTER = 8  # most tokens of a character: UTF-8 has at most four bytes for one
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
@@ -133,7 +128,6 @@ def bounded_template() -> Iterator[None]:
 
 
 def _resident() -> int:
-    """Return the process's resident bytes; 0 if unknown."""
     try:
         return int(_STATM.read_text().split()[1]) * getpagesize()
     except (OSError, ValueError, IndexError):

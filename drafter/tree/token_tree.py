@@ -1,8 +1,5 @@
-"""Draft trees, which a drafter proposes and the target model verifies, and searches for the best ones.
-
-A `TokenTree` lists its nodes by falling prefix probability, parents before children, so any leading slice is a valid
-tree.
-"""
+"""Draft trees, and searches for the best ones. Nodes are listed by falling prefix probability, parents before
+children, so any leading slice is a valid tree."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from torch.nn import functional as F
 
 from drafter import devices
 
-PAD_TOKEN = -1
-"""Token of a padding node. No target model generates it, so padding is never accepted."""
-_PADDING = (PAD_TOKEN, 0, 1, -torch.inf)
-"""Token, parent, depth and log-probability of a padding node."""
+PAD_TOKEN = -1  # token of a padding node; no target model generates it, so padding is never accepted
+_PADDING = (PAD_TOKEN, 0, 1, -torch.inf)  # token, parent, depth and log-probability of a padding node
 
 
 @dataclass(frozen=True)

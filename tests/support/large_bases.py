@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from drafter.target.kv_cache import LayerShape
 from drafter.target.model import BaseModel
-from drafter.target.proof import PlainRun
 from tests.support.fake_gpus import fake_gpus, place_weights
 
 LLAMA_8B = LlamaConfig(
@@ -31,7 +31,7 @@ def large_base(config: LlamaConfig) -> Iterator[BaseModel]:
     """For a `with` block, a base in bf16 on one fake GPU. What is proved of a base at load is taken to be true."""
     gpu = torch.device("cuda", 0)
     shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, torch.bfloat16, gpu)
-    plain = PlainRun([], [], [shape] * config.num_hidden_layers)
+    plain: tuple[list[Any], ...] = [], [], [shape] * config.num_hidden_layers
     where = "drafter.target.model"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -40,8 +40,7 @@ def large_base(config: LlamaConfig) -> Iterator[BaseModel]:
         torch.inference_mode(),
         mock.patch(f"{where}.run_plainly", return_value=plain),
         mock.patch(f"{where}.prove_tree_decoding"),
-        mock.patch(f"{where}.attention_agrees", side_effect=lambda base, change: change() or True),
-        mock.patch(f"{where}.trees_agree", side_effect=lambda base, change: change() or True),
+        mock.patch(f"{where}.attention_agrees", side_effect=lambda base, change, *_: change() or True),
         mock.patch(f"{where}.fingerprint", return_value=""),
         mock.patch(f"{where}.prepack"),
     ):

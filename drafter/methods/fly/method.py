@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, Verified, Verifier
-from drafter.acceptance.lenient import leading_entropy, lenient_walk, node_views
+from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, MergedDrafter
 from drafter.drafters.names import length_and_drafter
 from drafter.errors import LoadError, RequestError
@@ -64,6 +64,11 @@ class FlyVerifier(Verifier):
         uncertain = views.entropy.gather(1, tree.parents) >= self._theta
         lenient = uncertain & _goes_on(tree, exact, self._window, verified.depth)
         return lenient_walk(tree, views.choices, lenient, views.log_probs, verified.depth)
+
+
+def leading_entropy(log_probs: Tensor) -> Tensor:
+    """Return `−Σ p log p` `[R]` over the three most probable tokens of `[R, V]`, without renormalising `p`."""
+    return shannon_entropy(log_probs.topk(min(3, log_probs.shape[-1]), dim=-1).values)
 
 
 def _goes_on(tree: TokenTree, exact: Tensor, window: int, depth: int) -> Tensor:

@@ -13,7 +13,7 @@ from drafter.drafters.contract import Drafter, Loan, MergedDrafter, PlainDecodin
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
-from drafter.engine.memory import engine_sizes
+from drafter.engine.memory import plan_memory, slot_length
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import NgramDrafter
@@ -83,23 +83,28 @@ def test_a_step_that_does_not_fit_is_refused_at_the_start(
 
 
 def test_what_drafters_keep_is_in_the_plan(tiny_base: BaseModel) -> None:
-    head = make_head(tiny_base, "ctc").drafter(tiny_base, 7)
-    one = engine_sizes(tiny_base, head.spec, EngineConfig(max_num_seqs=4), 96, 0)
-    head.open(Loan(tiny_base, 4, one.length, None, StageTimes()))
+    head, config = make_head(tiny_base, "ctc").drafter(tiny_base, 7), EngineConfig(max_num_seqs=4)
+    one = plan_memory(tiny_base, head.spec, config, 96, 0).items
+    length = slot_length(96, max(head.spec.max_nodes, head.spec.scratch - 1), head.spec.max_depth)
+    head.open(Loan(tiny_base, 4, length, None, StageTimes()))
     cached = head._reader._cache.nbytes  # type: ignore[attr-defined]
-    assert 0 < one.draft_kv * 4 * one.length <= cached < one.draft_kv * 4 * (one.length + 32)
-    assert one.hidden == tiny_base.hidden_size * tiny_base.dtype.itemsize
-    both = engine_sizes(tiny_base, MergedDrafter(head, head).spec, EngineConfig(max_num_seqs=4), 96, 0)
-    assert (both.draft_kv, both.hidden) == (2 * one.draft_kv, one.hidden)
+    assert 0 < one["draft's own KV"] <= cached < one["draft's own KV"] // length * (length + 32)
+    assert one["hidden states"] == 4 * length * tiny_base.hidden_size * tiny_base.dtype.itemsize
+    both = plan_memory(tiny_base, MergedDrafter(head, head).spec, config, 96, 0).items
+    assert both["draft's own KV"] == 2 * one["draft's own KV"]
+    assert both["hidden states"] == one["hidden states"]
 
 
 def test_copies_that_attention_makes_are_in_the_plan() -> None:
     base = BaseModel(random_model("llama"), native=False)
-    settings = (PlainDecoding.spec, EngineConfig(max_num_seqs=4), 96, 0)
+
+    def attention(**config: Any) -> int:
+        return plan_memory(base, PlainDecoding.spec, EngineConfig(max_num_seqs=16, **config), 96, 0).items["attention"]
+
     groups = base.config.num_attention_heads // base.config.num_key_value_heads
     assert groups > 1
-    assert engine_sizes(base, *settings).copied_kv == groups  # as transformers does it
+    repeated = attention()  # as transformers does it
     base.allow_packing()
-    assert engine_sizes(base, *settings).copied_kv == 0
-    paged = (PlainDecoding.spec, EngineConfig(max_num_seqs=4, kv_gib=0.5), 96, 0)
-    assert engine_sizes(base, *paged).copied_kv == 1
+    length, kv = slot_length(96, 0, 0), max(base.kv_bytes_per_token)
+    assert repeated - attention() == groups * (16 - 1) * length * kv
+    assert attention(kv_gib=0.5) - attention() == (16 - groups) * length * kv

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,43 +9,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.acceptance.contract import ExactVerifier
+from drafter.drafters.contract import DraftSpec
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
-from drafter.engine.memory import EngineSizes, engine_sizes, plan_memory, slot_length, what_would_fit
+from drafter.engine.memory import MemoryPlan, plan_memory, slot_length, what_would_fit
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import _DEAREST
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
+from drafter.target.attention import flash_prefix_attention
+from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.model import BaseModel
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
 from tests.support.marks import slow_but
 
-SIZES = EngineSizes(
-    slots=64,
-    max_length=2022,
-    nodes=15,
-    depth=9,
-    vocabulary=128_256,
-    width=4096,
-    inner=14_336,
-    groups=4,
-    number=2,
-    kv=131_072,
-    layer_kv=4096,
-    copied_kv=0,
-    draft_kv=16_384,
-    hidden=8192,
-    prompt=2048,
-)
-"""Llama-3.1-8B in bf16, and a draft head with one layer of attention."""
+SPEC = DraftSpec(max_nodes=15, max_depth=9, hidden_layers=(LM_HEAD_INPUT,), bytes_per_token=16_384)
+"""A draft head with one layer of attention."""
 GIB = 2**30
 
 
-def test_llama_8b() -> None:
-    assert SIZES.length == slot_length(2022, 15, 9) == 2048
-    assert plan_memory(SIZES).items == {
+@pytest.fixture(scope="module")
+def llama() -> BaseModel:
+    """Llama-3.1-8B in bf16, whose trees are masked."""
+    with large_base(deepcopy(LLAMA_8B)) as base:  # which attention it has is noted there
+        base._model_code.prefix_attention = None
+        return base
+
+
+def plan(
+    base: BaseModel,
+    slots: int = 64,
+    max_length: int = 2022,
+    nodes: int = 15,
+    *,
+    graphs: int = 0,
+    kv_gib: float | None = None,
+) -> MemoryPlan:
+    config = EngineConfig(max_num_seqs=slots, kv_gib=kv_gib)
+    return plan_memory(base, replace(SPEC, max_nodes=nodes), config, max_length, graphs)
+
+
+def advice(base: BaseModel, free: int, slots: int = 64, max_length: int = 2022, nodes: int = 15) -> str:
+    config = EngineConfig(max_num_seqs=slots)
+    return what_would_fit(base, replace(SPEC, max_nodes=nodes), config, max_length, 0, free)
+
+
+def test_llama_8b(llama: BaseModel) -> None:
+    assert slot_length(2022, 15, 9) == 2048
+    assert plan(llama).items == {
         "KV cache": 16 * GIB,
         "draft's own KV": 2 * GIB,
         "hidden states": GIB,
@@ -59,48 +72,45 @@ def test_llama_8b() -> None:
     }
 
 
-def test_what_changes_an_item() -> None:
-    items = plan_memory(SIZES).items
-    grown = plan_memory(replace(SIZES, kv_limit=3 * GIB, copied_kv=1, graphs=10)).items
+def test_what_changes_an_item(llama: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = plan(llama).items
+    grown = plan(llama, kv_gib=3, graphs=10).items
     assert grown["KV cache"] == 3 * GIB
     assert grown["attention"] == items["attention"] - 4 * 2048 * 4096 + 64 * 2048 * 4096
     step = sum(grown[item] for item in ("forward", "attention", "logits", "sampling"))
     assert grown["graphs"] == step + 10 * 4 * 2**20  # they do not share the memory of steps that run as they are
-    in_parts = plan_memory(replace(SIZES, in_parts=True)).items
+    assert plan(llama, kv_gib=30).items["KV cache"] == 16 * GIB
+    monkeypatch.setattr(llama._model_code, "prefix_attention", flash_prefix_attention)
+    in_parts = plan(llama).items
     assert in_parts["attention"] == 2048 * 2048 * 5 + 4 * 2048 * 4096  # the mask of a prompt is larger than trees'
-    assert plan_memory(replace(SIZES, kv_limit=30 * GIB)).items["KV cache"] == 16 * GIB
 
 
-def test_a_plan_is_a_table() -> None:
-    plan = plan_memory(SIZES)
-    assert plan.table().splitlines()[0].split() == ["KV", "cache", "16.00", "GiB"]
-    assert plan.table().splitlines()[-1].startswith("in all")
-    assert str(plan).startswith("KV cache 16.00 GiB, draft's own KV 2.00 GiB")
+def test_a_plan_is_a_table(llama: BaseModel) -> None:
+    table = plan(llama).table().splitlines()
+    assert table[0].split() == ["KV", "cache", "16.00", "GiB"]
+    assert table[-1].startswith("in all")
+    assert str(plan(llama)).startswith("KV cache 16.00 GiB, draft's own KV 2.00 GiB")
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 400), st.integers(64, 8192), st.integers(0, 63), st.integers(1, 40))
-def test_what_would_fit_fits_and_one_more_would_not(slots: int, max_length: int, nodes: int, free: int) -> None:
-    sizes = replace(SIZES, slots=slots, max_length=max_length, nodes=nodes)
-    said = what_would_fit(sizes, free * GIB)
+def test_what_would_fit_fits_and_one_more_would_not(
+    llama: BaseModel, slots: int, max_length: int, nodes: int, free: int
+) -> None:
+    sizes = {"slots": slots, "max_length": max_length, "nodes": nodes}
+    said = advice(llama, free * GIB, **sizes)
     for part in said.removeprefix("lower ").split(" or ") if " to " in said else ():
         setting, number = part.split(" to ")
         name = {"max_num_seqs": "slots", "max_model_len": "max_length", "num_draft_tokens": "nodes"}[setting]
         value = int(number.replace(",", ""))
-
-        def total(value: int, name: str = name) -> int:
-            changed: dict[str, Any] = {name: value}
-            return plan_memory(replace(sizes, **changed)).total
-
-        assert total(value) <= free * GIB
-        assert value == getattr(sizes, name) or total(value + 1) > free * GIB
+        assert plan(llama, **sizes | {name: value}).total <= free * GIB
+        assert value == sizes[name] or plan(llama, **sizes | {name: value + 1}).total > free * GIB
 
 
-def test_what_would_fit_in_words() -> None:
-    assert what_would_fit(SIZES, 12 * GIB) == "lower max_num_seqs to 37 or max_model_len to 1,126"
+def test_what_would_fit_in_words(llama: BaseModel) -> None:
+    assert advice(llama, 12 * GIB) == "lower max_num_seqs to 37 or max_model_len to 1,126"
     assert (
-        what_would_fit(SIZES, GIB // 4)
-        == "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
+        advice(llama, GIB // 4) == "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
     )
 
 
@@ -111,15 +121,14 @@ SHAPES = [(64, 2048, 15), (1, 8192, 63), (256, 2048, 7)]
 def test_steps_and_prompts_take_no_more_than_planned(shape: tuple[int, int, int]) -> None:
     """Counted on tensors without numbers; what kernels themselves need is not. No tensor is one of `[B, N, V]` fp64."""
     slots, max_length, nodes = shape
-    config = deepcopy(LLAMA_8B)
-    config.num_hidden_layers = 2  # all are alike, and give back what they took
-    with large_base(config) as base:
+    shape_of_model = deepcopy(LLAMA_8B)
+    shape_of_model.num_hidden_layers = 2  # all are alike, and give back what they took
+    with large_base(shape_of_model) as base:
         drafter = NgramDrafter(nodes)
         state = BatchState(base, drafter, slots, max_length, StageTimes())
         step = DeviceStep(base, ExactVerifier(), state, packs=False)
-        items = plan_memory(
-            engine_sizes(base, drafter.spec, EngineConfig(max_num_seqs=slots, max_model_len=max_length), max_length, 0)
-        ).items
+        config = EngineConfig(max_num_seqs=slots, max_model_len=max_length)
+        items = plan_memory(base, drafter.spec, config, max_length, 0).items
         assert items["KV cache"] == state.cache.nbytes
         assert items["texts"] == state.tokens.nbytes
         state.mode = _DEAREST

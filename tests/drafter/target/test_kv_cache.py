@@ -1,10 +1,14 @@
-""""""
+"""The KV cache, of fixed slots and in blocks."""
 
 from __future__ import annotations
 
-import torch
+import random
 
-from drafter.target.kv_cache import KVCache, LayerShape
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.target.kv_cache import BLOCK, KVCache, LayerShape, PagedKVCache, blocks_of
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(heads=2, key_dim=3, value_dim=4, dtype=torch.float32, device=CPU)
@@ -62,3 +66,103 @@ def test_move_copies_a_row() -> None:
 def test_memory_is_what_the_shapes_say() -> None:
     cache = KVCache([SHAPE, None, SHAPE], slots=3, length=9, device=CPU)
     assert cache.nbytes == 2 * 3 * 9 * SHAPE.bytes_per_token == 2 * 3 * 9 * 2 * 7 * 4
+
+
+SHAPES = [LayerShape(2, 3, 4, torch.float32, CPU), None, LayerShape(2, 3, 3, torch.float32, CPU)]
+SLOTS, LENGTH = 3, 3 * BLOCK
+
+
+def write(cache: KVCache, slot: int, start: int, numbers: list[float]) -> None:
+    """Write one number a position, in all layers."""
+    view = cache.view(slot, torch.arange(start, start + len(numbers))[None], LENGTH)
+    for layer, shape in enumerate(SHAPES):
+        if shape is not None:
+            states = torch.tensor(numbers)[None, None, :, None].expand(1, 2, -1, -1)
+            view.update(states.expand(-1, -1, -1, shape.key_dim), states.expand(-1, -1, -1, shape.value_dim), layer)
+
+
+def read_row(cache: KVCache, slot: int, count: int) -> list[float]:
+    """The numbers of a slot's first positions, which all layers must have."""
+    view = cache.view(slot, torch.empty(1, 0, dtype=torch.long), count)
+    found = []
+    for layer, shape in enumerate(SHAPES):
+        if shape is not None:
+            nothing = torch.empty(1, 2, 0, shape.key_dim), torch.empty(1, 2, 0, shape.value_dim)
+            for states in view.update(*nothing, layer):
+                found.append(states[0].transpose(0, 1).flatten(1))
+                assert bool((found[-1] == found[-1][:, :1]).all())
+    assert all(torch.equal(one[:, 0], found[0][:, 0]) for one in found)
+    return found[0][:, 0].tolist()  # type: ignore[no-any-return]
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(3, 9))
+def test_rows_hold_what_slots_of_their_own_would_hold(source: random.Random, blocks: int) -> None:
+    """Whatever rows do, what they hold is what it would be in a cache with memory for all of them."""
+    whole, paged = KVCache(SHAPES, SLOTS, LENGTH, CPU), PagedKVCache(SHAPES, SLOTS, LENGTH, CPU, blocks)
+    lengths = [0] * SLOTS
+    for _ in range(25):
+        slot, other = source.sample(range(SLOTS), 2)
+        deed = source.choice(["write", "write", "commit", "copy", "move", "release"])
+        if deed == "write" and lengths[slot] < LENGTH - 1:
+            numbers = [float(source.randrange(1, 1000)) for _ in range(source.randrange(1, LENGTH - lengths[slot]))]
+            if paged.reserve(slot, lengths[slot] + len(numbers)):
+                for cache in (whole, paged):
+                    write(cache, slot, lengths[slot], numbers)
+                lengths[slot] += len(numbers)
+        elif deed == "commit":
+            starts = [max(0, length - 4) for length in lengths]
+            path = torch.tensor([sorted(source.sample(range(4), 3)) for _ in range(SLOTS)])
+            path[[length < 4 for length in lengths]] = 0
+            for cache in (whole, paged):
+                cache.commit(torch.tensor(starts), path)
+            lengths = [start + 3 if length >= 4 else length for start, length in zip(starts, lengths, strict=True)]
+        elif deed == "copy" and paged.reserve(other, lengths[slot]):
+            for cache in (whole, paged):
+                cache.copy(slot, other, lengths[slot])
+            lengths[other] = lengths[slot]
+        elif deed == "move":
+            for cache in (whole, paged):
+                cache.move(slot, other, lengths[slot])
+            lengths[other], lengths[slot] = lengths[slot], 0
+        elif deed == "release":
+            paged.release(slot)
+            lengths[slot] = 0
+        for row, length in enumerate(lengths):
+            assert read_row(paged, row, length) == read_row(whole, row, length), deed
+
+
+def test_memory_is_taken_by_blocks_and_given_back() -> None:
+    cache = PagedKVCache(SHAPES, SLOTS, LENGTH, CPU, blocks=4)
+    assert [blocks_of(count) for count in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
+    assert cache.reserve(0, BLOCK + 1)
+    assert cache.has_room(2 * BLOCK, rows=0)
+    assert not cache.has_room(2 * BLOCK, rows=1)
+    assert cache.reserve(1, 2 * BLOCK)
+    assert cache.reserve(0, 2 * BLOCK)  # it has them already
+    assert not cache.reserve(0, 2 * BLOCK + 1)
+    cache.release(1)
+    assert cache.reserve(0, LENGTH + 5)  # a row never has more than its length
+    assert cache.has_room(BLOCK, rows=0)
+
+
+def test_what_empty_slots_write_goes_where_no_row_reads() -> None:
+    cache = PagedKVCache(SHAPES, SLOTS, LENGTH, CPU, blocks=3)
+    assert cache.reserve(0, LENGTH)
+    write(cache, 0, 0, [float(place) for place in range(LENGTH)])
+    write(cache, 2, LENGTH - 2, [float("nan")] * 2)
+    assert read_row(cache, 2, LENGTH) == [0.0] * LENGTH
+    cache.scrub(torch.tensor([5, 0, LENGTH - 2]), 2, torch.tensor([True, False, True]), slice(0, 3))
+    expected = [0.0 if place in (5, 6) else float(place) for place in range(LENGTH)]
+    assert read_row(cache, 0, LENGTH) == expected
+    assert read_row(cache, 2, LENGTH) == [0.0] * LENGTH
+
+
+def test_a_cleared_row_is_zero_and_the_others_are_as_they_were() -> None:
+    cache = PagedKVCache(SHAPES, SLOTS, LENGTH, CPU, blocks=4)
+    for slot in (0, 1):
+        assert cache.reserve(slot, 2 * BLOCK)
+        write(cache, slot, 0, [1.0 + slot] * 2 * BLOCK)
+    cache.clear(0)
+    assert read_row(cache, 0, 2 * BLOCK) == [0.0] * 2 * BLOCK
+    assert read_row(cache, 1, 2 * BLOCK) == [2.0] * 2 * BLOCK

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.native import build
-from drafter.native.build import BuildError, gated_order
+from drafter.native.build import BuildError, UnsuitableError, gated_order
 from drafter.target import native_decoder
 from drafter.target.architecture import decoder_of
 from drafter.target.attention import Packing
 from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
-from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError
+from drafter.target.native_decoder import NativeDecoder
 from drafter.tree.token_tree import TokenTree
 from tests.support.models import random_prompts
 
@@ -232,7 +232,7 @@ def test_threads_do_not_matter(base: BaseModel, native: NativeDecoder, threads: 
 def test_what_cannot_run_natively_says_why(shape: str, others: dict[str, Any], reason: str) -> None:
     model = model_of(shape, **others)
     config = model.config.get_text_config(decoder=True)
-    with pytest.raises(NotLlamaLikeError, match=reason):
+    with pytest.raises(UnsuitableError, match=reason):
         NativeDecoder(model, decoder_of(model), config)
     assert BaseModel(model)._executor is not None
 

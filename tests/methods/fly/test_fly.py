@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import math
@@ -11,14 +9,14 @@ from hypothesis import strategies as st
 
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import Accepted, Verified
-from drafter.acceptance.lenient import leading_entropy, shannon_entropy
+from drafter.acceptance.lenient import shannon_entropy
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError, RequestError
-from drafter.methods.fly.method import FlyVerifier
+from drafter.methods.fly.method import FlyVerifier, leading_entropy
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-from tests.drafter.acceptance.test_exact import tree_of
+from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, run_engine
 
 VOCABULARY = 12

@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import math
@@ -13,7 +11,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.model import BaseModel
-from tests.drafter.acceptance.test_exact import tree_of
+from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, run_engine
 
 

@@ -1,8 +1,9 @@
-"""What is committed and the tree are attended to apart, and merged: the same as masked attention over both."""
+"""Masks, packed nodes, folded heads, and attention in two parts: all as masked attention over a padded batch."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,9 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.requests import Request, SamplingParams
 from drafter.target import attention as prefix_attention
 from drafter.target.attention import (
+    TREE_ATTENTION,
     CommittedLayers,
     Packing,
     Prefix,
@@ -23,12 +31,14 @@ from drafter.target.attention import (
     merge_attention,
     merge_tree,
     parts_of,
+    query_groups,
     tree_attention,
     tree_attention_mask,
 )
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from tests.support.models import random_model
+from drafter.tree.token_tree import TokenTree
+from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
 
 def test_two_sets_are_merged_by_their_sums() -> None:
@@ -118,11 +128,11 @@ def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     mask = folded(additive(ancestors, query.dtype), groups)
     for attend in (masked_prefix_attention, flash_prefix_attention):
         parts = data.draw(st.integers(1, 5))
-        prefix = Prefix.of(lengths, slot, parts, attend, groups * nodes)
+        prefix = Prefix(lengths, slot, parts, attend, groups * nodes)
         committed = [CommittedLayers([(keys, values)], frozenset([0]), prefix)]
         if nodes == 1:  # which sees no more than what its row has, itself included
             for some in {1, parts if groups == 1 else 1}:
-                prefix = Prefix.of(lengths + 1, slot, some, attend, 1, some=True)
+                prefix = Prefix(lengths + 1, slot, some, attend, 1, some=True)
                 committed.append(CommittedLayers([(keys, values)], frozenset([0]), prefix, all_seen=True))
         with mock.patch.object(torch.ops.aten, "_flash_attention_forward", flash_by_hand):
             for one in committed:
@@ -130,7 +140,7 @@ def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
                 assert torch.allclose(found, expected, atol=2e-6)
 
 
-FAMILIES = ["llama", "gpt2", "gemma3_text", "qwen3_moe", "granite"]
+ATTENTIONS = ["llama", "gpt2", "gemma3_text", "qwen3_moe", "granite"]
 """With and without KV heads that are shared, with layers that do not see all, with a scale of its own."""
 
 
@@ -139,7 +149,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.target.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENTIONS)
 def test_a_model_gives_the_same_in_parts(in_parts: None, family: str) -> None:
     base = BaseModel(random_model(family), native=False)
     rows, nodes, lengths = 3, 5, torch.tensor([9, 0, 30])
@@ -229,3 +239,183 @@ def test_only_a_gpu_in_half_precision_has_it() -> None:
     on = prefix_attention.prefix_attention_on
     assert on(cuda, torch.bfloat16) is flash_prefix_attention
     assert on(cuda, torch.float32) is on(cpu, torch.bfloat16) is None
+
+
+# Root with two children; row 0 has one committed position, row 1 has three.
+LENGTHS = torch.tensor([1, 3])
+DEPTHS = torch.tensor([[0, 1, 1], [0, 1, 1]])
+ANCESTORS = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(2, 3, 3)
+
+
+def test_nodes_see_the_row_and_their_ancestors_and_nothing_else() -> None:
+    mask = tree_attention_mask(LENGTHS, DEPTHS, ANCESTORS, 7)
+    assert mask.int().tolist() == [
+        [[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]],
+        [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0]],
+    ]
+
+
+def test_a_window_counts_positions_not_cache_places() -> None:
+    # Both children are at position 4, though the second lies at place 5: a window of 3 starts at position 2 for both.
+    mask = tree_attention_mask(LENGTHS[1:], DEPTHS[1:], ANCESTORS[1:], 6, window=3)
+    assert mask[0].int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1]]
+
+
+def test_a_chunk_ends_at_its_border() -> None:
+    mask = tree_attention_mask(LENGTHS[1:], DEPTHS[1:], ANCESTORS[1:], 6, chunk=2)
+    assert mask[0].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]
+
+
+def test_additive_masks_are_finite() -> None:
+    mask = additive(torch.tensor([[[True, False]]]), torch.bfloat16)
+    assert mask.shape == (1, 1, 1, 2)
+    assert mask.isfinite().all()
+    assert mask[0, 0, 0, 0] == 0
+    assert mask[0, 0, 0, 1] < -1e30
+
+
+REAL = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+OWN_ATTENTION = {"gemma2", "falcon", "stablelm", "gpt_oss"}
+"""Families that transformers runs without its attention interface, or only with one of their own."""
+
+
+def test_nodes_that_are_there_follow_one_another() -> None:
+    packing = Packing.of(REAL)
+    assert packing.nodes.tolist() == [0, 1, 2, 3, 6, 7]
+    values = torch.arange(9).view(3, 3)
+    assert packing.pack(values).tolist() == [[0, 1, 2, 3, 6, 7]]
+    assert packing.unpack(packing.pack(values))[REAL].tolist() == [0, 1, 2, 3, 6, 7]
+    assert packing.unpack(torch.randn(1, 6, 2)).shape == (3, 3, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_forward_is_a_padded_one(family: str) -> None:
+    base = BaseModel(random_model(family))
+    assert base.allow_packing() == (family not in OWN_ATTENTION)
+    assert base.allow_packing() == (family not in OWN_ATTENTION)  # asked again, by another engine
+    if family in OWN_ATTENTION:
+        return
+    tokens = torch.tensor([[5, 6, 7], [8, 0, 0], [9, 10, 0]])
+    lengths = torch.tensor([3, 9, 1])
+    depths = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1]])
+    ancestors = torch.tensor([[True, False, False], [True, True, False], [True, False, True]]).expand(3, 3, 3)
+    found = []
+    with torch.inference_mode():
+        for packing in (Packing.of(REAL), None):
+            cache = base.new_cache(4, 16)
+            for row, length in enumerate(lengths.tolist()):
+                base.prefill(cache, row, [torch.arange(11, 11 + length)])
+            made = base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, 12, packing))
+            # What later steps read: the keys and values of the nodes that are there.
+            keys = cache.buffers[0].unflatten(0, (-1, 4, 16))
+            written = [keys[:, row, at : at + count] for row, (at, count) in enumerate([(3, 3), (9, 1), (1, 2)])]
+            found.append([*(values[REAL] for values in made), *written])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class CutDrafter(OracleDrafter):
+    """Cuts each row's tree anywhere."""
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tree = super().propose(context, ask)
+        sizes = torch.randint(
+            1, tree.size + 1, (len(tree.tokens),), generator=torch.Generator().manual_seed(sum(context.host_lengths))
+        )
+        return tree.trimmed(sizes)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
+def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
+    base = BaseModel(random_model(family))
+    requests = [
+        Request(prompt, SamplingParams(20, temperature=row % 2, seed=row, presence_penalty=0.5 * (row % 3)))
+        for row, prompt in enumerate(random_prompts(9, seed=4))
+    ]
+    expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
+    texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
+    engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=9))
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    generations = [handle.result(0) for handle in handles]
+    assert [one.token_ids for one in generations] == expected
+    assert sum(one.counts.num_accepted_draft_tokens for one in generations) > 20
+    assert len({nodes for one in generations for nodes in one.counts.per_step_accepted}) > 3
+
+
+BATCH, HEADS, SHARED, NODES, SEEN, DIM = 2, 6, 2, 5, 11, 8
+
+
+class Layer(nn.Module):
+    num_key_value_groups = HEADS // SHARED
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    query = torch.randn(BATCH, HEADS, NODES, DIM)
+    key, value = torch.randn(2, BATCH, SHARED, SEEN, DIM)
+    mask = torch.rand(BATCH, NODES, SEEN) > 0.4
+    mask[:, :, 0] = True
+    return query, key, value, additive(mask, torch.float32)
+
+
+def test_folded_attention_is_that_with_repeated_heads() -> None:
+    query, key, value, mask = inputs()
+    expected, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=0.3)
+    found, _ = tree_attention(Layer(), query, key, value, folded(mask, HEADS // SHARED), scaling=0.3)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_packed_queries() -> None:
+    query, key, value, mask = inputs()
+    real = torch.arange(NODES) < torch.tensor([[5], [2]])
+    packing = Packing.of(real)
+    packed = packing.pack(query.transpose(1, 2)).transpose(1, 2)
+    expected, _ = sdpa_attention_forward(Layer(), query, key, value, mask)
+    found, _ = tree_attention(Layer(), packed, key, value, folded(mask, HEADS // SHARED), packing)
+    assert torch.allclose(found[0], expected[real], atol=1e-6)
+
+
+def test_a_layer_that_shares_heads_otherwise_gets_the_mask_of_the_nodes() -> None:
+    query, _, _, mask = inputs()
+    key, value = torch.randn(2, BATCH, HEADS, SEEN, DIM)
+    layer = Layer()
+    layer.num_key_value_groups = 1
+    expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
+    found, _ = tree_attention(layer, query, key, value, folded(mask, HEADS // SHARED))
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes how many numbers the largest result of any operation has that is not a view of its inputs."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in inputs:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_no_kv_head_is_repeated() -> None:
+    base = BaseModel(random_model("llama"), native=False)
+    rows, nodes, kv_length = 4, 6, 600
+    ids, lengths = torch.ones(rows, nodes, dtype=torch.long), torch.full((rows,), kv_length - nodes)
+    ancestors = torch.ones(rows, nodes, nodes, dtype=torch.bool).tril()
+    tree = TreeNodes(ids, lengths, torch.arange(nodes).expand(rows, -1), ancestors, kv_length)
+    cache = base.new_cache(rows, kv_length)
+
+    def largest() -> int:
+        with torch.inference_mode(), LargestResult() as noted:  # type: ignore[no-untyped-call]
+            base.verify(cache, tree)
+        return int(noted.most)
+
+    repeated = rows * base.config.num_attention_heads * kv_length * base.config.head_dim
+    assert query_groups(base.config) > 1
+    assert largest() == repeated  # as transformers does it
+    assert base.allow_packing()
+    assert base.model.config._attn_implementation == TREE_ATTENTION
+    assert largest() < repeated / query_groups(base.config)

@@ -1,4 +1,4 @@
-""""""
+"""The limit of rows after memory ran out, and the waiting queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import pytest
 
 from drafter.acceptance.contract import ExactVerifier
-from drafter.engine.scheduler import WaitingQueue
+from drafter.engine import scheduler as row_limit
+from drafter.engine.scheduler import RowLimit, WaitingQueue
 from drafter.engine.sequence import Handle, Sequence
 from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
@@ -18,7 +19,7 @@ def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Sequence]:
     slots = []
     for timeout in timeouts:
         handle = Handle(Request([5], timeout=timeout), stream=False, on_cancel=queue.look_again)
-        slots.append(Sequence(handle, limit=1, length=0, eos=frozenset(), tokenizer=None, verifier=ExactVerifier()))
+        slots.append(Sequence(handle, frozenset(), None, ExactVerifier(), max_length=8))
         queue.put(slots[-1])
     return slots
 
@@ -72,3 +73,39 @@ def test_a_closed_queue_refuses_with_the_reason() -> None:
     assert queue.take(fits) is None
     with pytest.raises(EngineError, match="gone"):
         waiting(queue, None)
+
+
+def steps_until(limit: RowLimit, most: int) -> int:
+    steps = 0
+    while limit.most < most:
+        limit.reached()
+        steps += 1
+    return steps
+
+
+def test_half_are_left_and_come_back_one_by_one() -> None:
+    limit = RowLimit(9)
+    limit.ran_out(9)
+    assert limit.most == 5
+    assert steps_until(limit, 6) == 256
+    assert steps_until(limit, 9) == 3 * 256
+    limit.reached()
+    assert limit.most == 9
+
+
+def test_a_try_that_fails_is_put_off_for_twice_as_long() -> None:
+    limit = RowLimit(4)
+    for pause in (256, 512, 1024):
+        limit.ran_out(2)
+        assert limit.most == 1
+        limit.reached()
+        assert steps_until(limit, 2) == pause - 1
+    for _ in range(20):
+        limit.ran_out(2)
+    assert steps_until(limit, 2) == row_limit._LONGEST_BACKOFF
+
+
+def test_memory_that_reaches_lets_in_no_more_than_there_are_slots() -> None:
+    limit = RowLimit(1)
+    limit.reached()
+    assert limit.most == 1

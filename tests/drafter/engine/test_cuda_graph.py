@@ -13,7 +13,7 @@ from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, MergedDrafter, PlainDecoding
 from drafter.engine.config import EngineConfig
-from drafter.engine.cuda_graph import StepGraphs, StepShape, padded_length, padded_rows
+from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, StepShape, padded_length, padded_rows
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
 from drafter.engine.step import DeviceStep, StepTensors
@@ -346,7 +346,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(
     assert len([record for record in caplog.records if "CUDA graph" in record.message]) == 1
 
 
-class Scripted:
+class Scripted(CudaRecorder):
     """A recorder that notes what it is asked, and has the problems it is given."""
 
     def __init__(self) -> None:

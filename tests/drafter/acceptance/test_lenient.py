@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import pytest
@@ -11,7 +9,7 @@ from torch import Tensor
 from drafter.acceptance.contract import walk
 from drafter.acceptance.lenient import lenient_walk
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
-from tests.drafter.acceptance.test_exact import random_trees, tree_of
+from tests.drafter.acceptance.test_contract import random_trees, tree_of
 
 FORK = tree_of([7, 3, 5, 4], [0, 0, 0, 1])
 """Root 7 with children 3 and 5, and 4 below 3."""

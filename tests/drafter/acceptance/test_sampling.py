@@ -1,19 +1,42 @@
-""""""
+"""Filters, keyed noise, and the search for thresholds."""
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from benchmarks.gpu.operation_counts import OperationCounts
 from drafter import devices
-from drafter.acceptance.sampling import draw, gumbel, hash_, noise_bits, seed_key
+from drafter.acceptance import sampling
+from drafter.acceptance.sampling import (
+    INTERVALS,
+    PASSES,
+    draw,
+    gumbel,
+    hash_,
+    keep_probable,
+    keep_ranked,
+    least_reaching,
+    noise_bits,
+    penalise,
+    seed_key,
+)
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -218,3 +241,155 @@ def test_noise_and_draws_are_the_same_on_a_gpu() -> None:
         recorded = draw(*inputs)
     graph.replay()
     assert torch.equal(recorded.cpu(), drawn)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.integers(0, 40),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    penalty=st.sampled_from([0.7, 1.0, 1.3]),
+)
+def test_filters_keep_what_transformers_keeps(
+    asynchronous: bool,
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: asynchronous)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 31, generator=generator).double() * 3
+    context = torch.randint(0, 31, (1, 6), generator=generator)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    processors.append(TopPLogitsWarper(top_p))
+    processors.append(MinPLogitsWarper(min_p))
+    expected = processors(context, logits)
+
+    none = torch.zeros(1)
+    seen = torch.zeros(1, 31).scatter_add(1, context, torch.ones(1, 6))
+    penalised = penalise(logits, seen, seen, torch.tensor([penalty]), none, none)
+    scores = penalised / temperature
+    scores = scores - scores.amax(1, keepdim=True)
+    ours = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
+    ours = keep_probable(ours, torch.tensor([min_p]).double())
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+    assert torch.allclose(ours.softmax(-1), expected.softmax(-1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ties_at_a_threshold_are_kept(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: asynchronous)
+    scores = torch.tensor([[0.0, -1.0, -1.0, -1.0, -2.0]]).double()
+
+    def kept(top_k: int, top_p: float) -> list[bool]:
+        one = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
+        return one[0].isfinite().tolist()
+
+    assert kept(2, 1.0) == [True, True, True, True, False]
+    assert kept(0, 0.5) == [True, True, True, True, False]
+    assert kept(1, 0.1) == [True, False, False, False, False]
+    assert kept(0, 1.0) == kept(5, 1.0) == kept(9, 1.0) == [True] * 5
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([1e-9, 0.01, 1.0, 30.0]),
+    steps=st.sampled_from([1, 4, 1000, 1 << 40]),
+    few=st.sampled_from([2, 7, 64]),
+    filters_of=st.sampled_from(["top-k", "top-p", "both"]),
+)
+def test_both_routes_keep_the_same_however_few_scores_are_sorted_first(
+    seed: int, spread: float, steps: int, few: int, filters_of: str
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(5, 64, generator=generator).double() * steps).round() / steps * spread
+    scores -= scores.amax(1, keepdim=True)
+    scores[0, 3:9] = -torch.inf
+    top_k = torch.randint(0, 70, (5,), generator=generator) if filters_of != "top-p" else None
+    top_p = torch.rand(5, generator=generator).double().clamp_min(0.01) if filters_of != "top-k" else None
+    if top_p is not None:
+        top_p[1], top_p[2] = 1, 1 - 2**-53
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_FEW", few)
+        looked = keep_ranked(scores, top_k, top_p)
+        patch.setattr(devices, "is_asynchronous", lambda device: True)
+        searched = keep_ranked(scores, top_k, top_p)
+    assert torch.equal(looked, searched)
+    masses = sampling._masses(scores)
+    for row in range(5):
+        assert looked[row].isfinite().tolist() == kept_by_definition(
+            scores[row].tolist(),
+            masses[row].tolist(),
+            0 if top_k is None else int(top_k[row]),
+            1.0 if top_p is None else float(top_p[row]),
+        )
+
+
+def kept_by_definition(scores: list[float], masses: list[int], top_k: int, top_p: float) -> list[bool]:
+    """Which tokens are kept, one by one, with exact sums of the masses that `filters` gives them."""
+    kth = sorted(scores, reverse=True)[min(top_k or len(scores), len(scores)) - 1]
+    masses = [mass if score >= kth else 0 for mass, score in zip(masses, scores, strict=True)]
+    wanted = min(Fraction(top_p * float(sum(masses))), Fraction(sum(masses)))
+    above = [sum(mass for mass, other in zip(masses, scores, strict=True) if other > score) for score in scores]
+    return [
+        math.isfinite(score) and score >= kth and (top_p == 1 or mass < wanted)
+        for score, mass in zip(scores, above, strict=True)
+    ]
+
+
+def test_a_row_that_is_not_a_number_does_no_harm_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    scores = torch.tensor([[0.0, -1.0, -3.0], [torch.nan] * 3, [-torch.inf, torch.nan, 0.0]]).double()
+    kept = keep_ranked(scores, torch.tensor([2, 2, 0]), torch.tensor([1, 0.5, 0.9]).double())
+    assert kept[0].tolist() == [0.0, -1.0, -torch.inf]
+
+
+LARGEST = 2**63 - 1
+
+
+def test_thresholds_by_hand() -> None:
+    numbers = torch.tensor([[7, 4, 7]]).expand(5, -1)
+    wanted = torch.tensor([[1], [2], [3], [4], [LARGEST]])
+    assert least_reaching(numbers, torch.ones_like(numbers), wanted).tolist() == [[4], [7], [7], [LARGEST], [LARGEST]]
+    weights = torch.tensor([[0, 5, 1]]).expand(5, -1)
+    assert least_reaching(numbers, weights, wanted).tolist() == [[4], [4], [4], [4], [LARGEST]]
+    for large in (2**62, LARGEST - 2**50, LARGEST - 1, LARGEST):
+        numbers, weights = torch.tensor([[0, large, 9]]), torch.tensor([[0, 1, 0]])
+        assert least_reaching(numbers, weights, torch.tensor([[1]])).tolist() == [[large]]
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_a_threshold_reaches_and_none_below_it_does(data: st.DataObject) -> None:
+    values = st.integers(0, LARGEST) | st.integers(0, 40) | st.sampled_from([2**50 - 1, 2**50, 2**62, 0x7FF0 << 48])
+    numbers = data.draw(st.lists(values, min_size=1, max_size=30))
+    weights = data.draw(st.lists(st.integers(0, 2**56), min_size=len(numbers), max_size=len(numbers)))
+    wanted = data.draw(st.integers(1, max(sum(weights), 1)))
+    found = int(least_reaching(torch.tensor([numbers]), torch.tensor([weights]), torch.tensor([[wanted]])))
+
+    def reached(threshold: int) -> int:
+        return sum(weight for number, weight in zip(numbers, weights, strict=True) if number <= threshold)
+
+    if sum(weights) < wanted:
+        assert found == LARGEST
+    else:
+        assert found in numbers
+        assert reached(found) >= wanted > reached(found - 1)
+
+
+def test_all_numbers_are_read_a_few_times() -> None:
+    numbers = torch.arange(100_000)[None]
+    with OperationCounts() as counts, torch.inference_mode():
+        least_reaching(numbers, torch.ones(1, 1, dtype=torch.long).expand_as(numbers), torch.tensor([[500]]))
+    # Each pass takes from the numbers, shifts, bounds and counts them; then it looks at its intervals.
+    assert counts.bytes_read <= PASSES * 4 * numbers.nbytes + 25 * (INTERVALS + 2 * PASSES) + 1000
