@@ -49,9 +49,11 @@ _DOUBTFUL = 4
 _WIDER = 16
 """One step in so many asks for more draft tokens: smaller trees do not show what larger ones would bring."""
 _PERIOD = 4
-"""Steps between two that explore a member of which there is evidence."""
+"""Steps between two that explore a member of which there is evidence; drafted steps for which a plan holds."""
 _HOLDS = 16
 """Plain steps for which a plan holds if nothing was learnt of trees meanwhile."""
+_MUCH = 64
+"""Trees from which one more changes little."""
 _FAR = 32
 """Tokens by which texts may have grown since."""
 
@@ -88,7 +90,7 @@ class Band:
     plain: int = 0  # plain steps since the last draft
     explored: int = 0  # steps that explored
     plan: Plan | None = None
-    age: int = 0  # plain steps since the plan was made
+    age: int = 0  # steps since the plan was made
     sums: StepSums = field(default_factory=StepSums)
 
     def correct(self, size: int, taken: float, expected: float, weight: float = 1.0) -> None:
@@ -164,7 +166,8 @@ class AdaptiveBudget:
         band = self._band(step.rows)
         planned = self._planned(band, step.load)
         seconds = self._learn_drafted(band, step) if step.ask.nodes else self._learn_plain(band, step)
-        if step.ask.nodes and (not planned.ask.nodes or step.ask.member != planned.ask.member):
+        explores = bool(step.ask.nodes) and (not planned.ask.nodes or step.ask.member != planned.ask.member)
+        if explores:
             self._explore(band, planned, step.ask.member, seconds - step.tokens / step.rows / planned.rate)
         if step.ask.shadow is not None and step.shadow is not None:
             seconds += step.shadow.all
@@ -176,8 +179,9 @@ class AdaptiveBudget:
         self._seconds += seconds
         for trees in step.shadows if step.trees is None else (step.trees, *step.shadows):
             self._worth[trees.member].learn(trees)
-            band.plan = None
-        if band.age >= _HOLDS:
+        band.age += 1
+        few = self._worth[step.ask.member].evidence < _MUCH
+        if explores or step.shadows or band.age >= (_HOLDS if step.trees is None else 1 if few else _PERIOD):
             band.plan = None
 
     def renewed(self, member: int) -> None:
@@ -298,7 +302,6 @@ class AdaptiveBudget:
 
     def _learn_plain(self, band: Band, step: StepObservation) -> float:
         """Learn from a plain step, with little work: a small model makes thousands a second. Return its seconds."""
-        band.age += 1
         band.plain = band.plain + 1 if step.shadow is None else 0
         expected = self._plain_seconds(band, step.load)
         if step.seconds is None:
