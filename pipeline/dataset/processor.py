@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import ray.data
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
-from drafter.errors import RequestError, one_line
+from drafter.errors import RequestError, one_line, unknown_setting
 from drafter.requests import Generation, Request, SamplingParams
 from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.engines.engine_actor import EngineProcess, engine_pool
@@ -95,11 +94,12 @@ class ProcessorConfig:
 
 
 def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings:
+    if problem := unknown_setting(given, kind):
+        raise InputError(f"{name}: {problem}")
     try:
         return kind(**given)
     except (TypeError, ValueError) as error:
-        why = re.sub(r".*__init__\(\) got an unexpected keyword argument", "unknown setting", str(error))
-        raise InputError(f"{name}: {why}") from error
+        raise InputError(f"{name}: {error}") from error
 
 
 class Answers(EngineProcess):
@@ -107,9 +107,13 @@ class Answers(EngineProcess):
 
     def __init__(self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any) -> None:
         self._sampling, self._ledger_actor = sampling, ledger
-        self._traits = RunTraits(sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter)
-        self._columns = wanted_columns(self._traits)
         super().__init__(spec, limits, ledger)
+        if self.failure is None:
+            lossless = self._lm.engine.verifier.lossless
+            self._traits = RunTraits(
+                sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter, lossless=lossless
+            )
+            self._columns = wanted_columns(self._traits)
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Return the block with the columns of `pipeline.output.columns` and `__inference_error__`.

@@ -188,11 +188,15 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
         lm.generate([[{"rôle": "user"}]], on_error="raise")
     with pytest.raises(LoadError, match="no drafter 'medusae'"):
         SpeculativeLM.from_pretrained(drafter="medusae", device="cpu")
-    for wrong_model in ({"model": 5}, {"config": 5}, {"verifier": 5}, {"verifier": {"nam": "x"}}, {"torch_dtype": "x"}):
-        with pytest.raises(
-            LoadError, match="not 5|unknown setting nam: use name|unknown setting torch_dtype: use dtype"
-        ):
-            SpeculativeLM.from_pretrained(**cast(Any, wrong_model))
+    for name, value, said in (
+        ("model", 5, "model must be a folder or a hub id, not 5"),
+        ("config", 5, "config must be an EngineConfig or a mapping of its fields, not 5"),
+        ("verifier", 5, "verifier must be a name, VerifierSettings or a mapping of its fields, not 5"),
+        ("verifier", {"nam": "x"}, "verifier: unknown setting nam: use name"),
+        ("torch_dtype", "x", "unknown setting torch_dtype: use dtype"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            SpeculativeLM.from_pretrained(**cast(Any, {name: value}))
     with pytest.raises(LoadError, match="nowhere': there is no such folder"):
         SpeculativeLM.from_pretrained(tmp_path / "nowhere")
     random_model("llama").save_pretrained(tmp_path)
@@ -207,7 +211,7 @@ def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     lm.close()
     with pytest.raises(EngineError, match="closed"):
         handle.result(1)
-    with pytest.raises(EngineError, match="^the engine is closed: load the model again$"):
+    with pytest.raises(EngineError, match="the engine is closed: load the model again"):
         lm.submit(Request([5]))
     assert not capfd.readouterr().err  # not even a progress bar of transformers
 
@@ -335,7 +339,7 @@ def test_bad_prompts_are_results_and_cost_the_others_nothing(lm: SpeculativeLM) 
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
         lm.generate(prompts, max_new_tokens=4, on_error="raise")
     for whole in (5, {"prompt": "x"}, b"x"):
-        with pytest.raises(RequestError, match="prompts must be a text, a list of token ids, .*not (5|{'prompt|b'x')"):
+        with pytest.raises(RequestError, match="prompts must be a text, a list of token ids"):
             lm.generate(whole)  # type: ignore[arg-type]
     for table in (pd.DataFrame({"prompt": ["x"]}), pa.table({"prompt": ["x"]})):
         with pytest.raises(RequestError, match="prompts must be one column of the"):
@@ -394,9 +398,8 @@ def test_results_come_as_they_are_done_and_are_cancelled_with_the_iterator(lm: S
     async def talk() -> None:
         found = {one.request_id: one.token_ids async for one in lm.as_completed([QUESTION] * 3, max_new_tokens=5)}
         assert sorted(found) == ["0", "1", "2"]
-        waiting = asyncio.create_task(
-            anext(aiter(lm.as_completed([QUESTION] * 20, max_new_tokens=900, ignore_eos=True)))
-        )
+        endless = lm.as_completed([QUESTION] * 20, max_new_tokens=900, ignore_eos=True)
+        waiting = asyncio.ensure_future(anext(endless))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -94,7 +94,8 @@ def test_an_engine_that_dies_is_replaced_and_costs_no_row(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine_kwargs": {"slots": 4}}, "engine_kwargs: unknown setting 'slots'"),
+        ({"engine_kwargs": {"slots": 4}}, "engine_kwargs: unknown setting slots; there are max_num_seqs"),
+        ({"sampling_params": {"max_tokens": 4}}, "sampling_params: unknown setting max_tokens: use max_new_tokens"),
         ({"engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs: max_num_seqs must be at least 1"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params: temperature must be at least 0"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
