@@ -54,8 +54,8 @@ class ProcessorConfig:
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
         concurrency: Engines: a number, or the fewest and the most.
-        cpus: CPU cores of an engine. By default it decodes with as many as in `jobs.generate`, and Ray counts less than
-            half of them, so that two stages and the other tasks of a pipeline have room on one machine.
+        cpus: CPU cores of an engine. By default it decodes with as many as in `jobs.generate`, and Ray counts fewer, so
+            that two stages and the other tasks of a pipeline have room on one machine.
         gpus: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs.
 
     Raises:
@@ -187,9 +187,13 @@ class Answers(EngineProcess):
 
 
 def _beside_others(cpus: float, cluster: Cluster) -> float:
-    """Return the cores that Ray counts for an engine, so that two of a node's share leave one core of the node."""
+    """Return the cores that Ray counts for an engine.
+
+    Two of a node's share leave two cores to the pipeline's other tasks, which take a whole one each: on the smallest
+    machine one is needed to read, and one for Ray's filter of rows with a checkpoint.
+    """
     smallest = min((node.cpus for node in cluster.nodes if node.cpus >= 1), default=math.inf)
-    return cpus * (1 - 1 / smallest) / 2
+    return max(cpus * (1 - 2 / smallest) / 2, 0.0)
 
 
 def build_processor(
