@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,20 +23,21 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle, LearningStart, RowTap
-from drafter.errors import LoadError, RequestError, shown
+from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
 from drafter.many import (
+    Completed,
+    Sampling,
     as_chat,
-    as_completed,
     each_prompt,
+    each_with_settings,
     in_order,
     is_chat,
     is_tokens,
     make_requests,
     plain,
-    unknown_setting,
     with_settings,
 )
-from drafter.requests import Generation, GenerationRule, Request, SamplingParams, described
+from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
@@ -45,6 +47,16 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
+
+_OTHER_WORDS = {
+    "gpu_memory_utilization": "kv_gib",
+    "max_batch_size": "max_num_seqs",
+    "max_seq_len": "max_model_len",
+    "speculative_config": "drafter",
+    "tensor_parallel_size": "device_map",
+    "torch_dtype": "dtype",
+}
+"""Our names of what `from_pretrained` takes by those of other libraries."""
 
 
 class SpeculativeLM:
@@ -97,7 +109,7 @@ class SpeculativeLM:
         generation_config: GenerationRule = "auto",
         isolated: bool = False,
         config: EngineConfig | Mapping[str, Any] | None = None,
-        verifier: VerifierSettings | None = None,
+        verifier: VerifierSettings | Mapping[str, Any] | str | None = None,
         learning: LearningStart | None = None,
         on_stage: Callable[[str], None] | None = None,
         **engine: Any,
@@ -118,7 +130,8 @@ class SpeculativeLM:
             trust_remote_code: Run modeling code that comes with the weights.
             generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`.
             isolated: Never draft from another request's text; response times would leak it.
-            verifier: Which draft tokens become output; by default those that plain decoding would give.
+            verifier: Which draft tokens become output, by its name or its settings; by default those that plain
+                decoding would give.
             learning: Initial state of a head that learns from the rows. `samples` then yields these, and
                 `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
             on_stage: Called with a message before each slow part of the start; by default logged at level INFO.
@@ -129,7 +142,9 @@ class SpeculativeLM:
         """
         arguments = {name: value for name, value in locals().items() if name not in ("cls", "engine")} | engine
         name = model if model is not None else EMBEDDED_BASE
-        chosen, decides = engine_config(config, engine), make_verifier(verifier or VerifierSettings())
+        if not isinstance(name, str | Path):
+            raise LoadError(f"model must be a folder or a hub id, not {shown(model)}")
+        chosen, decides = engine_config(config, engine), make_verifier(verifier_settings(verifier))
 
         def load() -> tuple[BaseModel, Drafter]:
             base = load_base(
@@ -198,7 +213,7 @@ class SpeculativeLM:
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
         if is_tokens(prompt):
-            return list(prompt)
+            return [int(token) for token in prompt]
         if not is_chat(prompt):
             raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
         if self.tokenizer.chat_template is None:
@@ -218,6 +233,8 @@ class SpeculativeLM:
             QueueFullError: Too many requests are waiting.
             EngineError: The engine has failed or is closed.
         """
+        if not isinstance(request, Request):
+            raise RequestError(f"submit takes a Request, not {shown(request)}: generate and stream take prompts")
         handle = self.engine.submit(request, stream=stream)
         with self._wake:
             self._wake.notify()
@@ -226,7 +243,7 @@ class SpeculativeLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling | Iterable[Sampling] | None = None,
         *,
         n: int = 1,
         special_tokens: bool = False,
@@ -239,8 +256,8 @@ class SpeculativeLM:
         Args:
             prompts: A text, which is continued as it is, token ids, or messages; or many of these, in a list, an
                 iterator, an array or a column.
-            sampling: Settings, or a sequence of settings for each prompt. Unset ones come from the model's
-                `generation_config.json`, or else are greedy decoding of up to 256 tokens.
+            sampling: `SamplingParams` or a mapping of its fields, or a sequence of these, one for each prompt. Unset
+                fields come from the model's `generation_config.json`, or else are greedy decoding of up to 256 tokens.
             n: Samples of each prompt, next to each other in the result. Their seeds follow from that of `sampling` and
                 from the indices of prompt and sample.
             special_tokens: As in `encode`.
@@ -253,12 +270,12 @@ class SpeculativeLM:
             EngineError: The engine has failed or is closed.
         """
         made = self.as_completed(prompts, sampling, n=n, special_tokens=special_tokens, **settings)
-        return in_order(made, prompts, n, raises=on_error == "raise", use_tqdm=use_tqdm)
+        return in_order(made, prompts, n, on_error=on_error, use_tqdm=use_tqdm)
 
     def chat(
         self,
         conversations: str | Sequence[Message] | Iterable[str | Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling | Iterable[Sampling] | None = None,
         *,
         n: int = 1,
         special_tokens: bool = False,
@@ -270,22 +287,25 @@ class SpeculativeLM:
         made = self._as_completed(
             lambda one: self.encode(as_chat(one), special_tokens=special_tokens), conversations, sampling, n, settings
         )
-        return in_order(made, conversations, n, raises=on_error == "raise", use_tqdm=use_tqdm)
+        return in_order(made, conversations, n, on_error=on_error, use_tqdm=use_tqdm)
 
     def as_completed(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling | Iterable[Sampling] | None = None,
         *,
         n: int = 1,
         special_tokens: bool = False,
         **settings: Any,
-    ) -> Generator[Generation]:
-        """Yield what `generate` returns as it comes: `request_id` is the prompt's index (`3`, or `3#1` of several)."""
+    ) -> Completed:
+        """Yield what `generate` returns as it comes, by `for` or `async for`.
+
+        `request_id` is the prompt's index (`3`, or `3#1` of several).
+        """
         return self._as_completed(partial(self.encode, special_tokens=special_tokens), prompts, sampling, n, settings)
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, special_tokens: bool = False, **settings: Any
+        self, prompt: Prompt, sampling: Sampling | None = None, *, special_tokens: bool = False, **settings: Any
     ) -> Handle:
         """Start one prompt: `for` or `async for` yields its tokens, `.result()` or `await` returns its result.
 
@@ -298,18 +318,15 @@ class SpeculativeLM:
         self,
         encode: Callable[[Any], list[int]],
         prompts: object,
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        sampling: Sampling | Iterable[Sampling] | None,
         n: int,
         settings: Mapping[str, Any],
-    ) -> Generator[Generation]:
-        if sampling is None or isinstance(sampling, SamplingParams):
-            chosen: SamplingParams | list[SamplingParams] = with_settings(sampling, settings)
-        else:
-            chosen = [with_settings(one, settings) for one in sampling]
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    ) -> Completed:
+        chosen = each_with_settings(sampling, settings)
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
             raise RequestError(f"n must be an integer of at least 1, not {shown(n)}")
-        requests = make_requests(encode, each_prompt(prompts), chosen, n, self.max_length)
-        return as_completed(self.submit, requests, self.engine.config.max_queue)
+        requests = make_requests(encode, each_prompt(prompts), chosen, int(n), self.max_length)
+        return Completed(self.submit, requests, self.engine.config.max_queue)
 
     def close(self) -> None:
         """Stop the thread; unfinished requests end with an error. Called automatically at exit."""
@@ -336,16 +353,30 @@ class SpeculativeLM:
         except Exception as error:  # whatever it is, it must reach the waiting requests
             self.engine.fail(error)
         else:
-            self.engine.fail(RuntimeError("it was closed"))
+            self.engine.fail(EngineError("the engine is closed: load the model again"))
 
 
 def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:
     """Return an engine's configuration, with some fields changed; raise `LoadError` for one that cannot be used."""
     given = {} if config is None else vars(config) if isinstance(config, EngineConfig) else config
+    if not isinstance(given, Mapping):
+        raise LoadError(f"config must be an EngineConfig or a mapping of its fields, not {shown(config)}")
     chosen = {**given, **changes}
-    if problem := unknown_setting(chosen, EngineConfig):
+    if problem := unknown_setting(chosen, EngineConfig, _OTHER_WORDS):
         raise LoadError(problem)
     try:
         return EngineConfig(**chosen)
     except ValueError as error:
         raise LoadError(str(error)) from error
+
+
+def verifier_settings(verifier: VerifierSettings | Mapping[str, Any] | str | None) -> VerifierSettings:
+    """Return a verifier's settings, given by its name or a mapping; raise `LoadError` for an unknown one."""
+    if isinstance(verifier, VerifierSettings):
+        return verifier
+    given = {"name": verifier} if isinstance(verifier, str) else verifier or {}
+    if not isinstance(given, Mapping):
+        raise LoadError(f"verifier must be a name, VerifierSettings or a mapping of its fields, not {shown(verifier)}")
+    if problem := unknown_setting(given, VerifierSettings):
+        raise LoadError(f"verifier: {problem}")
+    return VerifierSettings(**given)

@@ -2,59 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import repeat
+from numbers import Integral
 from queue import SimpleQueue
 from typing import Any, TypeGuard
 
 from tqdm.auto import tqdm
 
 from drafter.engine.sequence import Handle
-from drafter.errors import QueueFullError, RequestError, shown
-from drafter.requests import Generation, Request, SamplingParams, hashed_seed
+from drafter.errors import QueueFullError, RequestError, shown, unknown_setting
+from drafter.requests import OTHER_WORDS, Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 
 logger = logging.getLogger(__name__)
 
-_OTHER_WORDS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "sampling_params": "sampling",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "do_sample": "temperature",
-    "stream": "SpeculativeLM.stream",
-}
-"""Our names by those of other libraries."""
+Sampling = SamplingParams | Mapping[str, Any]
 
 
 def each_prompt(prompts: object) -> Iterator[object]:
     """Yield prompts one by one, as Python objects. A text, a list of token ids or a list of messages is one prompt."""
+    if any(hasattr(prompts, name) for name in ("columns", "column_names")):  # of pandas and Polars; Arrow and datasets
+        raise RequestError(f"prompts must be one column of the {type(prompts).__name__}, such as table['prompt']")
     found = plain(prompts)
     if isinstance(found, str) or is_tokens(found) or is_chat(found):
         yield found
-    elif isinstance(found, Mapping) or hasattr(found, "columns") or not isinstance(found, Iterable):
-        kind = type(prompts).__name__
-        raise RequestError(f"prompts must be a text, a list of token ids, messages, or many of these, not a {kind}")
+    elif isinstance(found, Mapping | bytes) or not isinstance(found, Iterable):
+        raise RequestError(
+            f"prompts must be a text, a list of token ids, messages, or many of these, not {shown(prompts)}"
+        )
     else:
         yield from map(plain, found)
 
 
 def plain(value: object) -> object:
-    """Convert an array, a column, or a row of one, to a list."""
-    for name in ("to_pylist", "to_list", "tolist"):  # Arrow; Polars and pandas; NumPy and PyTorch
+    """Convert an array, a column, or an entry of one, to Python objects."""
+    # Of Arrow; Polars and pandas; NumPy and PyTorch; a scalar of Arrow
+    for name in ("to_pylist", "to_list", "tolist", "as_py"):
         if callable(convert := getattr(value, name, None)):
             return convert()
     return value
 
 
-def is_tokens(prompt: object) -> TypeGuard[list[int]]:
+def is_tokens(prompt: object) -> TypeGuard[Sequence[int]]:
     """Return whether a prompt is a non-empty list of integers."""
-    return _is_list_of(int, prompt) and not _is_list_of(bool, prompt)
+    return _is_list_of(Integral, prompt) and not _is_list_of(bool, prompt)
 
 
 def is_chat(prompt: object) -> TypeGuard[list[Mapping[str, Any]]]:
@@ -63,7 +60,7 @@ def is_chat(prompt: object) -> TypeGuard[list[Mapping[str, Any]]]:
 
 
 def _is_list_of(kind: type, value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, kind) for one in value)
+    return isinstance(value, list | tuple | range) and bool(value) and all(isinstance(one, kind) for one in value)
 
 
 def as_chat(prompt: object) -> list[Mapping[str, Any]]:
@@ -75,23 +72,27 @@ def as_chat(prompt: object) -> list[Mapping[str, Any]]:
     return list(prompt)
 
 
-def unknown_setting(given: Iterable[str], kind: type, other_words: Mapping[str, str] | None = None) -> str | None:
-    """Return a message for the first name that is no field of the dataclass `kind`; None if all are."""
-    known = [field.name for field in fields(kind)]
-    for name in given:
-        if name not in known:
-            ours = (other_words or {}).get(name) or next(iter(get_close_matches(name, known, 1)), None)
-            return f"unknown setting {name}" + (f": use {ours}" if ours else f"; there are {', '.join(known)}")
-    return None
-
-
-def with_settings(sampling: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
+def with_settings(sampling: Sampling | None, settings: Mapping[str, Any]) -> SamplingParams:
     """Return settings with some changed; raise `RequestError` for one that is unknown or cannot be used."""
-    if problem := unknown_setting(settings, SamplingParams, _OTHER_WORDS):
+    if isinstance(sampling, Mapping):
+        settings, sampling = {**sampling, **settings}, None
+    if not isinstance(sampling, SamplingParams | None):
+        raise RequestError(
+            "sampling must be SamplingParams, a mapping of its fields, or a sequence of these, one for each prompt, "
+            f"not {shown(sampling)}"
+        )
+    if problem := unknown_setting(settings, SamplingParams, OTHER_WORDS):
         raise RequestError(problem)
-    if isinstance(stop := settings.get("stop"), str):
-        settings = {**settings, "stop": (stop,)}
     return replace(sampling or SamplingParams(), **settings)
+
+
+def each_with_settings(
+    sampling: Sampling | Iterable[Sampling] | None, settings: Mapping[str, Any]
+) -> SamplingParams | list[SamplingParams]:
+    """Return `with_settings` of the settings of all prompts, or of each one's."""
+    if isinstance(sampling, Iterable) and not isinstance(sampling, Mapping | str):
+        return [with_settings(one, settings) for one in sampling]
+    return with_settings(sampling, settings)
 
 
 def make_requests(
@@ -145,72 +146,120 @@ def make_requests(
         raise RequestError(f"there are more settings than the {place + 1} prompts")
 
 
-def as_completed(
-    submit: Callable[[Request], Handle], requests: Iterable[Request | Generation], most: int
-) -> Generator[Generation]:
-    """Submit requests, at most `most` at a time, and yield each result, or the request's own error as a result.
+class _Ended(SimpleQueue[Handle]):
+    """Handles whose requests have ended; `wake` is called after each. It knows no `Completed`, which may be dropped."""
 
-    If the caller stops early, unfinished requests are cancelled.
+    wake: Callable[[], object] = staticmethod(lambda: None)
+
+    def add(self, handle: Handle) -> None:
+        self.put(handle)
+        with suppress(RuntimeError):  # the loop is closed
+            self.wake()
+
+
+class Completed:
+    """Results in the order in which they are done, by `for` or `async for`.
+
+    At most `most` requests are submitted at a time. A request's own error becomes a result. `close`, or dropping this
+    object, cancels unfinished requests.
 
     Raises:
         EngineError: The engine has failed.
         QueueFullError: Others fill the queue.
     """
-    under_way: set[Handle] = set()
-    done: SimpleQueue[Handle] = SimpleQueue()
 
-    def finished(*, wait: bool) -> Iterator[Generation]:
-        while under_way and (wait or not done.empty()):
-            handle, wait = done.get(), False
-            under_way.remove(handle)
-            try:
-                yield handle.result()
-            except RequestError as error:
-                yield failed(handle.request, error)
+    def __init__(
+        self, submit: Callable[[Request], Handle], requests: Iterable[Request | Generation], most: int
+    ) -> None:
+        self._submit, self._requests, self._most = submit, iter(requests), most
+        self._next: Request | Generation | None = None  # of `_requests`, while the queue is full
+        self._under_way: set[Handle] = set()
+        self._ended = _Ended()
 
-    try:
-        for request in requests:
-            if isinstance(request, Generation):
-                yield request
-                continue
-            yield from finished(wait=len(under_way) >= most)
-            while (handle := _submitted(submit, request, alone=not under_way)) is None:
-                yield from finished(wait=True)
-            if isinstance(handle, Generation):
-                yield handle
-            else:
-                under_way.add(handle)
-                handle.future.add_done_callback(lambda _, handle=handle: done.put(handle))  # type: ignore[misc]
-        while under_way:
-            yield from finished(wait=True)
-    finally:  # such as Ctrl-C: abandoned requests must not delay the next call
-        for handle in under_way:
-            handle.cancel()
+    def __iter__(self) -> Iterator[Generation]:
+        return self
 
+    def __aiter__(self) -> AsyncIterator[Generation]:
+        return self
 
-def _submitted(submit: Callable[[Request], Handle], request: Request, *, alone: bool) -> Handle | Generation | None:
-    """Submit a request; return its failure if it is refused, and None if the queue is full, unless it is `alone`."""
-    try:
-        return submit(request)
-    except RequestError as error:
-        return failed(request, error)
-    except QueueFullError:
-        if alone:
+    def __next__(self) -> Generation:
+        try:
+            return self._advance() or self._taken(self._ended.get())
+        except BaseException:  # such as Ctrl-C: abandoned requests must not delay the next call
+            self.close()
             raise
-        return None
+
+    async def __anext__(self) -> Generation:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        # Before the look at what has ended: what ends after that look wakes the loop.
+        self._ended.wake = lambda: loop.call_soon_threadsafe(arrived.set)
+        try:
+            while (found := self._advance()) is None:
+                await arrived.wait()
+                arrived.clear()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        except BaseException:
+            self.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        for handle in self._under_way:
+            handle.cancel()
+        self._requests, self._next, self._under_way, self._ended = iter(()), None, set(), _Ended()
+
+    __del__ = close
+
+    def _advance(self) -> Generation | None:
+        """Submit requests until there is a result; return None if it must be waited for."""
+        while self._ended.empty():
+            if len(self._under_way) >= self._most:
+                return None
+            request = self._next = self._next or next(self._requests, None)
+            if request is None:
+                if not self._under_way:
+                    raise StopIteration
+                return None
+            if isinstance(request, Generation):
+                self._next = None
+                return request
+            try:
+                handle = self._submit(request)
+            except RequestError as error:
+                self._next = failed(request, error)
+                continue
+            except QueueFullError:
+                if not self._under_way:
+                    raise
+                return None
+            self._next = None
+            self._under_way.add(handle)
+            handle.future.add_done_callback(lambda _, add=self._ended.add, handle=handle: add(handle))  # type: ignore[misc]
+        return self._taken(self._ended.get())
+
+    def _taken(self, handle: Handle) -> Generation:
+        self._under_way.discard(handle)
+        try:
+            return handle.result()
+        except RequestError as error:
+            return failed(handle.request, error)
 
 
-def in_order(
-    results: Generator[Generation], prompts: object, n: int, *, raises: bool, use_tqdm: bool | None
-) -> list[Generation]:
-    """Return results in the order of their prompts; raise the first error as `RequestError` if `raises`."""
-    count = len(prompts) * n if isinstance(prompts, Sized) and not isinstance(prompts, str) else None
+def in_order(results: Completed, prompts: object, n: int, *, on_error: str, use_tqdm: bool | None) -> list[Generation]:
+    """Return results in the order of their prompts; raise the first error as `RequestError` if `on_error` is so."""
+    if on_error not in ("return", "raise"):
+        raise RequestError(f"on_error must be return or raise, not {shown(on_error)}")
+    try:
+        count = None if isinstance(prompts, str) else len(prompts) * n  # type: ignore[arg-type]
+    except TypeError:  # an iterator, or an array that is one text
+        count = None
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     shows = watched and (count is None or count > 1) if use_tqdm is None else use_tqdm
     found: dict[tuple[int, int], Generation] = {}
     try:
         for one in tqdm(results, "prompts", count, disable=not shows):
-            if raises and one.error is not None:
+            if on_error == "raise" and one.error is not None:
                 raise RequestError(f"prompt {one.request_id}: {one.error}")
             place, _, sample = one.request_id.partition("#")
             found[int(place), int(sample or 0)] = one

@@ -8,10 +8,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from drafter.errors import LoadError, RequestError, first_line, shown
+from drafter.errors import LoadError, RequestError, first_line, shown, unknown_setting
 from drafter.statistics import DecodeCounts, mean_acceptance_length
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -33,6 +35,16 @@ _NUMBERS = (
 """Float settings: name, lowest and highest value, and whether the lowest is excluded."""
 _INTEGERS = (("max_new_tokens", 1, math.inf), ("top_k", 0, math.inf), ("logprobs", 0, _MOST_LOGPROBS))
 """Integer settings that may be None: name, lowest and highest value."""
+OTHER_WORDS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "sampling_params": "sampling",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "do_sample": "temperature",
+    "stream": "SpeculativeLM.stream",
+}
+"""Our names of settings by those of other libraries."""
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
 SEEDS = 2**63  # upper bound of derived seeds, so that they fit an int64 column
@@ -62,6 +74,24 @@ def hashed_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") % SEEDS
 
 
+Settings = TypeVar("Settings")
+
+
+def naming_mistakes(kind: type[Settings]) -> type[Settings]:
+    """Make the `__init__` of a dataclass of settings name the right one in its error for an unknown one."""
+    made = kind.__init__
+
+    @wraps(made)
+    def init(self: Settings, *values: Any, **settings: Any) -> None:
+        if problem := unknown_setting(settings, kind, OTHER_WORDS):
+            raise RequestError(problem)
+        made(self, *values, **settings)
+
+    kind.__init__ = init  # type: ignore[method-assign, assignment]
+    return kind
+
+
+@naming_mistakes
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings and stop conditions of a request.
@@ -85,7 +115,8 @@ class SamplingParams:
         logprobs: Return the target model's log-probability of each token, and of so many most probable alternatives: 0
             to 20, or None for neither. They are taken from its logits before all of the above.
         seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
-        stop: Strings that end the text; the text is cut before the first one. Up to 16, of up to 1000 characters each.
+        stop: Strings (or one) that end the text, which is cut before the first one. Up to 16, of up to 1000 characters
+            each.
         stop_token_ids: Tokens that end the text as the end-of-sequence token does, also with `ignore_eos`. Up to 256.
         ignore_eos: Generate on past the end-of-sequence token.
 
@@ -109,15 +140,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("seed", "stop", "stop_token_ids", "logit_bias"):  # None leaves them unset, as in other libraries
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(SamplingParams, name))
         for name, least, most in _INTEGERS:
             if (value := getattr(self, name)) is not None:
-                _check_integer(name, value, least, most)
-        _check_integer("seed", self.seed, 0)
+                object.__setattr__(self, name, _integer(name, value, least, most))
+        object.__setattr__(self, "seed", _integer("seed", self.seed, 0))
         for name, low, high, low_open in _NUMBERS:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _number(name, value, low, high, low_open=low_open))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        stops = _checked_list("stop", self.stop, "non-empty strings", lambda one: isinstance(one, str) and one != "")
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stops = _checked_list("stop", given, "non-empty strings", lambda one: isinstance(one, str) and one != "")
         if len(stops) > MOST_STOPS:
             raise RequestError(f"stop may have up to {MOST_STOPS} strings, not {len(stops)}")
         if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
@@ -140,6 +175,8 @@ class SamplingParams:
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
     """Convert `value` to a float in `[low, high]`, or `(low, high]` if `low_open`."""
+    if isinstance(value, Real) and not isinstance(value, int | float):  # such as a number of NumPy
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise RequestError(f"{name} must be a finite number, not {shown(value)}")
     if value < low or value > high or (low_open and value == low):
@@ -148,10 +185,11 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
     return float(value)
 
 
-def _check_integer(name: str, value: object, low: int, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def _integer(name: str, value: object, low: int, high: float = math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         span = f"of at least {low}{f' and at most {high}' if high < math.inf else ''}"
         raise RequestError(f"{name} must be an integer {span}, not {shown(value)}")
+    return int(value)
 
 
 def _checked_list(name: str, value: object, kind: str, fits: Callable[[Any], bool]) -> tuple[Any, ...]:
@@ -208,10 +246,12 @@ class Request:
     may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"the sampling of a Request must be SamplingParams, not {shown(self.sampling)}")
         if self.timeout is not None:
             _number("timeout", self.timeout, 0.0, math.inf, low_open=True)
         if self.prompt_logprobs is not None:
-            _check_integer("prompt_logprobs", self.prompt_logprobs, 0, _MOST_LOGPROBS)
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, _MOST_LOGPROBS)
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,14 @@ class _HelpPage(RawDescriptionHelpFormatter):
 def _value_kind(action: Action) -> str:
     if action.dest in ("config", "print_config"):
         return "FILE" if action.dest == "config" else ""
-    kind = getattr(action, "_typehint", action.type)
+    kind = _kind_of(action)
     is_union = get_origin(kind) in (Union, UnionType)
     options = [one for one in get_args(kind) if one is not type(None)] if is_union else [kind]
     return "|".join(dict.fromkeys(map(_word_for, options)))
+
+
+def _kind_of(action: Action) -> Any:
+    return getattr(action, "_typehint", action.type)
 
 
 def _word_for(kind: Any) -> str:
@@ -211,7 +215,7 @@ def parse(config_class: type[Config], parser: JobParser, arguments: Sequence[str
         InputError: A setting is unknown, a value is of the wrong type or out of range, or a file cannot be read.
         SystemExit: After `--help` or `--print_config`.
     """
-    given = _spelled_out(config_class, sys.argv[1:] if arguments is None else arguments)
+    given = _spelled_out(config_class, parser, sys.argv[1:] if arguments is None else arguments)
     return _checked(config_class, parser, lambda: parser.parse_args(given))
 
 
@@ -222,9 +226,10 @@ def parse_object(config_class: type[Config], parser: JobParser, settings: Mappin
     return _checked(config_class, parser, lambda: parser.parse_object(dict(settings)))
 
 
-def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
-    # `--verifier NAME` is `--verifier.name NAME`, and `--learning true` is `--learning.enabled true`. A group may also
-    # be given whole, as `{name: NAME, …}`.
+def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]) -> list[str]:
+    # `--verifier NAME` is `--verifier.name NAME`, `--learning` is `--learning.enabled`, and `--dry_run` is `--dry_run
+    # true`. A group may also be given whole, as `{name: NAME, …}`.
+    switches = {f"--{name}" for name, action in parser.settings().items() if _kind_of(action) is bool}
     groups = {
         f"--{name}": field.name
         for name, kind in get_type_hints(config_class).items()
@@ -238,6 +243,8 @@ def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
         given = value if equals else "".join(arguments[place + 1 : place + 2])
         is_value = option in groups and not given.startswith("{")
         found.append(f"{option}.{groups[option]}{equals}{value}" if is_value else argument)
+        if found[-1] in switches and (not given or given.startswith("--")):
+            found.append("true")
     return found
 
 

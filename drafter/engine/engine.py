@@ -149,8 +149,10 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """End every request with `error`; later ones are refused."""
-        failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        failure = error
+        if not isinstance(failure, EngineError):
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
         self.flights.clear()
         for sequence in [*self.scheduler.clear(), *self.scheduler.waiting.close(failure)]:
             if not sequence.ended:

@@ -79,6 +79,7 @@ class Handle:
         deltas = self._streamed()
         while (delta := deltas.get()) is not None:
             yield delta
+        deltas.put(None)  # who iterates once more ends at once
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         """Yield the same in an asyncio loop, which the engine's thread wakes."""
@@ -103,6 +104,7 @@ class Handle:
             if tokens := [delta for delta in some if delta is not None]:
                 yield tokens
             if some[-1] is None:
+                deltas.put(None)
                 return
 
     def _streamed(self) -> queue.SimpleQueue[TokenDelta | None]:

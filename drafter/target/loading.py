@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,11 +14,14 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from drafter.errors import LoadError, first_line, one_line, shown
 from drafter.hub import hub_file, local_only, not_found
 from drafter.target.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
 from drafter.target.model import BaseModel
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -54,7 +60,10 @@ def load_base(
     except LoadError:
         raise
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
-        reason = one_line(error, 300) if Path(name).exists() else not_found(error)
+        if Path(name).exists():
+            reason = one_line(error, 300)
+        else:
+            reason = "there is no such folder" if name.startswith(("/", ".")) else not_found(error)
         raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
     _refuse_weights_elsewhere(name, config)
     kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
@@ -64,7 +73,8 @@ def load_base(
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         kwargs["attn_implementation"] = "eager"
     try:
-        model = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
+        with _quiet():
+            model = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
         require_data(name, model)
         if device_map is None:
             model = model.to(target)
@@ -80,6 +90,20 @@ def load_base(
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         model.generation_config = GenerationConfig(**tokens)
     return BaseModel(model, name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' progress bar over a model's weights, unless this project's log is shown."""
+
+    def hidden(bar: Any, values: Any, settings: Any) -> Any:
+        return bar(*values, **settings | {"disable": True})
+
+    before = transformers_logging.set_tqdm_hook(None if logger.isEnabledFor(logging.INFO) else hidden)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def read_weight_map(name: str, index: Path) -> dict[str, str]:

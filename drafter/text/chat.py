@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
 
-from drafter.errors import RequestError, one_line
+from drafter.errors import RequestError, one_line, shown
 from drafter.text.tokenizers import bounded_template, longest_token, refuse_endless, refuse_panics, tokenise
 
 _ROLE = re.compile(r"[\w.-]+")
@@ -46,14 +46,28 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetim
         # Templates put roles into the names of special tokens.
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise RequestError(f"message {place} has the role {role!r}: a role is one word")
+    messages = [{**message, "content": _said(message, place)} for place, message in enumerate(messages, start=1)]
     now = now or datetime.now()
     try:
         settings = {"tokenize": False, "add_generation_prompt": True, **_clock(tokenizer, now)}
         with bounded_template():
-            text = str(tokenizer.apply_chat_template(list(messages), **settings))
+            text = str(tokenizer.apply_chat_template(messages, **settings))
     except Exception as error:  # A template comes with the model and may raise anything.
         raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
     return Chat(messages, text, now)
+
+
+def _said(message: dict[str, Any], place: int) -> str:
+    """Return the text of a message: its parts of type `text` become lines."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise RequestError(f"content of message {place} must be text or a list of typed parts, not {shown(content)}")
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"message {place} has a part of type {part.get('type')!r}: only parts of text are read")
+    return "\n".join(part["text"] for part in content)
 
 
 def reads_clock(tokenizer: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -16,9 +16,9 @@ import ray.data
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
-from drafter.errors import RequestError, one_line
+from drafter.errors import RequestError, one_line, unknown_setting
 from drafter.requests import Generation, Request, SamplingParams
-from pipeline.cluster.ray_cluster import connect, share_out
+from pipeline.cluster.ray_cluster import Cluster, connect, share_out
 from pipeline.engines.engine_actor import EngineProcess, engine_pool
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, fed
@@ -51,12 +51,13 @@ class ProcessorConfig:
         engine_kwargs: Fields of `EngineSettings`, such as `{"max_num_seqs": 32}`.
         sampling_params: Fields of `SamplingParams`, for rows without their own.
         loading: Fields of `LoadingConfig`.
-        verifier: Verifier of draft tokens; by default the output is that of plain decoding.
+        verifier: Fields of `VerifierSettings`; by default the output is that of plain decoding.
         limits: Fields of `LimitsConfig`.
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
         concurrency: Engines: a number, or the fewest and the most.
-        cpus: CPU cores of an engine; by default as in `jobs.generate`.
+        cpus: CPU cores of an engine. By default it decodes with as many as in `jobs.generate`, and Ray counts fewer, so
+            that two stages and the other tasks of a pipeline have room on one machine.
         gpus: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs.
 
     Raises:
@@ -68,7 +69,7 @@ class ProcessorConfig:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     loading: Mapping[str, Any] = field(default_factory=dict)
-    verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    verifier: Mapping[str, Any] | VerifierSettings = field(default_factory=VerifierSettings)
     limits: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 32
     concurrency: int | tuple[int, int] = 1
@@ -89,7 +90,10 @@ class ProcessorConfig:
     def engine_spec(self, threads: int) -> EngineSpec:
         engine = _made("engine_kwargs", EngineSettings, self.engine_kwargs)
         loading = asdict(_made("loading", LoadingConfig, self.loading))
-        return EngineSpec(self.model, self.drafter, loading, fed(engine), threads, verifier=self.verifier)
+        verifier = self.verifier
+        if not isinstance(verifier, VerifierSettings):
+            verifier = _made("verifier", VerifierSettings, verifier)
+        return EngineSpec(self.model, self.drafter, loading, fed(engine), threads, verifier=verifier)
 
     def row_settings(self) -> tuple[SamplingParams, LimitsConfig]:
         sampling = _made("sampling_params", SamplingParams, self.sampling_params)
@@ -97,11 +101,12 @@ class ProcessorConfig:
 
 
 def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings:
+    if problem := unknown_setting(given, kind):
+        raise InputError(f"{name}: {problem}")
     try:
         return kind(**given)
     except (TypeError, ValueError) as error:
-        why = re.sub(r".*__init__\(\) got an unexpected keyword argument", "unknown setting", str(error))
-        raise InputError(f"{name}: {why}") from error
+        raise InputError(f"{name}: {error}") from error
 
 
 class Answers(EngineProcess):
@@ -111,9 +116,13 @@ class Answers(EngineProcess):
         self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any, now: datetime
     ) -> None:
         self._sampling, self._ledger_actor, self._now = sampling, ledger, now
-        self._traits = RunTraits(sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter)
-        self._columns = wanted_columns(self._traits)
         super().__init__(spec, limits, ledger)
+        if self.failure is None:
+            lossless = self._lm.engine.verifier.lossless
+            self._traits = RunTraits(
+                sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter, lossless=lossless
+            )
+            self._columns = wanted_columns(self._traits)
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Return the block with the columns of `pipeline.output.columns` and `__inference_error__`.
@@ -181,6 +190,16 @@ class Answers(EngineProcess):
         return column_values(generation, request, self._traits, self._columns)
 
 
+def _beside_others(cpus: float, cluster: Cluster) -> float:
+    """Return the cores that Ray counts for an engine.
+
+    Two of a node's share leave two cores to the pipeline's other tasks, which take a whole one each: on the smallest
+    machine one is needed to read, and one for Ray's filter of rows with a checkpoint.
+    """
+    smallest = min((node.cpus for node in cluster.nodes if node.cpus >= 1), default=math.inf)
+    return max(cpus * (1 - 2 / smallest) / 2, 0.0)
+
+
 def build_processor(
     config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
 ) -> Callable[[ray.data.Dataset], ray.data.Dataset]:
@@ -196,8 +215,10 @@ def build_processor(
 
     def processor(dataset: ray.data.Dataset) -> ray.data.Dataset:
         fewest, most = config.engines
+        cluster = connect()
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)
-        shares = share_out(wanted, connect(), settings="the processor's {}")
+        shares = share_out(wanted, cluster, settings="the processor's {}")
+        counted = shares.cpus if config.cpus is not None else _beside_others(shares.cpus, cluster)
         spec, (sampling, limits) = config.engine_spec(shares.threads), config.row_settings()
         if preprocess is not None:
             dataset = dataset.map(preprocess)
@@ -206,7 +227,7 @@ def build_processor(
             batch_size=None,
             batch_format="pyarrow",
             compute=engine_pool(fewest, most, spec.config.max_num_seqs, config.batch_size),
-            num_cpus=shares.cpus,
+            num_cpus=counted,
             num_gpus=shares.gpus,
             fn_constructor_kwargs={
                 "spec": spec,

@@ -180,11 +180,24 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=f"unknown setting {name}: use {ours}"):
             lm.generate("x", **cast(Any, {name: 5}))
+    with pytest.raises(RequestError, match="submit takes a Request, not 'Tom'"):
+        lm.submit("Tom")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="the sampling of a Request must be SamplingParams"):
+        Request([5], {"max_new_tokens": 5})  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="message 1"):
         lm.generate([[{"rôle": "user"}]], on_error="raise")
     with pytest.raises(LoadError, match="no drafter 'medusae'"):
         SpeculativeLM.from_pretrained(drafter="medusae", device="cpu")
-    with pytest.raises(LoadError, match="nowhere"):
+    for name, value, said in (
+        ("model", 5, "model must be a folder or a hub id, not 5"),
+        ("config", 5, "config must be an EngineConfig or a mapping of its fields, not 5"),
+        ("verifier", 5, "verifier must be a name, VerifierSettings or a mapping of its fields, not 5"),
+        ("verifier", {"nam": "x"}, "verifier: unknown setting nam: use name"),
+        ("torch_dtype", "x", "unknown setting torch_dtype: use dtype"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            SpeculativeLM.from_pretrained(**cast(Any, {name: value}))
+    with pytest.raises(LoadError, match="nowhere': there is no such folder"):
         SpeculativeLM.from_pretrained(tmp_path / "nowhere")
     random_model("llama").save_pretrained(tmp_path)
     lm.tokenizer.save_pretrained(tmp_path)
@@ -192,14 +205,15 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
         SpeculativeLM.from_pretrained(tmp_path, drafter="ctc", device="cpu")
 
 
-def test_a_closed_engine_says_so() -> None:
+def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     lm = SpeculativeLM.from_pretrained(EMBEDDED_BASE, drafter="none", device="cpu", config=EngineConfig(max_num_seqs=1))
     handle = lm.submit(Request([5], SamplingParams(max_new_tokens=900, ignore_eos=True)))
     lm.close()
     with pytest.raises(EngineError, match="closed"):
         handle.result(1)
-    with pytest.raises(EngineError, match="closed"):
+    with pytest.raises(EngineError, match="the engine is closed: load the model again"):
         lm.submit(Request([5]))
+    assert not capfd.readouterr().err  # not even a progress bar of transformers
 
 
 def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> None:
@@ -269,6 +283,8 @@ def column_kinds(ids: list[list[int]], texts: list[str]) -> dict[str, object]:
         "arrays of ids": [np.array(one) for one in ids],
         "tensors of ids": [torch.tensor(one) for one in ids],
         "Arrow's lists of ids": pa.array(ids),
+        "Arrow's scalars": list(pa.array(texts)),
+        "numbers of NumPy": [list(np.array(one)) for one in ids],
     }
 
 
@@ -280,8 +296,10 @@ def test_prompts_come_in_any_container(lm: SpeculativeLM) -> None:
         found = lm.generate(prompts, max_new_tokens=8)  # type: ignore[arg-type]
         assert [one.token_ids for one in found] == expected, kind
         assert [one.request_id for one in found] == ["0", "1"]
-    for single in (texts[0], ids[0], tuple(ids[0]), np.array(ids[0])):
+    for single in (texts[0], ids[0], tuple(ids[0]), np.array(ids[0]), list(np.array(ids[0])), np.array(texts[0])):
         assert [one.token_ids for one in lm.generate(single, max_new_tokens=8)] == expected[:1]
+    (ranged,), (listed,) = lm.generate(range(5, 9), max_new_tokens=8), lm.generate([5, 6, 7, 8], max_new_tokens=8)
+    assert ranged.token_ids == listed.token_ids
     assert lm.generate([]) == []
 
 
@@ -294,6 +312,17 @@ def test_a_text_is_the_users_message_in_a_chat(lm: SpeculativeLM) -> None:
         assert found.text
     (bad,) = lm.chat([None], max_new_tokens=20)  # type: ignore[arg-type]
     assert bad.error == "a conversation must be a text or a list of messages, not None"
+
+
+def test_parts_of_text_are_lines_of_a_message_and_other_parts_are_refused(lm: SpeculativeLM) -> None:
+    def message(*parts: Any) -> dict[str, Any]:
+        return {"role": "user", "content": list(parts)}
+
+    first, second = ({"type": "text", "text": text} for text in ("2 + 3", "= ?"))
+    assert lm.encode([message(first, second)]) == lm.encode([{"role": "user", "content": "2 + 3\n= ?"}])
+    (image, none) = lm.chat([[message(first, {"type": "image_url"})], [{"role": "user", "content": None}]])
+    assert image.error == "message 1 has a part of type 'image_url': only parts of text are read"
+    assert none.error == "content of message 1 must be text or a list of typed parts, not None"
 
 
 def test_bad_prompts_are_results_and_cost_the_others_nothing(lm: SpeculativeLM) -> None:
@@ -309,9 +338,14 @@ def test_bad_prompts_are_results_and_cost_the_others_nothing(lm: SpeculativeLM) 
     assert [found[0].token_ids, found[-1].token_ids] == [one.token_ids for one in good]
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
         lm.generate(prompts, max_new_tokens=4, on_error="raise")
-    for whole in (5, {"prompt": "x"}, pd.DataFrame({"prompt": ["x"]})):
+    for whole in (5, {"prompt": "x"}, b"x"):
         with pytest.raises(RequestError, match="prompts must be a text, a list of token ids"):
             lm.generate(whole)  # type: ignore[arg-type]
+    for table in (pd.DataFrame({"prompt": ["x"]}), pa.table({"prompt": ["x"]})):
+        with pytest.raises(RequestError, match="prompts must be one column of the"):
+            lm.generate(table)
+    with pytest.raises(RequestError, match="on_error must be return or raise, not 'ignore'"):
+        lm.generate("x", on_error="ignore")  # type: ignore[arg-type]
 
 
 def test_samples_and_equal_prompts_differ_and_are_the_same_again(lm: SpeculativeLM) -> None:
@@ -338,6 +372,16 @@ def test_each_prompt_may_have_settings_of_its_own(lm: SpeculativeLM) -> None:
         lm.generate([QUESTION] * 3, settings)
     with pytest.raises(RequestError, match="more settings than the 1 prompts"):
         lm.generate(QUESTION, settings)
+    given: list[Any] = [{"max_new_tokens": np.int64(2)}, {"temperature": np.float32(1.5), "seed": 9, "stop": None}]
+    for one, same in zip(lm.generate([QUESTION, QUESTION], given, ignore_eos=True), found, strict=True):
+        assert one.token_ids[:5] == same.token_ids
+    for wrong in (5, [5], "Tom", [SamplingParams(), None, "Tom"]):
+        with pytest.raises(RequestError, match="sampling must be SamplingParams, a mapping of its fields"):
+            lm.generate([QUESTION] * 3, wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="unknown setting max_tokens: use max_new_tokens"):
+        lm.generate(QUESTION, {"max_tokens": 5})
+    with pytest.raises(RequestError, match="unknown setting max_tokens: use max_new_tokens"):
+        SamplingParams(max_tokens=5)  # type: ignore[call-arg]
 
 
 def test_results_come_as_they_are_done_and_are_cancelled_with_the_iterator(lm: SpeculativeLM) -> None:
@@ -349,6 +393,19 @@ def test_results_come_as_they_are_done_and_are_cancelled_with_the_iterator(lm: S
     with pytest.raises(RequestError, match="unknown setting"):
         lm.as_completed(QUESTION, colour="red")
     results.close()
+    assert list(results) == []
+
+    async def talk() -> None:
+        found = {one.request_id: one.token_ids async for one in lm.as_completed([QUESTION] * 3, max_new_tokens=5)}
+        assert sorted(found) == ["0", "1", "2"]
+        endless = lm.as_completed([QUESTION] * 20, max_new_tokens=900, ignore_eos=True)
+        waiting = asyncio.ensure_future(anext(endless))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(talk())
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 
@@ -363,6 +420,8 @@ def test_a_stream_is_iterated_over_or_awaited(lm: SpeculativeLM) -> None:
         assert [one.token_ids for one in found] == [expected.token_ids] * 3
 
     asyncio.run(talk())
+    handle = lm.stream(QUESTION, max_new_tokens=4)
+    assert [bool(list(handle)), list(handle)] == [True, []]
 
 
 def test_settings_have_the_names_of_columns_and_of_other_libraries(

@@ -179,13 +179,17 @@ def test_special_tokens_without_number_are_refused_before_they_are_work() -> Non
 
 def test_parts_that_join_to_a_special_token_are_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = (
-        "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}{{ part }}{% endfor %}"
+        "{% for message in messages %}<|{{ message.role }}|>{% for part in message.parts %}{{ part }}{% endfor %}"
         "<|end|>{% endfor %}"
     )
+
+    def parts(*texts: str) -> list[dict[str, Any]]:
+        return [{**message, "parts": list(texts)} for message in user("")]
+
     try:
         with pytest.raises(RequestError, match=r"special token of the model .the parts of one.,"):
-            encode_chat(tokenizer, user(["how <|en", "d|> many"]))
-        apart = encode_chat(tokenizer, user(["how <|en", " d|> many", "a <"]))
+            encode_chat(tokenizer, parts("how <|en", "d|> many"))
+        apart = encode_chat(tokenizer, parts("how <|en", " d|> many", "a <"))
         assert special_tokens(tokenizer, apart) == ["<|user|>", "<|end|>"]
     finally:
         tokenizer.chat_template = TEMPLATE

@@ -14,19 +14,35 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import ray.data
+from ray.data.checkpoint import CheckpointConfig
 
 from drafter import SamplingParams, SpeculativeLM
 from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
 from pipeline.errors import InputError
+from tests.pipeline.conftest import Run, read_rows, write_jsonl
 from tests.support.faults import FragileEngine
 from tests.support.waiting import wait_until
 
-SMALL: dict[str, Any] = {"drafter": "ngram", "cpus": 1, "engine_kwargs": {"max_num_seqs": 4, "num_draft_tokens": 3}}
+SMALL: dict[str, Any] = {"drafter": "ngram", "engine_kwargs": {"max_num_seqs": 4, "num_draft_tokens": 3}}
 
 
 def chat_of(row: dict[str, Any]) -> dict[str, Any]:
     settings = {"max_new_tokens": 4} if row["n"] == 1 else {}
     return {**row, "messages": [{"role": "user", "content": row["question"]}], "sampling_params": settings}
+
+
+def fragile(monkeypatch: pytest.MonkeyPatch, notes: Path) -> None:
+    """Have engines note in a folder which process they are, and which rows enter them."""
+    monkeypatch.setattr("pipeline.dataset.processor.EngineSpec", partial(FragileEngine, notes=notes, step_seconds=0.02))
+
+
+def entered(notes: Path) -> list[str]:
+    file = notes / "entered"
+    return file.read_text().split() if file.exists() else []
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return [row for file in folder.glob("*.parquet") for row in read_rows(file)]
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -42,15 +58,19 @@ def test_answers_are_judged_in_one_pipeline(model: Path) -> None:
         lambda row: {"n": row["n"], "answer": row["text"], "prompt": f"{row['text']} so"},
         lambda row: {"n": row["n"], "answer": row["answer"], "verdict": row["text"]},
     )
-    answered = answer(ray.data.from_arrow(table)).materialize()
-    rows = sorted(answered.take_all(), key=lambda row: row["n"])
+    asked = ray.data.from_arrow(table)
+    rows = sorted(answer(asked).take_all(), key=lambda row: row["n"])
     assert [row["n"] for row in rows] == list(range(20))
     assert {row["when"] for row in rows} == {2**62}
     assert "message 1 has no content" in rows[-1]["__inference_error__"]
     assert rows[-1]["text"] is None
     assert not any(row["__inference_error__"] for row in rows[:-1])
 
-    judged = {row["n"]: row for row in judge(answered.filter(lambda row: not row["__inference_error__"])).take_all()}
+    assert "lossless" not in rows[0]
+
+    # Both stages have their engines at once, and there are two cores.
+    good = answer(asked).filter(lambda row: not row["__inference_error__"])
+    judged = {row["n"]: row for row in judge(good).take_all()}
     with SpeculativeLM.from_pretrained(model, "none") as lm:
         alone = [SamplingParams(max_new_tokens=4 if n == 1 else 12) for n in range(19)]
         expected = lm.chat(questions[:-1], alone)
@@ -84,18 +104,13 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_an_engine_that_dies_is_replaced_and_costs_no_row(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "pipeline.dataset.processor.EngineSpec", partial(FragileEngine, notes=tmp_path, step_seconds=0.02)
-    )
-
-    def entered() -> int:
-        file = tmp_path / "entered"
-        return len(file.read_text().split()) if file.exists() else 0
+    """The rows and tokens that are written are those of the job."""
+    fragile(monkeypatch, tmp_path)
 
     def kill() -> None:
-        wait_until(lambda: entered() > 30, "rows in the engine")
+        wait_until(lambda: len(entered(tmp_path)) > 30, "rows in the engine")
         (note,) = tmp_path.glob("*.pid")
         os.kill(int(note.stem), signal.SIGKILL)
 
@@ -105,22 +120,67 @@ def test_an_engine_that_dies_is_replaced_and_costs_no_row(
     rows = [{"id": f"r{n}", "prompt": f"how many {'apples ' * (n % 3)}"} for n in range(80)]
     killer = threading.Thread(target=kill)
     killer.start()
-    found = build_processor(config)(ray.data.from_items(rows)).take_all()
+    build_processor(config)(ray.data.from_items(rows)).write_parquet(str(tmp_path / "answers"))
     killer.join()
+    found = written(tmp_path / "answers")
     assert sorted(row["id"] for row in found) == sorted(row["id"] for row in rows)
     assert len(list(tmp_path.glob("*.pid"))) == 2
-    again = build_processor(config)(ray.data.from_items(rows[::-1])).take_all()
-    tokens = [{row["id"]: row["token_ids"] for row in some} for some in (found, again)]
-    assert tokens[0] == tokens[1]  # a row's seed follows from its id
-    assert len({tuple(one) for one in tokens[0].values()}) > 3  # equal prompts have seeds of their own
+    job = run(write_jsonl(tmp_path / "in.jsonl", rows[::-1]), "--reading.chat", "false", "--sampling.temperature", 0.8)
+    tokens = {row["id"]: row["token_ids"] for row in found}
+    assert tokens == {row["request_id"]: row["token_ids"] for row in job.rows}  # a row's seed follows from its id
+    assert len({tuple(one) for one in tokens.values()}) > 3  # equal prompts have seeds of their own
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_rays_checkpoints_resume_a_pipeline(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"r{n:02}" for n in range(60)]
+    ray.data.from_items([{"id": name, "prompt": f"how many {name}"} for name in names]).write_parquet(
+        str(tmp_path / "in")
+    )
+    checkpoints = CheckpointConfig("id", str(tmp_path / "done"), delete_checkpoint_on_success=False)
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "checkpoint_config", checkpoints)
+    answer = build_processor(ProcessorConfig(str(model), batch_size=5, sampling_params={"max_new_tokens": 4}, **SMALL))
+
+    def pipeline(notes: Path, refused: str | None) -> None:
+        notes.mkdir()
+        fragile(monkeypatch, notes)
+
+        def use(row: dict[str, Any]) -> dict[str, Any]:
+            if row["id"] == refused:
+                raise ValueError("the pipeline stops here")
+            return row
+
+        answer(ray.data.read_parquet(str(tmp_path / "in"))).map(use).write_parquet(str(tmp_path / "out"))
+
+    with pytest.raises(ray.exceptions.RayTaskError, match="the pipeline stops here"):
+        pipeline(tmp_path / "first", refused="r59")
+    before = written(tmp_path / "out")
+    pipeline(tmp_path / "second", refused=None)
+    assert sorted(row["id"] for row in written(tmp_path / "out")) == names
+    again = [name.partition(":")[2] for name in entered(tmp_path / "second")]
+    assert 0 < len(before) < 60
+    assert sorted(again) == sorted(set(names) - {row["id"] for row in before})
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_rows_of_a_lenient_verifier_are_marked_as_in_a_job(model: Path) -> None:
+    config = ProcessorConfig(
+        str(model), verifier={"name": "typical"}, sampling_params={"max_new_tokens": 8, "temperature": 1.0}, **SMALL
+    )
+    rows = build_processor(config)(ray.data.from_items([{"prompt": "how many apples"}] * 3)).take_all()
+    assert {(row["lossless"], row["verifier"]) for row in rows} == {(False, "typical")}
+    assert all(row["num_lenient_tokens"] == len(row["lenient_positions"]) for row in rows)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine_kwargs": {"slots": 4}}, "engine_kwargs: unknown setting 'slots'"),
+        ({"engine_kwargs": {"slots": 4}}, "engine_kwargs: unknown setting slots; there are max_num_seqs"),
+        ({"sampling_params": {"max_tokens": 4}}, "sampling_params: unknown setting max_tokens: use max_new_tokens"),
         ({"engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs: max_num_seqs must be at least 1"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params: temperature must be at least 0"),
+        ({"verifier": {"theta": 1, "nam": 2}}, "verifier: unknown setting nam: use name"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
     ],
 )

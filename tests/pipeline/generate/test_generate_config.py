@@ -49,6 +49,13 @@ def test_a_verifier_is_named_by_itself_or_with_its_settings(tmp_path: Path) -> N
 _TEMPERATURE = "sampling.temperature must be"
 
 
+def test_a_switch_needs_no_value() -> None:
+    for settings in ("--dry_run --output b --learning", "--dry_run=true --output b --learning true --dry_run"):
+        config = parse_config(["--input", "a", *settings.split()])
+        assert (config.dry_run, config.learning.enabled, config.output) == (True, True, "b")
+    assert not parse_config(["--input", "a", "--output", "b", "--dry_run", "false"]).dry_run
+
+
 @pytest.mark.parametrize("file", ["demo.yaml", "smollm2.yaml"])
 def test_the_demo_configurations_are_valid(file: str) -> None:
     config = parse_config(["--config", str(ROOT / "examples" / file)])

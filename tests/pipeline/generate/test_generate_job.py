@@ -172,7 +172,7 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     source_now = source.read_bytes()
     # A dry run says what has become of the rows.
     source.write_bytes(source_now.replace(b" 5", b" 6") + b'{"prompt": "one more"}\n')
-    counted = run(source, *JOB_SETTINGS, "--dry_run", True)
+    counted = run(source, *JOB_SETTINGS, "--dry_run")
     assert counted.code == 0
     assert counted.stdout == "dry run: 10 rows: 8 kept, 1 changed, 1 new; 0 removed, whose results go\n"
     source.write_bytes(source_now)

@@ -63,7 +63,6 @@ ROWS: dict[str, Kind] = {
     "repetition_penalty": sampling({"repetition_penalty": 0}, "repetition_penalty must be more than 0, not 0"),
     "presence_penalty": sampling({"presence_penalty": 3}, "presence_penalty must be at least -2 and at most 2, not 3"),
     "stop number": sampling({"stop": 5}, "stop must be a list of non-empty strings, not 5"),
-    "stop text": sampling({"stop": "x"}, "stop must be a list of non-empty strings, not 'x'"),
     "stop object": sampling({"stop": {"a": 1}}, "stop must be a list of non-empty strings, not {'a': 1}"),
     "stop empty": sampling({"stop": [""]}, "stop must be a list of non-empty strings, not ['']"),
     "stop null": sampling({"stop": [None]}, "stop must be a list of non-empty strings, not [None]"),
