@@ -36,7 +36,8 @@ from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 RECORD_FILE, TABLE_FILE = "never-slower.json", "never-slower.md"
-BATCHES, RUNS = (1, 2, 4, 8, 16, 64), (8, 32)
+CELLS = ("1x8", "2x8", "4x8", "8x8", "4x32", "16x32", "64x64")
+"""Batch size and number of prompts."""
 PLAIN, AUTO = "none", "auto"
 _DATA = Path(__file__).resolve().parents[1] / "data"
 KINDS = {
@@ -76,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {RECORD_FILE} and {TABLE_FILE}")
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="target model (default: the embedded one)")
     parser.add_argument("--drafters", nargs="*", default=[], help="to compare with, beside none and auto")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--prompts", type=int, nargs="+", default=RUNS, help="numbers of prompts of a run")
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="batch sizes and numbers of prompts, such as 4x32")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -88,13 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record: dict[str, Any] = {"environment": environment(base, command), "rounds": args.rounds, "cells": []}
     args.output.mkdir(parents=True, exist_ok=True)
     for kind in args.kinds:
-        for batch in args.batches:
-            for prompts in args.prompts:
-                cells = measure(base, tokenizer, args, kind, batch, prompts)
-                record["cells"] += [asdict(cell) for cell in cells]
-                write_json(args.output / RECORD_FILE, record)
-                write_table(args.output)
-                print(f"{kind}, batch {batch}, {prompts} prompts: {ratios(cells)}", flush=True)
+        for batch, prompts in (map(int, one.split("x")) for one in args.cells):
+            cells = measure(base, tokenizer, args, kind, batch, prompts)
+            record["cells"] += [asdict(cell) for cell in cells]
+            write_json(args.output / RECORD_FILE, record)
+            write_table(args.output)
+            print(f"{kind}, batch {batch}, {prompts} prompts: {ratios(cells)}", flush=True)
 
 
 def measure(
