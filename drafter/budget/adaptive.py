@@ -42,6 +42,8 @@ _SHARE = 0.0075
 """Share of the time that exploring may lose, all members together."""
 _FIRST = 1.0
 """Plain steps that exploring may lose beyond that share: a run's first steps decide much."""
+_SHARE_WON = 0.01
+"""Share of what drafting has won that exploring may lose beside it, where a member may be faster than the leader."""
 _BETTER = 1.02
 """A member must promise this many times the leader's rate to take its place."""
 _DOUBTFUL = 4
@@ -66,8 +68,9 @@ class Plan:
     ask: Ask  # of what is fastest
     wider: Ask  # the same with the next larger number of draft tokens
     rate: float  # its tokens per second and row
-    explore: Ask | None  # None where no other member can be faster
-    price: float  # seconds that exploring is expected to lose
+    explore: Ask | None = None  # None where no other member can be faster
+    price: float = 0.0  # seconds that exploring is expected to lose
+    hopeful: bool = False  # what is explored may well be faster
 
     def holds(self, load: StepLoad) -> bool:
         same = (self.load.rows, self.load.choosing) == (load.rows, load.choosing)
@@ -145,6 +148,7 @@ class AdaptiveBudget:
         ]
         self._seconds = 0.0  # of all steps
         self._lost = 0.0  # of them, by exploring
+        self._won = 0.0  # seconds that plain decoding would have taken beyond them
         self._explored = [0.0] * len(names)  # seconds that exploring each member was expected to lose
         self._band_of: dict[int, Band] = {}
         self._latencies_of: dict[int, Latencies] = {}
@@ -156,7 +160,7 @@ class AdaptiveBudget:
         plan = self._planned(band, load)
         if plan.ask.nodes and band.sums.steps % _WIDER == _WIDER - 1:
             return plan.wider
-        if plan.explore is None or plan.price > self._allowance(band, load):
+        if plan.explore is None or plan.price > self._allowance(band, load, plan.hopeful):
             return plan.ask
         # A plain step is representative only some steps after a draft.
         known = self._worth[(plan.explore.shadow or plan.explore).member].evidence >= ENOUGH
@@ -245,38 +249,45 @@ class AdaptiveBudget:
         if band.leader is not None and fastest[band.leader] > rate:
             size, rate = int(best[band.leader]), float(fastest[band.leader])
             ask, wider = self._ask(band.leader, size), self._ask(band.leader, min(size + 1, len(self._nodes) - 1))
+        return self._with_exploring(Plan(load, ask, wider, rate), band, tokens, seconds, best)
+
+    def _with_exploring(
+        self, plan: Plan, band: Band, tokens: Floats, seconds: Floats, best: npt.NDArray[np.int64]
+    ) -> Plan:
+        """Add what to explore: a member that does not draft, with its `best` `[members]` number of draft tokens."""
         # What cannot be faster even if all of its draft tokens are accepted is not explored.
-        hopeful = ((1 + self._nodes) / seconds).max(1) > rate
-        upper = ((1 + np.stack([worth.may_bring() for worth in self._worth])) / seconds)[:, 1:].max(1)
+        possible = ((1 + self._nodes) / seconds).max(1) > plan.rate
         others = [
             member
             for member in range(len(self._names))
-            if member not in self._withheld and hopeful[member] and not (ask.nodes and member == ask.member)
+            if member not in self._withheld and possible[member] and not (plan.ask.nodes and member == plan.ask.member)
         ]
         if not others:
-            return Plan(load, ask, wider, rate, None, 0.0)
-        lost = (seconds - tokens / rate)[np.arange(len(best)), best].clip(0)
-        drafting = band.slower_drafting * self._latencies(load.rows).shadow[np.arange(len(best)), best]
+            return plan
+        at_best = np.arange(len(best)), best
+        lost = (seconds - tokens / plan.rate)[at_best].clip(0)
+        drafting = band.slower_drafting * self._latencies(plan.load.rows).shadow[at_best]
         prices = np.minimum(lost, drafting) if self._shadows else lost
-        allowance = self._allowance(band, load)
-        member = min(others, key=lambda one: (prices[one] > allowance, *self._turn(one, float(upper[one]), rate)))
+        may_bring = np.stack([worth.may_bring() for worth in self._worth])
+        hopeful = ((1 + may_bring) / seconds)[at_best] > plan.rate
+        allowances = [self._allowance(band, plan.load, bool(one)) for one in hopeful]
+
+        def turn(one: int) -> tuple[bool, float, float]:
+            # First those without evidence, then those that cost least; what may be faster may cost more.
+            if self._worth[one].evidence < ENOUGH:
+                return prices[one] > allowances[one], -1.0, float(one)
+            return prices[one] > allowances[one], self._explored[one] * (1 if hopeful[one] else _DOUBTFUL), 0.0
+
+        member = min(others, key=turn)
         explored = self._ask(member, int(best[member]))
         if prices[member] < lost[member]:
-            explored = replace(ask, shadow=explored)
-        return Plan(load, ask, wider, rate, explored, float(prices[member]))
+            explored = replace(plan.ask, shadow=explored)
+        return replace(plan, explore=explored, price=float(prices[member]), hopeful=bool(hopeful[member]))
 
-    def _allowance(self, band: Band, load: StepLoad) -> float:
+    def _allowance(self, band: Band, load: StepLoad, hopeful: bool) -> float:
         """Return the seconds that exploring may still lose."""
-        return _FIRST * self._plain_seconds(band, load) + _SHARE * self._seconds - self._lost
-
-    def _turn(self, member: int, upper: float, rate: float) -> tuple[float, float]:
-        """Return a member's key in the order of exploring: first those without evidence, then those that cost least.
-
-        A member that may be faster than `rate`, with a rate of `upper` at best, may cost more.
-        """
-        if self._worth[member].evidence < ENOUGH:
-            return -1.0, float(member)
-        return self._explored[member] * (1 if upper > rate else _DOUBTFUL), 0.0
+        won = _SHARE_WON * max(self._won, 0.0) if hopeful else 0.0
+        return _FIRST * self._plain_seconds(band, load) + _SHARE * self._seconds + won - self._lost
 
     def _known(self) -> list[int]:
         """Members that may draft, with evidence of what their trees are worth."""
@@ -346,6 +357,7 @@ class AdaptiveBudget:
             plain = step.seconds.rest
         elif step.trees is not None:
             plain *= step.tokens / step.rows
+        self._won += plain - seconds
         speculated = 0 if step.trees is None else int((step.trees.drafted > 0).sum())
         timed = step.seconds is not None
         band.sums.add(step.rows, speculated, seconds, plain, timed=timed, plain=step.trees is None)

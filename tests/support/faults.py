@@ -14,8 +14,11 @@ from typing import Any
 
 from pyarrow import fs
 
+from drafter.budget.contract import StepLoad
+from drafter.drafters.contract import Ask
 from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
+from drafter.methods.learning.drafter import LEARNT_MEMBERS
 from drafter.requests import Request
 from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
@@ -60,6 +63,8 @@ class FragileEngine(EngineSpec):
 class UnhurriedEngine(EngineSpec):
     """An engine that says where it runs, and that takes its time until it is told to go.
 
+    Every other step drafts by a learnt head, once there is one, whether that pays or not.
+
     Args:
         notes: A folder for a file named by each process's id; a file `go` there lets steps be as fast as they are.
         steps: So many steps of a process take a moment each; those after them take so long that rows do not run out.
@@ -78,6 +83,14 @@ class UnhurriedEngine(EngineSpec):
                 time.sleep(0.1 if next(numbers) < self.steps else 5.0)
 
         engine.step = unhurried_step  # type: ignore[method-assign]
+        plan, turns = engine.budget.plan, count()
+
+        def daring_plan(load: StepLoad) -> Ask:
+            learnt = [place for place, name in enumerate(engine.drafter.members) if name in LEARNT_MEMBERS]
+            able = [place for place in learnt if place not in engine.drafter.withheld]
+            return Ask(3, 0.25, able[0]) if able and next(turns) % 2 else plan(load)
+
+        engine.budget.plan = daring_plan  # type: ignore[method-assign]
         (self.notes / f"{os.getpid()}.engine").touch()
         return lm
 

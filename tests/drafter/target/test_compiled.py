@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from functools import partial
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafter.drafters.contract import PlainDecoding
+from drafter.drafters.contract import Ask, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
@@ -33,9 +34,10 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
         for i, prompt in enumerate(random_prompts(7))
     ]
     plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
-    engine = Engine(
-        base, NgramDrafter(8), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=64, compile=True)
-    )
+    config = EngineConfig(max_num_seqs=3, max_model_len=64, compile=True)
+    engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), config)
+    sizes = itertools.cycle([0, 3, 4, 7, 8])
+    engine.budget.plan = lambda load: Ask(next(sizes))  # type: ignore[method-assign]
     with torch._dynamo.config.patch(error_on_recompile=True):
         handles = [engine.submit(request) for request in requests]
         while not engine.idle:
