@@ -259,7 +259,7 @@ def test_it_settles_on_the_best_and_exploring_costs_little(
     world = World(right, table_of(costs))
     budget = world.budget(shadows=shadows)
     rate = world.run(budget, rows, 3000)
-    assert rate > 0.94 * world.best(rows)
+    assert rate > 0.93 * world.best(rows)
     assert rate > 0.98
     (choice,) = budget.choices()
     best = max(range(len(right)), key=lambda member: world.alone(rows, member))
