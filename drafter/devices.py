@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import mmap
@@ -131,3 +132,23 @@ def _huge_pages(size: int) -> Tensor:
 
 def _mapped(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def zero_untouched(buffer: Tensor) -> None:
+    """Zero a large contiguous buffer as if nobody had used it.
+
+    On a CPU under Linux its memory goes back to the system, which provides it again at the next write, in huge pages.
+    Pages that are read before they are written stay small, and make each step up to a tenth slower.
+    """
+    if buffer.device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
+        buffer.zero_()
+        return
+    begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if last <= first or libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        buffer.zero_()
+        return
+    flat = buffer.view(-1).view(torch.uint8)
+    flat[: first - begin] = 0
+    flat[last - begin :] = 0

@@ -38,9 +38,9 @@ _SURPRISE = 0.05
 """Change of a plain step's latency by a run after which the next run comes soon."""
 _COLD = 2
 """First plain steps after drafts are not representative: little of the model is in the processor's caches."""
-_SHARE = 0.0075
+_SHARE = 0.006
 """Share of the time that exploring may lose, all members together."""
-_FIRST = 1.0
+_FIRST = 0.75
 """Plain steps that exploring may lose beyond that share: a run's first steps decide much."""
 _SHARE_WON = 0.01
 """Share of what drafting has won that exploring may lose beside it, where a member may be faster than the leader."""

@@ -48,19 +48,22 @@ class LatencyTable:
     def at(self, rows: int) -> Latencies:
         """Return the latencies of steps of `rows` rows, for all text lengths and kinds of sampling."""
         return Latencies(
-            _interpolated(rows, self.batches, self.verify),
-            np.stack([_interpolated(rows, self.batches, member) for member in self.draft]),
-            np.stack([_interpolated(min(rows, SHADOW_ROWS), self.batches, member) for member in self.draft]),
+            self._interpolated(rows, self.verify),
+            self._interpolated(rows, self.draft),
+            self._interpolated(min(rows, SHADOW_ROWS), self.draft),
             self.length,
             None if self.longer is None else rows * self.longer,
             {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()},
             self.choices,
         )
 
-
-def _interpolated(rows: int, batches: Floats, seconds: Floats) -> Floats:
-    """Interpolate `seconds` `[K, M]` at the measured `batches` `[K]` to `[M]` at `rows`."""
-    return np.array([np.interp(rows, batches, column) for column in seconds.T])
+    def _interpolated(self, rows: int, seconds: Floats) -> Floats:
+        """Interpolate seconds `[…, K, M]` to `[…, M]` at so many rows."""
+        places = np.arange(len(self.batches))
+        place = float(np.interp(rows, self.batches, places))
+        below, above = int(place), min(int(place) + 1, len(places) - 1)
+        found: Floats = seconds[..., below, :] + (place - below) * (seconds[..., above, :] - seconds[..., below, :])
+        return found
 
 
 @dataclass(frozen=True)

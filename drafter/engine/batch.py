@@ -109,14 +109,12 @@ class BatchState:
             self.cache.release(slot)
 
     def forget(self) -> None:
-        """Empty all slots, and zero them if any number is not finite: attention reads masked positions, too."""
+        """Empty all slots, and zero them: attention reads masked positions, too, which may not be finite."""
         self.restore([])
-        # Writing all of a large memory takes long, and makes the system provide it.
-        if not all(bool(buffer.sum().isfinite()) for buffer in self.cache.buffers):
-            for buffer in self.cache.buffers:
-                buffer.zero_()
-            for slot in range(self.slots):
-                self.clear(slot)
+        for buffer in self.cache.buffers:
+            devices.zero_untouched(buffer)
+        for slot in range(self.slots):
+            self.reset_drafter(slot, NO_TEXT)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another, whose text begins with the same tokens."""

@@ -3,67 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from drafter.budget.contract import ScoredTrees
 from drafter.drafters.contract import Ask
 from drafter.engine.sequence import Sequence
 from drafter.tree.token_tree import TokenTree
 
-Nodes = npt.NDArray[np.int64]
 
+@dataclass
+class _Row:
+    """A tree of 1 + k nodes at the end of a sequence that had `length` output tokens, and the text's path so far."""
 
-@dataclass(frozen=True)
-class _Shadow:
-    """Trees `[B, 1 + k]` of B sequences, drafted when these had `lengths` output tokens."""
+    sequence: Sequence
+    length: int
+    tokens: list[int]
+    parents: list[int]
+    path: list[int] = field(default_factory=list)
+    may_go_on: bool = True
 
-    member: int
-    sequences: list[Sequence]
-    lengths: list[int]
-    tokens: Nodes
-    parents: Nodes
+    @property
+    def settled(self) -> bool:
+        if self.may_go_on:
+            self.path, self.may_go_on = follow(self.tokens, self.parents, self.sequence.output[self.length :])
+        return not self.may_go_on or self.sequence.ended
 
 
 class Shadows:
     """Shadow drafts whose text has not come yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Shadow] = []
+        self._waiting: list[tuple[int, list[_Row]]] = []  # the member that drafted, and its trees
 
     def add(self, sequences: list[Sequence], ask: Ask, tree: TokenTree) -> None:
         """Keep trees `[B, 1 + k]` of the present ends of B sequences."""
-        lengths = [len(sequence.output) for sequence in sequences]
-        tokens, parents = (part[:, : 1 + ask.nodes].cpu().numpy() for part in (tree.tokens, tree.parents))
-        self._waiting.append(_Shadow(ask.member, sequences, lengths, tokens, parents))
+        tokens, parents = (part[:, : 1 + ask.nodes].tolist() for part in (tree.tokens, tree.parents))
+        rows = [
+            _Row(sequence, len(sequence.output), *one)
+            for sequence, *one in zip(sequences, tokens, parents, strict=True)
+        ]
+        self._waiting.append((ask.member, rows))
 
     def scored(self) -> tuple[ScoredTrees, ...]:
         """Take the drafts of which the text shows by now what it contains."""
         found, waiting = [], []
-        for shadow in self._waiting:
-            trees = _score(shadow)
-            if trees is None:
-                waiting.append(shadow)
+        for member, rows in self._waiting:
+            if all(row.settled for row in rows):
+                found.append(_scored(member, rows))
             else:
-                found.append(trees)
+                waiting.append((member, rows))
         self._waiting = waiting
         return tuple(found)
 
 
-def _score(shadow: _Shadow) -> ScoredTrees | None:
-    """Compare a draft with its sequences' texts; return None while one of them may go on along its tree."""
-    accepted = np.zeros((len(shadow.sequences), shadow.tokens.shape[1]), np.bool_)
-    for row, (sequence, length) in enumerate(zip(shadow.sequences, shadow.lengths, strict=True)):
-        path, may_go_on = follow(shadow.tokens[row], shadow.parents[row], sequence.output[length:])
-        if may_go_on and not sequence.ended:
-            return None
-        accepted[row, path] = True
-    return ScoredTrees(shadow.member, (shadow.tokens[:, 1:] >= 0).sum(1), accepted[:, 1:])
+def _scored(member: int, rows: list[_Row]) -> ScoredTrees:
+    accepted = np.zeros((len(rows), len(rows[0].tokens)), np.bool_)
+    for place, row in enumerate(rows):
+        accepted[place, row.path] = True
+    drafted = np.array([sum(token >= 0 for token in row.tokens[1:]) for row in rows])
+    return ScoredTrees(member, drafted, accepted[:, 1:])
 
 
-def follow(tokens: Nodes, parents: Nodes, text: Several[int]) -> tuple[list[int], bool]:
+def follow(tokens: Several[int], parents: Several[int], text: Several[int]) -> tuple[list[int], bool]:
     """Follow a text through a tree of N nodes.
 
     Args:
@@ -76,9 +79,9 @@ def follow(tokens: Nodes, parents: Nodes, text: Several[int]) -> tuple[list[int]
     """
     path, node = list[int](), 0
     for token in text:
-        below = np.flatnonzero((parents[1:] == node) & (tokens[1:] == token))
-        if not len(below):
+        below = (one for one in range(1, len(tokens)) if parents[one] == node and tokens[one] == token)
+        if (found := next(below, None)) is None:
             return path, False
-        node = 1 + int(below[0])
+        node = found
         path.append(node)
-    return path, bool(((parents[1:] == node) & (tokens[1:] >= 0)).any())
+    return path, any(parents[one] == node and tokens[one] >= 0 for one in range(1, len(tokens)))

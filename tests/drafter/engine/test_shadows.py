@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
 import torch
 
 from drafter.drafters.contract import Ask
@@ -16,7 +15,7 @@ TOKENS, PARENTS = [9, 4, 5, 6, 7, PAD_TOKEN], [0, 0, 0, 1, 3, 0]
 
 
 def test_a_text_is_followed_through_a_tree() -> None:
-    tokens, parents = np.array(TOKENS), np.array(PARENTS)
+    tokens, parents = TOKENS, PARENTS
     assert follow(tokens, parents, []) == ([], True)
     assert follow(tokens, parents, [4]) == ([1], True)
     assert follow(tokens, parents, [4, 6, 7]) == ([1, 3, 4], False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafter.acceptance.contract import ExactVerifier
+from drafter.devices import zero_untouched
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
@@ -57,3 +58,14 @@ def test_a_text_that_is_not_finite_leaves_nothing_behind(blocks: int | None) -> 
     state = BatchState(base, NgramDrafter(6), 5, 96, StageTimes(), memory)
     measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
     assert all(bool(buffer.isfinite().all()) for buffer in state.cache.buffers)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5000, 3_000_000])
+def test_a_buffer_is_zeroed_as_if_nobody_had_used_it(size: int) -> None:
+    whole = torch.full((size + 2,), 7.0)
+    buffer = whole[1:-1]
+    zero_untouched(buffer)
+    assert not buffer.any()
+    assert (whole[0], whole[-1]) == (7.0, 7.0)
+    buffer += 1
+    assert (buffer == 1).all()
