@@ -63,6 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@torch.inference_mode(False)  # a test may be in it: such weights are no parameters of a model as it is loaded
 def random_model(family: str, seed: int = 0) -> Any:
     """A random causal LM of a family; large weights, so that its greedy text is not one token for ever."""
     torch.manual_seed(seed)

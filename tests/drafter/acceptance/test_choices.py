@@ -191,7 +191,6 @@ def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
         ("logprobs", True),
         ("max_new_tokens", 0),
         ("seed", -1),
-        ("stop", "end"),
         ("stop", ("",)),
         ("ignore_eos", "yes"),
     ],
