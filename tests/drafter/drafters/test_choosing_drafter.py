@@ -109,5 +109,5 @@ def test_an_engine_measures_its_members_and_chooses() -> None:
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
     for choice in engine.budget.choices():
         assert {view.name for view in choice.members} <= set(NAMES)
-        assert choice.chosen in NAMES
+        assert choice.verdict is None or choice.chosen in NAMES
     assert engine.budget.choices()
