@@ -1,4 +1,4 @@
-"""What a number of draft tokens for each row would be worth: the most probable ones of a whole batch, not of each row.
+"""Worth of a number of draft tokens for each row: the most probable ones of a whole batch, not of each row.
 
     python -m benchmarks.row_budgets --output benchmarks/results/row-budgets
 

@@ -99,6 +99,27 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_mapped(max(size, 1)), dtype=torch.uint8, count=size).view(dtype).view(shape)
 
 
+def zero_untouched(buffer: Tensor) -> None:
+    """Zero a large contiguous buffer as if nobody had used it.
+
+    On a CPU under Linux its memory goes back to the system, which provides it again at the next write. A page that has
+    been read before is one of zeros that all share: its first write replaces it in the address caches of all cores,
+    which takes ten times as long while other threads compute.
+    """
+    if buffer.device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
+        buffer.zero_()
+        return
+    begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if last <= first or libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        buffer.zero_()
+        return
+    flat = buffer.view(-1).view(torch.uint8)
+    flat[: first - begin] = 0
+    flat[last - begin :] = 0
+
+
 class Pieces:
     """Allocates weights in huge pages, where the system has them; small ones share a chunk. Thread-safe.
 
@@ -132,23 +153,3 @@ def _huge_pages(size: int) -> Tensor:
 
 def _mapped(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def zero_untouched(buffer: Tensor) -> None:
-    """Zero a large contiguous buffer as if nobody had used it.
-
-    On a CPU under Linux its memory goes back to the system, which provides it again at the next write, in huge pages.
-    Pages that are read before they are written stay small, and make each step up to a tenth slower.
-    """
-    if buffer.device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
-        buffer.zero_()
-        return
-    begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    libc = ctypes.CDLL(None, use_errno=True)
-    if last <= first or libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
-        buffer.zero_()
-        return
-    flat = buffer.view(-1).view(torch.uint8)
-    flat[: first - begin] = 0
-    flat[last - begin :] = 0

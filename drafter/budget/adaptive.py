@@ -214,10 +214,6 @@ class AdaptiveBudget:
     def _plain_seconds(self, band: Band, load: StepLoad) -> float:
         return float(band.slower[0]) * self._latencies(load.rows).plain_seconds(load)
 
-    def _tokens(self) -> Floats:
-        """Tokens `[members, M]` per row to expect of each number of draft tokens, the bonus token included."""
-        return np.stack([1.0 + worth.gain for worth in self._worth])
-
     def _verifying(self, band: Band, load: StepLoad, tokens: Floats, drafted: Floats) -> Floats:
         """Seconds `[..., M]` of steps without drafting, of trees of `drafted` `[..., M]` tokens, not always all."""
         full = band.slower * self._latencies(load.rows).seconds(load, tokens)
@@ -227,7 +223,8 @@ class AdaptiveBudget:
 
     def _estimates(self, band: Band, load: StepLoad) -> tuple[Floats, Floats]:
         """Tokens `[members, M]` per row, and seconds `[members, M]`, to expect of steps."""
-        tokens, drafted = self._tokens(), np.stack([worth.drafted for worth in self._worth])
+        tokens = np.stack([1.0 + worth.gain for worth in self._worth])  # the bonus token included
+        drafted = np.stack([worth.drafted for worth in self._worth])
         drafting = band.slower_drafting[:, None] * self._latencies(load.rows).draft
         return tokens, self._verifying(band, load, tokens, drafted) + drafting
 

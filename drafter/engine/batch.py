@@ -111,7 +111,7 @@ class BatchState:
     def forget(self) -> None:
         """Empty all slots, and zero them: attention reads masked positions, too, which may not be finite."""
         self.restore([])
-        for buffer in self.cache.buffers:
+        for buffer in [*self.cache.buffers, *([] if self.hidden is None else [self.hidden])]:
             devices.zero_untouched(buffer)
         for slot in range(self.slots):
             self.reset_drafter(slot, NO_TEXT)

@@ -233,6 +233,7 @@ class Engine:
         if ask.nodes:
             if self._graphs is None:
                 self.drafter.select(ask.member)
+            step.version = self.drafter.version
             step.drafting = planning + step.lap()
             self.drafter.prepare(context)
             step.reading = step.lap()

@@ -299,7 +299,7 @@ def bad_at_last(world: World) -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("change", [lying, slow, good_at_last, bad_at_last])
 def test_a_drafter_that_lies_is_slow_or_changes_costs_two_percent(rows: int, change: Callable[[World], None]) -> None:
-    """What was gained in one half does not pay for what was lost in the other."""
+    """A gain in one half does not pay for a loss in the other."""
     world = World([0.0, 0.0], table_of([0.1, 0.1]))
     promise = MeasuredWorth((3, 7, 15), (1.5, 2.5, 3.0)) if change is lying else None
     budget = world.budget(known=(promise, None))
@@ -339,7 +339,7 @@ def test_each_batch_size_has_a_choice_of_its_own() -> None:
 
 
 def test_what_is_known_of_one_batch_size_holds_at_another() -> None:
-    """What a tree brings follows from drafter and text, and what it costs from the batch size: at 8 rows much."""
+    """Acceptance follows from drafter and text, costs from the batch size: at 8 rows they are high."""
     world = World([0.02, 0.01, 0.02], table_of([0.01] * 3))
     budget = world.budget()
     world.run(budget, 1, 500)
