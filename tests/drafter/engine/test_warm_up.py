@@ -15,6 +15,7 @@ from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
+from tests.support.heads import make_head
 from tests.support.models import generate_reference, random_model
 
 
@@ -55,9 +56,11 @@ def test_a_text_that_is_not_finite_leaves_nothing_behind(blocks: int | None) -> 
         lambda module, args, output: output.masked_fill((args[0] > 10)[..., None], torch.nan)
     )
     memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
-    state = BatchState(base, NgramDrafter(6), 5, 96, StageTimes(), memory)
-    measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
-    assert all(bool(buffer.isfinite().all()) for buffer in state.cache.buffers)
+    for drafter in (NgramDrafter(6), make_head(base, "ctc").drafter(base, 6)):
+        state = BatchState(base, drafter, 5, 96, StageTimes(), memory)
+        measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
+        assert all(bool(buffer.isfinite().all()) for buffer in state.cache.buffers)
+        assert state.hidden is None or bool(state.hidden.isfinite().all())
 
 
 @pytest.mark.parametrize("size", [1, 3, 5000, 3_000_000])
