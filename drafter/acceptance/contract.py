@@ -143,6 +143,8 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Acc
     """
     if tree.size == 1:
         return Accepted(tree.parents, choices, torch.zeros_like(choices[:, 0]))
+    if not devices.is_asynchronous(choices.device):
+        return _walk_on_host(tree, choices, depth)
     carries = tree.tokens == choices.gather(1, tree.parents)
     carries[:, 0].fill_(True)
     accepted = (carries[:, None, :] | ~ancestors).all(dim=2)
@@ -152,6 +154,22 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Acc
         1, depths, torch.where(accepted, nodes, 0), reduce="amax"
     )
     return Accepted(path, choices.gather(1, path), depths.amax(dim=1))
+
+
+def _walk_on_host(tree: TokenTree, choices: Tensor, depth: int) -> Accepted:
+    """Return what `walk` returns, node by node: a dozen operations on tensors of a few numbers take longer."""
+    paths, counts = [], []
+    for tokens, parents, chosen in zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True):
+        path, depths = [0] * (depth + 1), {0: 0}  # depths: of accepted nodes
+        for node in range(1, tree.size):  # parents come before their children
+            above = depths.get(parents[node])
+            if above is not None and tokens[node] == chosen[parents[node]]:
+                depths[node] = above + 1
+                path[above + 1] = node
+        paths.append(path)
+        counts.append(max(depths.values()))
+    nodes = torch.tensor(paths)
+    return Accepted(nodes, choices.gather(1, nodes), torch.tensor(counts))
 
 
 def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: int) -> Accepted:

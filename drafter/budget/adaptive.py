@@ -44,7 +44,7 @@ _FIRST = 0.75
 """Plain steps that exploring may lose beyond that share: a run's first steps decide much."""
 _SHARE_WON = 0.01
 """Share of what drafting has won that exploring may lose beside it, where a member may be faster than the leader."""
-_BETTER = 1.02
+_BETTER = 1.05
 """A member must promise this many times the leader's rate to take its place."""
 _DOUBTFUL = 4
 """A member that is probably slower costs so many times less than one that may be faster."""
@@ -137,6 +137,7 @@ class AdaptiveBudget:
     ) -> None:
         self.table, self._names, self._withheld, self._shadows = table, tuple(names), set(withheld), shadows
         self._nodes = np.array(table.nodes)
+        self._size_of = {nodes: size for size, nodes in enumerate(table.nodes)}
         self._worth = [Worth(self._nodes) for _ in names]
         for worth, measured in zip(self._worth, known, strict=False):
             if measured is not None:
@@ -177,8 +178,8 @@ class AdaptiveBudget:
             seconds += step.shadow.all
             self._explore(band, planned, step.ask.shadow.member, step.shadow.all)
             by_table = self._latencies(step.rows).shadow[step.ask.shadow.member]
-            size = int(self._nodes.searchsorted(step.ask.shadow.nodes))
-            band.correct_drafting(step.ask.shadow.member, step.shadow.drafting, float(by_table[size]))
+            expected = float(by_table[self._size_of[step.ask.shadow.nodes]])
+            band.correct_drafting(step.ask.shadow.member, step.shadow.drafting, expected)
         self._count(band, step, seconds)
         self._seconds += seconds
         for trees in step.shadows if step.trees is None else (step.trees, *step.shadows):
@@ -212,7 +213,11 @@ class AdaptiveBudget:
         return self._latencies_of[rows]
 
     def _plain_seconds(self, band: Band, load: StepLoad) -> float:
-        return float(band.slower[0]) * self._latencies(load.rows).plain_seconds(load)
+        return self._seconds_of(0, band, load, 1.0)
+
+    def _seconds_of(self, size: int, band: Band, load: StepLoad, tokens: float) -> float:
+        """Seconds of a step that emits `tokens` per row, without drafting."""
+        return float(band.slower[size]) * self._latencies(load.rows).seconds_of(size, load, tokens)
 
     def _verifying(self, band: Band, load: StepLoad, tokens: Floats, drafted: Floats) -> Floats:
         """Seconds `[..., M]` of steps without drafting, of trees of `drafted` `[..., M]` tokens, not always all."""
@@ -328,10 +333,10 @@ class AdaptiveBudget:
         member, nodes, trees = step.ask.member, step.ask.nodes, step.trees
         assert trees is not None
         band.plain = 0
-        size = int(self._nodes.searchsorted(nodes))
-        filled = float(trees.drafted.mean()) / nodes
-        tokens = np.full(len(self._nodes), step.tokens / step.rows)
-        rest = float(self._verifying(band, step.load, tokens, filled * self._nodes)[size])
+        size, tokens = self._size_of[nodes], step.tokens / step.rows
+        filled = int(trees.drafted.sum()) / (step.rows * nodes)
+        plain, full = (self._seconds_of(one, band, step.load, tokens) for one in (0, size))
+        rest = plain + filled * (full - plain)
         drafting = float(self._latencies(step.rows).draft[member, size])
         if step.seconds is None:
             return rest + float(band.slower_drafting[member]) * drafting
@@ -355,7 +360,7 @@ class AdaptiveBudget:
         elif step.trees is not None:
             plain *= step.tokens / step.rows
         self._won += plain - seconds
-        speculated = 0 if step.trees is None else int((step.trees.drafted > 0).sum())
+        speculated = 0 if step.trees is None else int(np.count_nonzero(step.trees.drafted))
         timed = step.seconds is not None
         band.sums.add(step.rows, speculated, seconds, plain, timed=timed, plain=step.trees is None)
 

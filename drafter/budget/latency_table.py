@@ -21,7 +21,7 @@ from drafter.native.build import cache_folder
 
 logger = logging.getLogger(__name__)
 
-NODE_COUNTS = (0, 3, 4, 7, 9, 11, 15, 23, 31, 47, 63)
+NODE_COUNTS = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47, 63)
 """Draft tokens a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
 number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16. A matrix unit has 16
 rows, which the three parts of 5 nodes fill, and those of 10 twice."""
@@ -87,13 +87,13 @@ class Latencies:
             found = found + choice * (tokens if self.choices is None else self.choices)
         return np.broadcast_to(found, tokens.shape)
 
-    def plain_seconds(self, load: StepLoad) -> float:
-        """Seconds of a step without draft tokens: the first of `seconds`, with less work."""
-        found = float(self.short[0])
+    def seconds_of(self, size: int, load: StepLoad, tokens: float) -> float:
+        """The `size`-th of `seconds`, with less work."""
+        found = float(self.short[size])
         if self.longer is not None and load.length > self.length:
-            found += (load.length - self.length) * float(self.longer[0])
+            found += (load.length - self.length) * float(self.longer[size])
         if choice := self.choice.get(load.choosing):
-            found += choice * (1.0 if self.choices is None else float(self.choices[0]))
+            found += choice * (tokens if self.choices is None else float(self.choices[size]))
         return found
 
 

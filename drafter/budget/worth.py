@@ -59,8 +59,10 @@ class Worth:
         count, asked = scored.accepted.shape
         size = int(self.nodes.searchsorted(asked))
         known, larger = slice(0, size + 1), slice(size + 1, None)
-        accepted = np.concatenate([[0.0], scored.accepted.mean(0).cumsum()])[self.nodes[known]]
-        drafted = np.minimum(scored.drafted[:, None], self.nodes[known]).mean(0)
+        by_node = np.zeros(asked + 1)
+        scored.accepted.sum(0).cumsum(out=by_node[1:])
+        accepted = by_node[self.nodes[known]] / count
+        drafted = np.minimum(scored.drafted[:, None], self.nodes[known]).sum(0) / count
         before = float(self.gain[size])
         self._notice_change(count, float(accepted[-1]), before)
         # The weight of a mean at first, and of an EMA later.

@@ -417,9 +417,7 @@ class NativeSearch:
         rows, frames, _ = states.shape
         states, pending = states.contiguous(), recent[:, -1].contiguous()
         known = recent.flatten()
-        # The table has only the draft vocabulary; a text may have other tokens.
-        recent_terms = self._table[:, known] if self._head.vocabulary is None else self._terms(known)
-        recent_terms = recent_terms.contiguous()
+        recent_terms = self._terms_of_texts(known)
         tokens, parents, depths = (torch.empty(rows, size, dtype=torch.long) for _ in range(3))
         log_probs = torch.empty(rows, size, dtype=torch.float32)
         search = SearchStruct(
@@ -443,6 +441,17 @@ class NativeSearch:
         )
         library().drafter_search(ctypes.byref(self._joint), ctypes.byref(search))
         return TokenTree(tokens, parents, depths, log_probs)
+
+    def _terms_of_texts(self, tokens: Tensor) -> Tensor:
+        """Return `_terms` of tokens `[N]`, by the table of those that may be drafted, which most of a text's are."""
+        vocabulary = self._head.vocabulary
+        if vocabulary is None:
+            return self._table.index_select(1, tokens)
+        ids = vocabulary.ids.index_select(0, tokens)
+        terms = self._table.index_select(1, ids.clamp_min(0))
+        if len(others := (ids < 0).nonzero()[:, 0]):
+            terms[:, others] = self._terms(tokens[others])
+        return terms
 
     def _terms(self, tokens: Tensor) -> Tensor:
         """Return each token's term at each position of the label context, `[c, N, joint_size]`."""

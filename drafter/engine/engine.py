@@ -269,7 +269,8 @@ class Engine:
         if step.ask.nodes:
             sizes = (tree.tokens[:, 1:] >= 0).sum(1)
             self._times.mark("tree")
-            sizes[[row for row, sequence in enumerate(step.sequences) if sequence.plain]] = 0
+            if plain := [row for row, sequence in enumerate(step.sequences) if sequence.plain]:
+                sizes[plain] = 0
             tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
             step.drafting += step.lap()

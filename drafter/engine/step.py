@@ -103,10 +103,10 @@ class Step:
         counts = self.drafted = [0] * rows
         chosen = packed
         if width > 1:
-            count, drafted, path, chosen = np.split(packed, [1, 2, 1 + width // 2], axis=1)
-            counts, self.drafted = count[:, 0].tolist(), drafted[:, 0].tolist()
+            path, chosen = packed[:, 2 : 1 + width // 2], packed[:, 1 + width // 2 :]
+            counts, self.drafted = packed[:, 0].tolist(), packed[:, 1].tolist()
             with_root = np.zeros((rows, 1 + nodes), dtype=np.bool_)
-            np.put_along_axis(with_root, path, True, axis=1)
+            with_root[np.arange(rows)[:, None], path] = True
             self.on_path = with_root[:, 1:]
         self.sound = (chosen[:, 0] != _NOT_FINITE).tolist()
         self.accepted = [count if sound else 0 for count, sound in zip(counts, self.sound, strict=True)]

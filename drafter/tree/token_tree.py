@@ -38,6 +38,8 @@ class TokenTree:
     def trimmed(self, sizes: Tensor) -> TokenTree:
         """Return the trees of each row's first `sizes` `[B]` nodes, root included, padded to the largest."""
         tree = self.leading(int(sizes.max()))
+        if int(sizes.min()) == tree.size:
+            return tree
         kept = torch.arange(tree.size, device=sizes.device) < sizes[:, None]
         parts = zip(vars(tree).values(), _PADDING, strict=True)
         return TokenTree(*(torch.where(kept, part, padding) for part, padding in parts))

@@ -47,6 +47,16 @@ def random_trees(rows: int, nodes: int, vocabulary: int, seed: int) -> TokenTree
     return TokenTree(*(torch.cat([vars(tree)[name] for tree in trees]) for name in vars(trees[0])))
 
 
+@pytest.fixture(params=["on the host", "at once"])
+def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to walk: that of a CPU, and that of a GPU."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: request.param == "at once")
+
+
+both_ways = pytest.mark.usefixtures("walks")
+
+
+@both_ways
 def test_walk_follows_the_base() -> None:
     tree = tree_of([7, 3, 5, 4], [0, 0, 0, 2])
     step = walk(tree, torch.tensor([[5, 1, 4, 9]]), tree.ancestors(), depth=2)
@@ -55,6 +65,7 @@ def test_walk_follows_the_base() -> None:
     assert step.count.tolist() == [2]
 
 
+@both_ways
 def test_walk_stops_where_no_child_carries_the_choice() -> None:
     tree = tree_of([7, 3, 5, 4], [0, 0, 0, 2])
     step = walk(tree, torch.tensor([[6, 1, 4, 9]]), tree.ancestors(), depth=2)
@@ -62,12 +73,14 @@ def test_walk_stops_where_no_child_carries_the_choice() -> None:
     assert step.tokens[0, 0].item() == 6
 
 
+@both_ways
 def test_a_right_token_below_a_wrong_parent_is_not_accepted() -> None:
     tree = tree_of([7, 3, 4], [0, 0, 1])
     step = walk(tree, torch.tensor([[5, 4, 9]]), tree.ancestors(), depth=2)
     assert step.count.tolist() == [0]
 
 
+@both_ways
 def test_padding_and_duplicates_change_nothing() -> None:
     tree = tree_of([7, 5, 5, 4, PAD_TOKEN], [0, 0, 0, 2, 0])
     step = walk(tree, torch.tensor([[5, 4, 4, 9, 5]]), tree.ancestors(), depth=2)
@@ -75,7 +88,8 @@ def test_padding_and_duplicates_change_nothing() -> None:
     assert step.tokens.tolist() == [[5, 4, 9]]
 
 
-@settings(max_examples=100)
+@both_ways
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))

@@ -53,13 +53,13 @@ def test_longer_texts_and_drawn_tokens_cost_more() -> None:
     longer=st.none() | st.just(np.array([0.01, 0.02])),
     choices=st.none() | st.just(np.array([2.0, 7.0])),
 )
-def test_a_plain_step_costs_what_a_step_without_draft_nodes_does(
+def test_the_seconds_of_one_size_are_those_among_all_sizes(
     length: float, choosing: Choosing, longer: Floats | None, choices: Floats | None
 ) -> None:
     none = np.zeros((1, 2))
     costs = Latencies(np.array([1.0, 1.5]), none, none, 100, longer, {"filtered": 0.25}, choices)
     load = StepLoad(1, length, choosing)
-    assert costs.plain_seconds(load) == costs.seconds(load, np.array([1.0, 3.0]))[0]
+    assert [costs.seconds_of(size, load, 3.0) for size in (0, 1)] == list(costs.seconds(load, np.array([3.0, 3.0])))
 
 
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
