@@ -6,7 +6,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -45,6 +45,7 @@ class Accepted:
     tokens: Tensor  # `[B, D + 1]` emitted tokens
     count: Tensor  # `[B]` draft tokens accepted; `count + 1` tokens are emitted
     lenient: Tensor | None = None  # `[B, D + 1]` bool: tokens that the target model would not have chosen
+    sound: Tensor | None = None  # `[B]` what `are_sound` says of the logits, where the verifier has looked at them all
 
 
 class Verifier(ABC):
@@ -86,7 +87,10 @@ class ExactVerifier(Verifier):
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
         tree, ancestors = verified.tree, verified.ancestors
         if sampling.mode.likeliest:
-            return walk(tree, likeliest(verified.logits), ancestors, verified.depth)
+            choices = likeliest(verified.logits)
+            # NaN counts as the largest, so the chosen logits tell of all.
+            sound = verified.logits.gather(2, choices[:, :, None]).isfinite().all((1, 2))
+            return replace(walk(tree, choices, ancestors, verified.depth), sound=sound)
         return descend(tree, NodeChoices(verified.logits, tree, ancestors, sampling).at, verified.depth)
 
 

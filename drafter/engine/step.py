@@ -225,7 +225,8 @@ class DeviceStep:
             row = devices.send(torch.tensor(list(wanted)), self.base.device)
             at_path = verified.logits[row[:, None], accepted.path[row]]
             logprobs = token_logprobs(at_path, accepted.tokens[row], max(wanted.values()))
-        sound = are_sound(verified.logits)  # one node that is not finite spoils the whole tree
+        # One node that is not finite spoils the whole tree.
+        sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
         if tree.size > 1:
             drafted = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)

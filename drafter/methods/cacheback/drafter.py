@@ -27,8 +27,8 @@ class LruTable(Table):
     def __init__(self, leaders: int, followers: int, leader_length: int = 1, follower_length: int = 3) -> None:
         self._most_leaders, self._most_followers = leaders, followers
         self.leader_length, self.window = leader_length, leader_length + follower_length
-        # Newest last, in both.
-        self._followers: OrderedDict[Gram, dict[Gram, None]] = OrderedDict()
+        # Newest last, in both. Python's garbage collector does not look at tuples of numbers, as it would at lists.
+        self._followers: OrderedDict[Gram, tuple[Gram, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._followers)
@@ -43,12 +43,8 @@ class LruTable(Table):
         return reversed(self._followers.get(leader, ()))
 
     def _use(self, leader: Gram, follower: Gram) -> None:
-        followers = self._followers.setdefault(leader, {})
-        self._followers.move_to_end(leader)
-        followers.pop(follower, None)
-        followers[follower] = None
-        if len(followers) > self._most_followers:
-            del followers[next(iter(followers))]
+        others = (one for one in self._followers.pop(leader, ()) if one != follower)
+        self._followers[leader] = (*others, follower)[-self._most_followers :]
         if len(self._followers) > self._most_leaders:
             self._followers.popitem(last=False)
 

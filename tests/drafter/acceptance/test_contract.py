@@ -195,11 +195,23 @@ def test_one_number_that_is_none_spoils_its_row_alone(dtype: torch.dtype) -> Non
     for spoilt in (math.nan, math.inf):
         logits = torch.zeros(3, 2, 5, dtype=dtype)
         logits[1, 1, 3] = spoilt
-        assert are_sound(logits).tolist() == [True, False, True]
+        assert are_sound(logits).tolist() == found_sound(logits) == [True, False, True]
         assert likeliest(logits)[1, 1] == 3
     logits = torch.zeros(1, 2, 5, dtype=dtype)
     logits[0, :, 1:] = -math.inf  # a token that never comes
-    assert are_sound(logits).tolist() == [True]
+    assert are_sound(logits).tolist() == found_sound(logits) == [True]
+
+
+def found_sound(logits: torch.Tensor) -> list[bool]:
+    """What a greedy acceptance says of logits `[B, 2, V]`."""
+    rows = len(logits)
+    zeros = torch.zeros(rows, 2, dtype=torch.long)
+    tree = TokenTree(zeros, zeros, zeros, zeros.float())
+    table, lengths = SamplingTable.empty(rows, logits.device), torch.ones(rows, dtype=torch.long)
+    sampling = RowSampling(table, slice(0, rows), SamplingMode.of([]), tree.tokens, lengths)
+    accepted = ExactVerifier().accept(Verified(tree, tree.ancestors(), 1, logits, logits), sampling)
+    assert accepted.sound is not None
+    return list(accepted.sound.tolist())
 
 
 def test_logits_need_not_lie_side_by_side() -> None:
