@@ -4,7 +4,8 @@
     python -m benchmarks.never_slower --model HuggingFaceTB/SmolLM2-135M-Instruct --output build/never-slower
 
 Decoding is greedy. Every run begins with a new engine, which knows no text yet; the steps' latencies are kept from the
-start before. The drafters take turns, in both orders, and the medians are of ratios within a round.
+start before. The drafters take turns, in both orders, and the medians are of ratios within a round. With `--neighbour`
+another process takes one core every other second.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import json
 import random
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -49,6 +52,14 @@ KINDS = {
 }
 """Prompts by kind; `random` are random tokens."""
 _RANDOM_TOKENS = 48
+_NEIGHBOUR = """
+import time
+while True:
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        pass
+    time.sleep(1)
+"""
 
 
 @dataclass(frozen=True)
@@ -81,19 +92,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--neighbour", action="store_true", help="let another process take a core every other second")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
     command = shlex.join(["python", "-m", "benchmarks.never_slower", *given])
     record: dict[str, Any] = {"environment": environment(base, command), "rounds": args.rounds, "cells": []}
     args.output.mkdir(parents=True, exist_ok=True)
-    for kind in args.kinds:
-        for batch, prompts in (map(int, one.split("x")) for one in args.cells):
-            cells = measure(base, tokenizer, args, kind, batch, prompts)
-            record["cells"] += [asdict(cell) for cell in cells]
-            write_json(args.output / RECORD_FILE, record)
-            write_table(args.output)
-            print(f"{kind}, batch {batch}, {prompts} prompts: {ratios(cells)}", flush=True)
+    with neighbour() if args.neighbour else nullcontext():
+        for kind in args.kinds:
+            for batch, prompts in (map(int, one.split("x")) for one in args.cells):
+                cells = measure(base, tokenizer, args, kind, batch, prompts)
+                record["cells"] += [asdict(cell) for cell in cells]
+                write_json(args.output / RECORD_FILE, record)
+                write_table(args.output)
+                print(f"{kind}, batch {batch}, {prompts} prompts: {ratios(cells)}", flush=True)
+
+
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Let another process take a core every other second."""
+    process = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def measure(
