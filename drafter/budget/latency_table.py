@@ -22,10 +22,10 @@ from drafter.native.build import cache_folder
 logger = logging.getLogger(__name__)
 
 NODE_COUNTS = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47, 63)
-"""Draft tokens a step may verify: few enough to measure, and a CUDA graph each. On a CPU a step takes as long as reading
-the weights up to about eight nodes, those of all rows together: four rows can afford one draft token each. Larger trees
-have, with their root, a round number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as
-for 16. A matrix unit has 16 rows, which the three parts of 5 nodes fill, and those of 10 twice."""
+"""Draft tokens a step may verify: few enough to measure, and a CUDA graph each. On a CPU a step takes hardly longer than
+reading the weights up to about eight nodes of all rows together: four rows can afford one draft token each. Larger
+trees have, with their root, a round number of nodes: MKL takes nearly one and a half times as long for 17 rows of a
+matrix as for 16. A matrix unit has 16 rows, which the three parts of 5 nodes fill, and those of 10 twice."""
 _PLAIN_RUN = 10
 """Plain steps that are timed in a run: the first ones find little of the target model in a processor's caches."""
 _LONG = 0.3
@@ -57,6 +57,15 @@ class LatencyTable:
             {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()},
             self.choices,
         )
+
+    def changed(self, plain: float, full: float) -> LatencyTable:
+        """Return the table of a time when plain steps and those with the largest trees take so many times as long.
+
+        Both are of one row. Steps between them change in between, and those of more nodes as the larger of the two.
+        """
+        nodes = np.log(self.batches[:, None] * (1 + np.array(self.nodes)))
+        change = np.interp(nodes, [0.0, np.log(1 + self.nodes[-1])], [plain, full])
+        return dataclasses.replace(self, verify=self.verify * change)
 
     def _interpolated(self, rows: int, seconds: Floats) -> Floats:
         """Interpolate seconds `[…, K, M]` to `[…, M]` at so many rows."""
@@ -152,11 +161,14 @@ def batch_sizes(slots: int) -> Sequence[int]:
     return sizes
 
 
-def load_costs(subject: Mapping[str, Any]) -> LatencyTable | None:
-    """Return the table kept for a subject, which is all that step times follow from; None if there is none."""
+def load_costs(subject: Mapping[str, Any]) -> tuple[LatencyTable, tuple[float, float]] | None:
+    """Return the table kept for a subject, which is all that step times follow from, and its samples; None for none."""
     try:
         record = json.loads(_file(subject).read_text(encoding="utf-8"))
-        return _table(record["table"]) if record["subject"] == _as_text(subject) else None
+        plain, full = map(float, record["samples"])
+        if not (plain > 0 and full > 0):
+            raise ValueError("steps take no time")
+        return (_table(record["table"]), (plain, full)) if record["subject"] == _as_text(subject) else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged file counts as none
@@ -164,10 +176,13 @@ def load_costs(subject: Mapping[str, Any]) -> LatencyTable | None:
         return None
 
 
-def save_costs(subject: Mapping[str, Any], table: LatencyTable) -> None:
-    """Keep the table of a subject; where the cache folder cannot be written to, the next start measures again."""
+def save_costs(subject: Mapping[str, Any], table: LatencyTable, samples: tuple[float, float]) -> None:
+    """Keep the table of a subject; where the cache folder cannot be written to, the next start measures again.
+
+    `samples` are seconds of two steps when it was measured, by which a later start corrects it; see `changed`.
+    """
     file = _file(subject)
-    record = {"subject": _as_text(subject), "table": dataclasses.asdict(table)}
+    record = {"subject": _as_text(subject), "table": dataclasses.asdict(table), "samples": samples}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:

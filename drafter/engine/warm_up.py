@@ -161,8 +161,8 @@ _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
 """Timed runs of a draft: the first run includes one-time work."""
-_ALIKE = 1.3
-"""Ratio of two times of the same step that other work on the machine explains."""
+_MOST = 1.5
+"""Change of a step's time, either way, up to which latencies that were measured before are corrected by it."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
 """Tokens of a probed text that the target model generates itself, and number of different texts."""
 
@@ -199,7 +199,7 @@ def compile_base(step: DeviceStep) -> None:
 
 @torch.inference_mode()
 def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> LatencyTable:
-    """Return the table of `measure_steps`, from the cache folder if it was measured here before and still holds.
+    """Return the table of `measure_steps`; if it was measured here before, that of the cache folder, corrected.
 
     Args:
         drafter: Name of the drafter, for the cache; None does without. Steps that are queued as a whole are measured at
@@ -208,11 +208,14 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
     if drafter is None or graphs is not None:
         return measure_steps(step, graphs)
     subject = _subject(step, drafter)
-    kept = load_costs(subject)
-    if kept is not None and _still_true(step, kept):
-        return kept
+    if (kept := load_costs(subject)) is not None:
+        table, then = kept
+        # A machine that others share is faster at one time than at another, and its memory more so than its processor.
+        changes = [now / before for now, before in zip(_samples(step), then, strict=True)]
+        if all(1 / _MOST < change < _MOST for change in changes):
+            return table.changed(*changes)
     table = measure_steps(step, graphs)
-    save_costs(subject, table)
+    save_costs(subject, table, _samples(step))
     return table
 
 
@@ -228,14 +231,14 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
     }
 
 
-def _still_true(step: DeviceStep, table: LatencyTable) -> bool:
+def _samples(step: DeviceStep) -> tuple[float, float]:
+    """Return the seconds of a plain step of one row, which memory decides, and of one with the largest tree."""
     # Of one row: many rows read much of the KV cache, and where nothing was written yet, that is faster than later.
-    state, length, sizes = step.state, table.length, (0, len(table.nodes) // 2)
+    state, length, most = step.state, _probed_length(step.state), step.state.drafter.spec.max_nodes
     state.reserve(0, length + 1)
-    found = [_least_seconds(step, None, partial(_forward, step, None, table.nodes[size], length)) for size in sizes]
+    plain, full = (_least_seconds(step, None, partial(_forward, step, None, nodes, length)) for nodes in (0, most))
     state.forget()
-    kept = [float(table.verify[0, size]) for size in sizes]
-    return all(1 / _ALIKE < now / then < _ALIKE for now, then in zip(found, kept, strict=True))
+    return plain, full
 
 
 @torch.inference_mode()

@@ -27,6 +27,7 @@ TABLE = LatencyTable(
     np.array([1e-6, 2e-6]),
     {"drawn": np.array([0.001, 0.002])},
 )
+SAMPLES = (0.1, 0.2)
 SUBJECT: dict[str, Any] = {"machine": ["x", 2], "layers": (1, 2)}
 
 
@@ -44,27 +45,28 @@ def assert_equal(found: LatencyTable, expected: LatencyTable) -> None:
 def test_tables_come_back_as_they_were_and_for_their_subject_alone() -> None:
     assert load_costs(SUBJECT) is None
     for table in (TABLE, replace(TABLE, choices=np.array([1.0, 4.0]), longer=None)):
-        save_costs(SUBJECT, table)
+        save_costs(SUBJECT, table, (0.25, 0.5))
         found = load_costs(SUBJECT)
         assert found is not None
-        assert_equal(found, table)
+        assert_equal(found[0], table)
+        assert found[1] == (0.25, 0.5)
     assert load_costs({**SUBJECT, "machine": ["y", 2]}) is None
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", json.dumps({"subject": json.dumps(SUBJECT, sort_keys=True), "table": {}})]
-)
-def test_a_damaged_file_is_none(cache: Path, content: str) -> None:
-    save_costs(SUBJECT, TABLE)
+@pytest.mark.parametrize("changed", [{"table": {}}, {"samples": [0.0, 0.1]}, {"samples": [0.1]}, {"samples": None}])
+def test_a_damaged_file_is_none(cache: Path, changed: dict[str, Any]) -> None:
+    save_costs(SUBJECT, TABLE, SAMPLES)
     (file,) = cache.iterdir()
-    file.write_text(content)
-    assert load_costs(SUBJECT) is None
+    whole = json.loads(file.read_text())
+    for content in ("", "{}", json.dumps({**whole, **changed})):
+        file.write_text(content)
+        assert load_costs(SUBJECT) is None
 
 
 def test_a_cache_that_cannot_be_written_to_costs_nothing_but_time(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")
-    save_costs(SUBJECT, TABLE)
+    save_costs(SUBJECT, TABLE, SAMPLES)
     assert load_costs(SUBJECT) is None
 
 
@@ -77,7 +79,7 @@ def test_a_second_start_measures_nothing_unless_steps_take_another_time(
         measured.append(1)
         return table
 
-    seconds: list[float] = [0.11, 0.18]
+    seconds = [0.125, 0.25]
 
     def start(name: str | None = "ngram", slots: int = 4) -> LatencyTable:
         state = BatchState(tiny_base, NgramDrafter(6), slots, 96, StageTimes())
@@ -86,14 +88,17 @@ def test_a_second_start_measures_nothing_unless_steps_take_another_time(
     table = TABLE
     monkeypatch.setattr(warm_up, "measure_steps", measure)
     monkeypatch.setattr(warm_up, "_least_seconds", lambda *_: seconds.pop(0))
-    for _ in range(2):
-        assert_equal(start(), TABLE)
+    assert_equal(start(), TABLE)
+    seconds = [0.09375, 0.3125]
+    assert_equal(start(), TABLE.changed(0.75, 1.25))
     assert (len(measured), seconds) == (1, [])
-    seconds, table = [0.11, 0.4], replace(TABLE, length=40)  # draft tokens take twice as long now
+    # Draft tokens take twice as long now.
+    seconds, table = [0.125, 0.5, 0.125, 0.5], replace(TABLE, length=40)
     assert_equal(start(), table)
-    seconds = [0.1, 0.2]
+    seconds = [0.125, 0.5]
     assert_equal(start(), table)
     assert len(measured) == 2
+    seconds = [0.125, 0.25] * 2
     start(slots=5)
     start("ngram+memory")
     start(None)
