@@ -22,8 +22,8 @@ from drafter.native.build import cache_folder
 logger = logging.getLogger(__name__)
 
 NODE_COUNTS = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47, 63)
-"""Draft tokens a step may verify: few enough to measure, and a CUDA graph each. On a CPU a step takes hardly longer than
-reading the weights up to about eight nodes of all rows together: four rows can afford one draft token each. Larger
+"""Draft tokens a step may verify: few enough to measure, and a CUDA graph each. On a CPU a step takes hardly longer
+than reading the weights up to about eight nodes of all rows together: four rows can afford one draft token each. Larger
 trees have, with their root, a round number of nodes: MKL takes nearly one and a half times as long for 17 rows of a
 matrix as for 16. A matrix unit has 16 rows, which the three parts of 5 nodes fill, and those of 10 twice."""
 _PLAIN_RUN = 10
