@@ -18,7 +18,7 @@ def test_gamma_is_a_median_of_ratios_within_a_round() -> None:
 
 def test_a_small_measurement_is_written_with_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = "--cells 2x2 --rounds 1 --max-new-tokens 8 --kinds records random"
+    given = "--cells 2x2 --rounds 1 --max-new-tokens 8 --kinds records random --neighbour"
     main(["--output", str(tmp_path), *given.split()])
     cells = json.loads((tmp_path / RECORD_FILE).read_text())["cells"]
     assert [(cell["kind"], cell["drafter"]) for cell in cells] == [
