@@ -335,6 +335,7 @@ class AdaptiveBudget:
         band.plain = 0
         size, tokens = self._size_of[nodes], step.tokens / step.rows
         filled = int(trees.drafted.sum()) / (step.rows * nodes)
+        # As `_verifying`, of one number of draft tokens: this comes after every step.
         plain, full = (self._seconds_of(one, band, step.load, tokens) for one in (0, size))
         rest = plain + filled * (full - plain)
         drafting = float(self._latencies(step.rows).draft[member, size])

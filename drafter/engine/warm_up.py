@@ -162,6 +162,7 @@ _PROBED_LENGTH = 256
 _DRAFT_RUNS = 2
 """Timed runs of a draft: the first run includes one-time work."""
 _SAMPLE_ROUNDS = 3
+"""Times that each of two steps is sampled. The least time counts."""
 _MOST = 1.5
 """Change of a step's time, either way, up to which latencies that were measured before are corrected by it."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16

@@ -27,7 +27,7 @@ class LruTable(Table):
     def __init__(self, leaders: int, followers: int, leader_length: int = 1, follower_length: int = 3) -> None:
         self._most_leaders, self._most_followers = leaders, followers
         self.leader_length, self.window = leader_length, leader_length + follower_length
-        # Newest last, in both. Python's garbage collector does not look at tuples of numbers, as it would at lists.
+        # Newest last, in both. Python's garbage collector does not look at tuples of numbers, as it does at dicts.
         self._followers: OrderedDict[Gram, tuple[Gram, ...]] = OrderedDict()
 
     def __len__(self) -> int:

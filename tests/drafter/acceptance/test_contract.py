@@ -203,7 +203,7 @@ def test_one_number_that_is_none_spoils_its_row_alone(dtype: torch.dtype) -> Non
 
 
 def found_sound(logits: torch.Tensor) -> list[bool]:
-    """What a greedy acceptance says of logits `[B, 2, V]`."""
+    """Return the soundness that a greedy acceptance reports of logits `[B, 2, V]`."""
     rows = len(logits)
     zeros = torch.zeros(rows, 2, dtype=torch.long)
     tree = TokenTree(zeros, zeros, zeros, zeros.float())
