@@ -10,6 +10,7 @@ anew for each batch size and round.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import shlex
@@ -66,7 +67,8 @@ class Cell:
         batch: Number of texts decoded together.
         round: Number of the round, from 0.
         seconds: Seconds for all prompts, prefills included.
-        outputs: New tokens of each prompt.
+        tokens: Number of new tokens of each prompt.
+        texts: Digests of these tokens.
         beta: New tokens per base forward, if it is known.
     """
 
@@ -75,13 +77,14 @@ class Cell:
     batch: int
     round: int
     seconds: float
-    outputs: list[list[int]]
+    tokens: list[int]
+    texts: list[str]
     beta: float | None
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return sum(map(len, self.outputs)) / self.seconds
+        return sum(self.tokens) / self.seconds
 
 
 def _engine(drafted: bool, compiled: bool) -> Way:
@@ -191,7 +194,13 @@ def measure(args: argparse.Namespace) -> None:
             run = decode(requests)
             beta = mean_acceptance_length(total(run.counts)) if run.counts else None
             cell = {"way": args.way, "context": context, "batch": batch, "seconds": run.seconds}
-            print(json.dumps(cell | {"outputs": run.outputs, "beta": beta}), flush=True)
+            made = {"tokens": list(map(len, run.outputs)), "texts": list(map(digest, run.outputs)), "beta": beta}
+            print(json.dumps(cell | made), flush=True)
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """Return what tells texts apart, and is short."""
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:8]
 
 
 def prompts_of(tokenizer: Any, context: str, count: int, files: Sequence[Path] = (_QUESTIONS,)) -> list[list[int]]:
@@ -251,8 +260,8 @@ def speed_table(cells: Sequence[Cell]) -> str:
 
     rows = []
     for way, some in by_way.items():
-        texts = [output for cell in some for output in cell.outputs]
-        plain = [output for cell in by_way[PLAIN] for output in cell.outputs]
+        texts = [text for cell in some for text in cell.texts]
+        plain = [text for cell in by_way[PLAIN] for text in cell.texts]
         rows.append(
             {
                 "way": way,

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
-from drafter.evaluation.environment import surroundings
+from drafter.evaluation.environment import surroundings, without_folders
 from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speculated_share
 from pipeline.command_line import run_job
 from pipeline.engines.models import model_name
@@ -128,7 +128,7 @@ def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]
         "acceptance_length": round(mean_acceptance_length(counts), 3),
         "speculated_share": round(speculated_share(counts), 3),
         "choice": chosen.get("sentences", []),
-        "model": config["model"],
+        "model": None if config["model"] is None else without_folders(config["model"]),
         "drafter": config["drafter"],
         "draft_nodes": config["engine"]["num_draft_tokens"],
         "rows_at_a_time": config["engine"]["max_num_seqs"],

@@ -31,11 +31,11 @@ from benchmarks.gpu import page
 from benchmarks.gpu.cells import ATTEMPTS, CellFile, Key, Plan, Stage
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError, first_line
-from drafter.evaluation.environment import surroundings
+from drafter.evaluation.environment import surroundings, without_folders
 from drafter.target.loading import pick_device
 
 STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
-KITS = {"correctness": ("families", "capture", "identity", "operators"), "times": ("costs",)}
+KITS = {"correctness": ("operators", "capture", "identity", "families"), "times": ("costs",)}
 """Stages of each of the two commands that a borrowed machine is given first."""
 _DONE, _LEFT, _BROKEN = 0, 1, 3
 """Exit codes: nothing is left; something is; the process cannot go on, but another can."""
@@ -82,7 +82,8 @@ def run(stage: Stage, plan: Plan, output: Path, minutes: float, run_name: str, c
     device, end = pick_device(), time.monotonic() + 60 * minutes
     about = surroundings(device, command)
     same = {name: about[name] for name in ("commit", "hardware", "threads", "versions")}
-    file = CellFile(output, stage.name, same | asdict(plan))
+    asked = asdict(plan) | {"model": without_folders(plan.model), "drafter": without_folders(plan.drafter)}
+    file = CellFile(output, stage.name, same | asked)
     left = file.left(stage.cells(plan), run_name)
     failed, measure = 0, None
     for place, cell in enumerate(left, start=1):

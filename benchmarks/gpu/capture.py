@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
-from benchmarks.gpu.identity import drafters
+from benchmarks.gpu.identity import drafters, loaded
 from benchmarks.gpu.operators import as_on_a_gpu
 from drafter.acceptance.contract import ExactVerifier
 from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import Drafter
-from drafter.drafters.registry import load_drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, step_shape
 from drafter.engine.engine import Engine
@@ -54,7 +53,7 @@ def prepare(plan: Plan) -> Measure:
     def measure(cell: Key) -> Values:
         recorder = CudaRecorder(base.device) if is_asynchronous(base.device) and len(base.devices) == 1 else None
         with as_on_a_gpu():
-            return captured(base, load_drafter(cell["drafter"], base, _NODES), MODES[cell["mode"]], length, recorder)
+            return captured(base, loaded(cell["drafter"], base, _NODES), MODES[cell["mode"]], length, recorder)
 
     return measure
 

@@ -8,22 +8,32 @@ import torch
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.speed import prompts_of
+from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter
-from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all, differing_tokens, room_for
+from drafter.heads.checkpoint import new_head
 from drafter.requests import Request, SamplingParams
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 NODES = 16
+_UNTRAINED = ("medusa", "hydra", "eagle3")
 
 
 def drafters(plan: Plan) -> list[str]:
-    """Names of the drafters that every stage tries: those without weights, the plan's, and the embedded base's."""
-    heads = ["medusa", "hydra"] if plan.model == str(EMBEDDED_BASE) else []
-    return ["none", "ngram", "memory", "cacheback", plan.drafter, f"{plan.drafter}+ngram", *heads]
+    """Names of the drafters that every stage tries: those without weights, the plan's, and untrained heads."""
+    return ["none", "ngram", "memory", "cacheback", plan.drafter, f"{plan.drafter}+ngram", *_UNTRAINED]
+
+
+def loaded(name: str, base: BaseModel, nodes: int = NODES) -> Drafter:
+    """Load one of `drafters`. No token and no graph depends on what a head has learnt."""
+    if name not in _UNTRAINED:
+        return load_drafter(name, base, nodes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return new_head(name, base, {}).to(base.dtype).eval().requires_grad_(False).drafter(base, nodes)
 
 
 def cells(plan: Plan) -> list[Key]:
@@ -51,7 +61,7 @@ def prepare(plan: Plan) -> Measure:
             Request(ids, SamplingParams(tokens, temperature=temperature, seed=seed)) for seed, ids in enumerate(prompts)
         ]
         config = room_for(requests, batch, num_draft_tokens=NODES)
-        engine = Engine(base, load_drafter(name, base, NODES), tokenizer, config)
+        engine = Engine(base, loaded(name, base), tokenizer, config)
         return decode_all(engine, requests).outputs
 
     alone = cache(lambda dtype, temperature: decoded(dtype, "none", 1, temperature))

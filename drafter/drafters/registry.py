@@ -9,9 +9,9 @@ import torch
 
 from drafter.drafters.contract import ChoosingDrafter, Drafter, Loading, MergedDrafter, PlainDecoding
 from drafter.drafters.names import candidates, check_name, kind_and_rest, merged_names
-from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
+from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS, embedded_heads
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import HEADS, is_head_of, load_head
+from drafter.heads.checkpoint import is_head_of, load_head
 from drafter.heads.contract import measured_worth
 from drafter.plugins import resolved
 from drafter.target.model import BaseModel
@@ -26,8 +26,6 @@ FAMILIES: dict[str, Callable[[str, Loading], Drafter]] = {
     **resolved("families"),
 }
 """Drafters `KIND:REST`, by kind."""
-SHIPPED = [name for name in HEADS if (EMBEDDED_HEADS / name).is_dir()]
-"""The embedded model's draft heads."""
 HEAD_AND_TEXTS = ("head", "cacheback")
 """Members of `auto` that also draft together."""
 
@@ -59,7 +57,7 @@ def _load(name: str, loading: Loading) -> Drafter:
     if kind in FAMILIES:
         return FAMILIES[kind](rest, loading)
     check_name(name)
-    if name in SHIPPED:
+    if name in embedded_heads():
         name = str(EMBEDDED_HEADS / name)
     head = load_head(name, loading.base)
     drafter = head.drafter(loading.base, loading.nodes)

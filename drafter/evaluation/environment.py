@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def surroundings(device: torch.device, command: str) -> dict[str, Any]:
     """Return the part of the record that does not depend on a target model."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
+        "command": without_folders(command),
         "commit": source_commit(),
         "uncommitted_changes": has_changes(),
         "hardware": {
@@ -48,6 +49,13 @@ def surroundings(device: torch.device, command: str) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
+
+
+def without_folders(text: str) -> str:
+    """Return a text whose paths mean something on other machines: from the working directory, or else below `~`."""
+    for folder, short in ((Path.cwd(), ""), (Path.home(), "~/"), (tempfile.gettempdir(), "~/")):
+        text = re.sub(rf"(?<![\w/.~-]){re.escape(str(folder))}/", short, text)
+    return text
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
-from drafter.embedded import EMBEDDED_HEADS
+from drafter.embedded import EMBEDDED_HEADS, embedded_heads
 from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
@@ -45,7 +45,7 @@ from drafter.evaluation.results import (
     StageSums,
 )
 from drafter.evaluation.verifiers import VerifierFigures
-from drafter.heads.checkpoint import HEADS, load_head
+from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts, per_second, speedup, total
@@ -204,7 +204,7 @@ def head_record(head: DraftHead) -> dict[str, Any]:
 
 def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     """Return the head of that name; None for a drafter that is not a single head."""
-    if name in HEADS:
+    if name in embedded_heads():
         return load_head(EMBEDDED_HEADS / name, base)
     if name == "auto" or name in TRAINING_FREE or kind_and_rest(name)[0] or len(merged_names(name)) > 1:
         return None

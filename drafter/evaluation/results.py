@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter
-
 from drafter.heads.config import Tree
+from drafter.json_fields import from_json
 from drafter.statistics import DecodeCounts, acceptance_by_depth, mean_acceptance_length, mean_rate, speedup, total
 
 RESULTS_FILE = "results.json"
@@ -167,7 +166,9 @@ class Results:
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        return TypeAdapter(cls).validate_json((folder / RESULTS_FILE).read_bytes())
+        """Read what `save` has written; raise `ValueError` for anything else, `OSError` if there is none."""
+        results: Results = from_json(cls, json.loads((folder / RESULTS_FILE).read_bytes()), others=True)
+        return results
 
 
 def comparable(environment: dict[str, Any]) -> dict[str, Any]:

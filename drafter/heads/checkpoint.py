@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,6 +31,7 @@ from drafter.heads.published import (
     refuse_other_base,
 )
 from drafter.hub import hub_file, not_found
+from drafter.json_fields import FieldError, from_json
 from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
@@ -225,20 +225,15 @@ class _HeadFile:
 
 def _read_config(name: str, file: Path) -> _HeadFile:
     try:
-        config = TypeAdapter(_HeadFile).validate_json(file.read_bytes(), strict=True)
-    except OSError as error:
-        raise LoadError(f"draft head {name!r}: {CONFIG_FILE} cannot be read: {first_line(error)}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        match first["type"], first["loc"]:
-            case "json_invalid", _:
-                reason = f"cannot be read: {first['msg']}"
-            case _, ("base_model", _):
-                reason = "does not name its target model and fingerprint"
-            case _:
-                needed = ", ".join(one.name for one in dataclasses.fields(_HeadFile))
-                reason = f"is not a draft head's (which has {needed})"
+        config: _HeadFile = from_json(_HeadFile, json.loads(file.read_bytes()), others=True)
+    except FieldError as error:
+        needed = ", ".join(one.name for one in dataclasses.fields(_HeadFile))
+        reason = f"is not a draft head's (which has {needed})"
+        if error.path[0:1] == ("base_model",) and len(error.path) > 1:
+            reason = "does not name its target model and fingerprint"
         raise LoadError(f"draft head {name!r}: {CONFIG_FILE} {reason}") from error
+    except (OSError, RecursionError, ValueError) as error:
+        raise LoadError(f"draft head {name!r}: {CONFIG_FILE} cannot be read: {first_line(error)}") from error
     if config.format_version != _FORMAT_VERSION:
         raise LoadError(
             f"draft head {name!r} is of format version {config.format_version}; this release reads {_FORMAT_VERSION}"

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
+
 DATA = Path(__file__).resolve().parents[2] / "data" / "gsm8k"
 BASE_END = 5_400
 DISTILL_END = 7_200
@@ -30,9 +32,10 @@ def read_split(name: str) -> list[Problem]:
         name: `base` (train rows 0–5,399), `distill` (train rows 5,400–7,199), `validation` (train rows 7,200–7,472; for
             choosing checkpoints) or `test` (used for neither training nor choosing).
     """
-    file = "test.jsonl" if name == "test" else "train.jsonl"
-    with (DATA / file).open(encoding="utf-8") as lines:
-        problems = [Problem(row["question"], row["answer"]) for row in map(json.loads, lines)]
+    file = "test.jsonl" if name == "test" else "train.jsonl.gz"
+    with pyarrow.input_stream(str(DATA / file)) as text:  # it unpacks what is compressed
+        rows = map(json.loads, text.read().splitlines())
+    problems = [Problem(row["question"], row["answer"]) for row in rows]
     spans = {
         "base": slice(0, BASE_END),
         "distill": slice(BASE_END, DISTILL_END),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import yaml
 
 from drafter.errors import one_line
@@ -101,7 +102,8 @@ def read_prompts(file: PromptFile) -> list[str]:
         InputError: It cannot be read, or a line has no such text.
     """
     try:
-        text = in_repository(file.path).read_text(encoding="utf-8")
+        with pyarrow.input_stream(str(in_repository(file.path))) as packed:  # it unpacks what is compressed
+            text = packed.read().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"prompts.files: {file.path} cannot be read: {one_line(error)}") from error
     prompts: list[str] = []

@@ -80,7 +80,7 @@ def write_prompts(one: Round) -> None:
     """Choose a round's prompts from the questions that the model wrote and from GSM8K's training split."""
     known = [row["prompt"] for number in range(1, one.number) for row in _read(Round(number, one.folder).prompts)]
     questions = choose(generated(one.questions), known + measured_questions())
-    problems = [row["question"] for row in _read(DATA / "gsm8k" / "train.jsonl")][:LAST_PROBLEM]
+    problems = [row["question"] for row in _read(DATA / "gsm8k" / "train.jsonl.gz")][:LAST_PROBLEM]
     problems = problems[(one.number - 1) * PROBLEMS : one.number * PROBLEMS]
     sources = [("magpie", text) for text in questions] + [("gsm8k", text) for text in problems]
     _write(one.prompts, prompt_rows(sources))
@@ -106,8 +106,8 @@ def generated(output: Path) -> list[dict[str, Any]]:
 
 
 def _read(file: Path) -> list[Any]:
-    with file.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    with pyarrow.input_stream(str(file)) as text:  # it unpacks what is compressed
+        return [json.loads(line) for line in text.read().splitlines()]
 
 
 def _write(file: Path, rows: Iterable[dict[str, Any]] | Sequence[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from drafter.text.tokenizers import load_tokenizer
 
 
 def cell(way: str, turn: int, seconds: float, outputs: list[list[int]], beta: float | None = None) -> speed.Cell:
-    return speed.Cell(way, "short", 1, turn, seconds, outputs, beta)
+    return speed.Cell(way, "short", 1, turn, seconds, list(map(len, outputs)), list(map(speed.digest, outputs)), beta)
 
 
 def test_speeds_are_compared_within_a_round() -> None:

@@ -49,14 +49,14 @@ def test_nothing_that_is_measured_becomes_a_prompt(tmp_path: Path) -> None:
 
 
 def test_a_third_of_the_prompts_is_sampled_and_a_file_is_made_once(tmp_path: Path) -> None:
-    config = PromptsConfig(0, [PromptFile("data/gsm8k/train.jsonl", "question", 6)])
+    config = PromptsConfig(0, [PromptFile("data/gsm8k/train.jsonl.gz", "question", 6)])
     write_prompts(config, MEASURED, tmp_path, tmp_path / "prompts.jsonl")
     rows = read(tmp_path / "prompts.jsonl")
     assert [row["sampling"]["temperature"] for row in rows] == [0.0, 0.0, 0.7, 0.0, 0.0, 0.7]
     before = (tmp_path / "prompts.jsonl").stat().st_mtime_ns
     write_prompts(config, MEASURED, tmp_path, tmp_path / "prompts.jsonl")
     assert (tmp_path / "prompts.jsonl").stat().st_mtime_ns == before
-    other = PromptsConfig(0, [PromptFile("data/gsm8k/train.jsonl", "question", 7)])
+    other = PromptsConfig(0, [PromptFile("data/gsm8k/train.jsonl.gz", "question", 7)])
     with pytest.raises(InputError, match="was made with other settings: choose another output"):
         write_prompts(other, MEASURED, tmp_path, tmp_path / "prompts.jsonl")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def test_a_round_repeats_no_earlier_question_and_none_that_is_measured(tmp_path:
 
 
 def test_problems_are_of_the_training_split_each_in_one_round(tmp_path: Path) -> None:
-    train = [row["question"] for row in read(rounds.DATA / "gsm8k" / "train.jsonl")]
+    packed = (rounds.DATA / "gsm8k" / "train.jsonl.gz").read_bytes()
+    train = [json.loads(line)["question"] for line in gzip.decompress(packed).splitlines()]
     taken = []
     for number in (1, 2, 20):
         write_questions(Round(number, tmp_path), {0: "Is it?"})

@@ -1,0 +1,98 @@
+"""Dataclasses made of JSON's values, whose types must match exactly; an integer will do for a float."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from drafter.errors import shown
+
+_WORDS = {
+    int: "a valid integer",
+    float: "a valid number",
+    bool: "a valid boolean",
+    str: "a valid string",
+    NoneType: "null",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+}
+
+
+class FieldError(ValueError):
+    """A value is of another type than its field, or a field is missing or unknown; `path` has the keys to it."""
+
+    def __init__(self, path: tuple[str, ...], reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+def from_json(kind: Any, value: Any, *, others: bool = False, path: tuple[str, ...] = ()) -> Any:
+    """Return `value`, as `json.loads` gives it, as a `kind`: a dataclass, or a type that a field of one can have.
+
+    With `others`, keys that a dataclass does not have are passed over.
+
+    Raises:
+        FieldError: A value has another type, or a key is missing or unknown. The message says which.
+        ValueError: What the dataclass itself refuses.
+    """
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _instance(kind, value, others, path)
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        if not any(type(value) is type(one) and value == one for one in inner):
+            raise _wrong(kind, value, path)
+        return value
+    if origin in (Union, UnionType):
+        for one in inner:
+            try:
+                return from_json(one, value, others=others, path=path)
+            except FieldError:
+                continue
+        raise _wrong(kind, value, path)
+    if origin is float and type(value) is int:
+        return float(value)
+    if type(value) is not (list if origin is tuple else origin):
+        raise _wrong(kind, value, path)
+    if origin is dict and inner:
+        return {key: from_json(inner[1], one, others=others, path=(*path, key)) for key, one in value.items()}
+    if origin in (list, tuple):
+        return origin(from_json(inner[0], one, others=others, path=path) for one in value)
+    return value
+
+
+def _instance(kind: Any, value: Any, others: bool, path: tuple[str, ...]) -> Any:
+    if not isinstance(value, dict):
+        raise _wrong(dict, value, path)
+    hints, known = get_type_hints(kind), {one.name: one for one in fields(kind) if one.init}
+    for key in value.keys() - known.keys() if not others else ():
+        raise FieldError((*path, key), f"unknown configuration key {key!r}; made by a later release?")
+    made = {}
+    for name, one in known.items():
+        if name in value:
+            made[name] = from_json(hints[name], value[name], others=others, path=(*path, name))
+        elif one.default is MISSING and one.default_factory is MISSING:
+            raise FieldError((*path, name), f"configuration key {name!r} is missing")
+    return kind(**made)
+
+
+def _wrong(kind: Any, value: object, path: tuple[str, ...]) -> FieldError:
+    key = path[-1] if path else None
+    return FieldError(path, f"configuration key {key!r} cannot be {shown(value)}: it must be {_words(kind)}")
+
+
+def _words(kind: Any) -> str:
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        return _either(list(map(repr, inner)))
+    if origin in (Union, UnionType):
+        return _either(list(map(_words, inner)))
+    return _WORDS.get(origin, "an object")
+
+
+def _either(names: list[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
