@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+__version__ = "0.1.0"
+
 __all__ = [
     "EngineConfig",
     "EngineError",
@@ -27,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeLM",
     "TokenLogprob",
+    "__version__",
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import drafter  # noqa: F401  before torch, because it decides how torch's threads wait
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import settings
 
 from drafter.target.model import BaseModel
+from tests.support.latencies import give_latencies, measure_latencies
 from tests.support.models import random_model
 
 settings.register_profile("busy", deadline=None)  # on a busy machine an example takes as long as it takes
@@ -55,3 +57,16 @@ def tiny_base() -> BaseModel:
     processor's vectors are, and would ask no module that a test has changed.
     """
     return BaseModel(random_model("llama"), native=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _given_latencies() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        give_latencies(patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _measured_latencies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("measuring") is not None:
+        measure_latencies(monkeypatch)

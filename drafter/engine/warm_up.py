@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 
-from drafter import devices
+from drafter import __version__, devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.contract import Choosing, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
@@ -225,7 +224,7 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
     base, state = step.base, step.state
     return {
         "machine": [processor(), torch.get_num_threads(), str(base.device)],
-        "versions": [torch.__version__, metadata.version("drafter"), source_commit()],
+        "versions": [torch.__version__, __version__, source_commit()],
         "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
         "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
         "verifier": step.verifier.name,

@@ -96,6 +96,7 @@ def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.measuring
 def test_an_engine_measures_its_members_and_chooses() -> None:
     base = BaseModel(random_model("llama"))
     config = EngineConfig(max_num_seqs=2, num_draft_tokens="auto", max_model_len=96)
