@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -22,8 +21,9 @@ from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.engine_thread import EngineThread
 from drafter.engine.sequence import Handle, LearningStart, RowTap
-from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
+from drafter.errors import LoadError, RequestError, shown, unknown_setting
 from drafter.many import (
     Completed,
     Sampling,
@@ -90,11 +90,8 @@ class SpeculativeLM:
             lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, drafter_name=drafter_name)
         )
         self._arguments: dict[str, Any] | None = None
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # at exit Python kills daemon threads; inside a step that crashes
+        self._thread = EngineThread(self.engine)
+        weakref.finalize(self, self._thread.leave)
 
     @classmethod
     def from_pretrained(
@@ -236,8 +233,7 @@ class SpeculativeLM:
         if not isinstance(request, Request):
             raise RequestError(f"submit takes a Request, not {shown(request)}: generate and stream take prompts")
         handle = self.engine.submit(request, stream=stream)
-        with self._wake:
-            self._wake.notify()
+        self._thread.wake()
         return handle
 
     def generate(
@@ -329,31 +325,17 @@ class SpeculativeLM:
         return Completed(self.submit, requests, self.engine.config.max_queue)
 
     def close(self) -> None:
-        """Stop the thread; unfinished requests end with an error. Called automatically at exit."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
-        atexit.unregister(self.close)
+        """Stop the thread; unfinished requests end with an error. Called automatically at exit.
+
+        A model that is no longer used is freed without it, once its requests have ended.
+        """
+        self._thread.close()
 
     def __enter__(self) -> SpeculativeLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._closing or not self.engine.idle)
-                    if self._closing:
-                        break
-                self.engine.step()
-        except Exception as error:  # whatever it is, it must reach the waiting requests
-            self.engine.fail(error)
-        else:
-            self.engine.fail(EngineError("the engine is closed: load the model again"))
 
 
 def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:

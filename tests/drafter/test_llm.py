@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +28,10 @@ from drafter.llm import Prompt
 from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import TokenDelta
-from tests.support.models import random_model
+from drafter.target.model import BaseModel
+from tests.support.models import SpellingTokenizer, random_model
 from tests.support.waiting import PATIENCE, wait_until
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
@@ -204,6 +207,25 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
     lm.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(LoadError, match="belongs to the target model"):
         SpeculativeLM.from_pretrained(tmp_path, drafter="ctc", device="cpu")
+
+
+def test_a_model_that_is_used_no_more_is_freed_once_its_requests_have_ended() -> None:
+    """As when a notebook's cell is run again."""
+    base, before = BaseModel(random_model("llama"), native=False), threading.active_count()
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, num_draft_tokens=3)
+    lm = SpeculativeLM(base, NgramDrafter(3), SpellingTokenizer(), config)
+    handles = [lm.stream([5, 6, 7], max_new_tokens=40, ignore_eos=True) for _ in range(3)]
+    left = weakref.ref(base), weakref.ref(lm), weakref.ref(lm.engine)
+    assert threading.active_count() == before + 1
+    del base, lm
+    assert [len(handle.result(PATIENCE).token_ids) for handle in handles] == [40] * 3
+    del handles
+
+    def freed() -> bool:
+        gc.collect()
+        return [one() for one in left] == [None] * 3 and threading.active_count() == before
+
+    wait_until(freed, "the model to be gone")
 
 
 def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,8 @@ CONTEXT = 8
 NOTHING = -1
 """Missing token, position or block."""
 _BLOCK = 128  # tokens; more than any continuation has
+_OF_ALL = 0
+"""Group of texts that any text may draft from."""
 _ORDERS = (1, 2, 4)
 """Lengths of lookup keys. Short ones occur often, where the newest positions are not the best."""
 _NEWEST = 16  # positions kept per key
@@ -44,7 +46,7 @@ class Text:
     `recent` are its last tokens, at most `CONTEXT`.
     """
 
-    group: int = 0
+    group: int = _OF_ALL
     block: int = NOTHING
     filled: int = 0
     recent: list[int] = field(default_factory=list)
@@ -85,7 +87,8 @@ class SuffixIndex:
         self._previous = np.full(blocks, NOTHING, np.int32)
         self._groups = np.zeros(blocks, np.int64)
         self._uses = np.zeros(blocks, np.int32)
-        self._written = np.zeros(blocks, np.bool_)  # in use by an unfinished text
+        self._written = np.zeros(blocks, np.bool_)  # in use by an unfinished text, or left to the next one
+        self._left: list[tuple[int, int]] = []  # blocks with room behind a finished text, and where it begins
         self._places = np.full((len(_ORDERS), buckets, _NEWEST), NOTHING, np.int32)
         self._ends = np.zeros((len(_ORDERS), buckets), np.int64)
         self._hand = 0
@@ -113,8 +116,11 @@ class SuffixIndex:
             self._enter(np.concatenate(contexts), np.concatenate(groups), np.concatenate(places))
 
     def end(self, text: Text) -> None:
-        """Finish a text, so that its last block can be evicted."""
-        if text.block != NOTHING:
+        """Finish a text, so that another one of all can go on in its last block, or else this can be evicted."""
+        room = text.filled + 1  # one place stays empty between two texts
+        if text.block != NOTHING and text.group == _OF_ALL and room < _BLOCK:
+            self._left.append((text.block, room))
+        elif text.block != NOTHING:
             self._written[text.block] = False
         text.block, text.filled, text.recent = NOTHING, 0, []
 
@@ -125,7 +131,9 @@ class SuffixIndex:
     def _write(self, text: Text, new: Tokens) -> Places:
         places = []
         while len(new):
-            if text.block == NOTHING or text.filled == _BLOCK:
+            if text.block == NOTHING and text.group == _OF_ALL and self._left:
+                text.block, text.filled = self._left.pop()
+            elif text.block == NOTHING or text.filled == _BLOCK:
                 self._turn_over(text)
             start = text.block * _BLOCK + text.filled
             count = min(len(new), _BLOCK - text.filled)

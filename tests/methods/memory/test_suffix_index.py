@@ -51,6 +51,18 @@ def test_texts_of_other_groups_are_not_found() -> None:
     assert index.look_up([same], depth=2, most=4).paths[0, 0].tolist() == [3, 4]
 
 
+def test_short_texts_share_blocks_and_stay_apart() -> None:
+    index = SuffixIndex(8 * 128, writers=2)
+    count = 8 * (128 // 11)  # ten tokens, and a place between two texts
+    for number in range(0, count, 2):
+        for text in written(index, *([100 * one + place for place in range(10)] for one in (number, number + 1))):
+            index.end(text)
+    assert index.filled == 10 * count
+    tails = written(index, *([100 * one + 7, 100 * one + 8] for one in (0, count - 1)))
+    paths = index.look_up(tails, depth=3, most=1).paths[:, 0]
+    assert paths.tolist() == [[9, NOTHING, NOTHING], [100 * (count - 1) + 9, NOTHING, NOTHING]]
+
+
 def test_what_was_of_use_stays_longer() -> None:
     index = SuffixIndex(4 * 128)
     for start in (1000, 2000):
@@ -98,18 +110,23 @@ def naive(texts: list[list[int]], tail: list[int], depth: int) -> tuple[int, set
 @settings(max_examples=100)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=60), min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=60), max_size=6),
     st.lists(st.integers(1, 40), min_size=1, max_size=6),
     st.integers(1, 6),
 )
-def test_a_search_through_all_texts_finds_the_same(texts: list[list[int]], cuts: list[int], depth: int) -> None:
+def test_a_search_through_all_texts_finds_the_same(
+    texts: list[list[int]], ended: list[list[int]], cuts: list[int], depth: int
+) -> None:
     index = SuffixIndex(50_000, writers=len(texts))
+    for one in ended:
+        index.end(*written(index, one))
     found = [Text() for _ in texts]
     pieces = np.cumsum([0, *cuts, 60])
     for start, stop in pairwise(pieces.tolist()):  # piece by piece, in turns
         index.append(found, [text[start:stop] for text in texts])
     result = index.look_up(found, depth, most=32)
     for row, text in enumerate(texts):
-        length, paths = naive(texts, text, depth)
+        length, paths = naive([*ended, *texts], text, depth)
         best = int(result.lengths[row].max())
         ours = {
             tuple(token for token in path.tolist() if token != NOTHING)
@@ -117,7 +134,7 @@ def test_a_search_through_all_texts_finds_the_same(texts: list[list[int]], cuts:
             if some == best > 0
         }
         # Of tokens that are very frequent the newest places alone are known.
-        assert best == length or (best < length and sum(map(len, texts)) > 32)
+        assert best == length or (best < length and sum(map(len, [*ended, *texts])) > 32)
         if best == length:
             assert ours <= paths
             assert bool(ours) == bool(paths)
