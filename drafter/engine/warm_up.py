@@ -162,8 +162,8 @@ _DRAFT_RUNS = 2
 """Timed runs of a draft: the first run includes one-time work."""
 _SAMPLE_ROUNDS = 3
 """Times that each of two steps is sampled. The least time counts."""
-_MOST = 1.5
-"""Change of a step's time, either way, up to which latencies that were measured before are corrected by it."""
+_FASTER = 1.5
+"""A machine that is so many times as fast as when latencies were measured was busy then, and measures them again."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
 """Tokens of a probed text that the target model generates itself, and number of different texts."""
 
@@ -212,9 +212,10 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
     if (kept := load_costs(subject)) is not None:
         table, then = kept
         # A machine that others share is faster at one time than at another, and its memory more so than its processor.
-        changes = [now / before for now, before in zip(_samples(step), then, strict=True)]
-        if all(1 / _MOST < change < _MOST for change in changes):
-            return table.changed(*changes)
+        # While it is slow, whatever is measured is of the others, too: what is known from a better time is corrected.
+        plain, full = (now / before for now, before in zip(_samples(step), then, strict=True))
+        if min(plain, full) > 1 / _FASTER:
+            return table.changed(plain, full)
     table = measure_steps(step, graphs)
     save_costs(subject, table, _samples(step))
     return table

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +70,61 @@ def test_a_cache_that_cannot_be_written_to_costs_nothing_but_time(cache: Path) -
     assert load_costs(SUBJECT) is None
 
 
-def test_a_second_start_measures_nothing_unless_steps_take_another_time(
-    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = []
+@dataclass
+class Machine:
+    """Its clock is virtual: plain steps of one row and those of the largest tree take what they are said to."""
 
-    def measure(*_: Any) -> LatencyTable:
-        measured.append(1)
-        return table
+    seconds: tuple[float, float]
+    measured: int = 0
 
-    seconds = [0.125, 0.25]
+    def timed(self, device: object, work: Any) -> tuple[None, float]:
+        return None, self.seconds[work.args[2] > 0]
 
-    def start(name: str | None = "ngram", slots: int = 4) -> LatencyTable:
-        state = BatchState(tiny_base, NgramDrafter(6), slots, 96, StageTimes())
-        return step_costs(DeviceStep(tiny_base, ExactVerifier(), state, packs=False), None, name)
+    def measure(self, *_: Any) -> LatencyTable:
+        self.measured += 1
+        return replace(TABLE, verify=np.array(self.seconds) * [[1.0], [2.0]])
 
-    table = TABLE
-    monkeypatch.setattr(warm_up, "measure_steps", measure)
-    monkeypatch.setattr(warm_up, "_SAMPLE_ROUNDS", 1)
-    monkeypatch.setattr(warm_up, "_least_seconds", lambda *_: seconds.pop(0))
-    assert_equal(start(), TABLE)
-    seconds = [0.09375, 0.3125]
-    assert_equal(start(), TABLE.changed(0.75, 1.25))
-    assert (len(measured), seconds) == (1, [])
-    # Draft tokens take twice as long now.
-    seconds, table = [0.125, 0.5, 0.125, 0.5], replace(TABLE, length=40)
-    assert_equal(start(), table)
-    seconds = [0.125, 0.5]
-    assert_equal(start(), table)
-    assert len(measured) == 2
-    seconds = [0.125, 0.25] * 2
-    start(slots=5)
-    start("ngram+memory")
-    start(None)
-    assert len(measured) == 5
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(SAMPLES)
+    monkeypatch.setattr(warm_up, "measure_steps", made.measure)
+    monkeypatch.setattr("drafter.devices.timed", made.timed)
+    return made
+
+
+def start(base: BaseModel, name: str | None = "ngram", slots: int = 4) -> LatencyTable:
+    state = BatchState(base, NgramDrafter(6), slots, 96, StageTimes())
+    return step_costs(DeviceStep(base, ExactVerifier(), state, packs=False), None, name)
+
+
+def test_a_second_start_measures_nothing(tiny_base: BaseModel, machine: Machine) -> None:
+    first = start(tiny_base)
+    assert_equal(start(tiny_base), first)
+    assert machine.measured == 1
+    start(tiny_base, slots=5)
+    start(tiny_base, "ngram+memory")
+    start(tiny_base, None)
+    assert machine.measured == 4
+
+
+def test_starts_beside_load_correct_what_was_measured_without(tiny_base: BaseModel, machine: Machine) -> None:
+    first = start(tiny_base, slots=256)
+    for plain, full in [(1.25, 1.0), (1.0, 2.5), (6.0, 3.0), (0.75, 0.75), (2.0, 0.75)]:
+        machine.seconds = SAMPLES[0] * plain, SAMPLES[1] * full
+        found = start(tiny_base, slots=256)
+        np.testing.assert_allclose(found.verify[0], machine.seconds)
+        np.testing.assert_allclose(found.verify[1, -1], 2 * machine.seconds[1])
+        assert_equal(replace(found, verify=first.verify), first)
+    assert machine.measured == 1
+
+
+def test_what_was_measured_beside_load_is_measured_again_without(tiny_base: BaseModel, machine: Machine) -> None:
+    machine.seconds = 3 * SAMPLES[0], 3 * SAMPLES[1]
+    start(tiny_base)
+    machine.seconds = SAMPLES
+    assert_equal(start(tiny_base), machine.measure())
+    machine.measured = 0
+    machine.seconds = 3 * SAMPLES[0], 3 * SAMPLES[1]
+    start(tiny_base)
+    assert machine.measured == 0
