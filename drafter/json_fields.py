@@ -55,7 +55,8 @@ def from_json(kind: Any, value: Any, *, others: bool = False, path: tuple[str, .
         raise _wrong(kind, value, path)
     if origin is float and type(value) is int:
         return float(value)
-    if type(value) is not (list if origin is tuple else origin):
+    of_json: type = list if origin is tuple else origin
+    if type(value) is not of_json:
         raise _wrong(kind, value, path)
     if origin is dict and inner:
         return {key: from_json(inner[1], one, others=others, path=(*path, key)) for key, one in value.items()}
