@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,7 +17,6 @@ _WORDS = {
     NoneType: "null",
     list: "a list",
     tuple: "a list",
-    dict: "an object",
 }
 
 
@@ -37,32 +37,27 @@ def from_json(kind: Any, value: Any, *, others: bool = False, path: tuple[str, .
         FieldError: A value has another type, or a key is missing or unknown. The message says which.
         ValueError: What the dataclass itself refuses.
     """
+    origin, inner = get_origin(kind) or kind, get_args(kind)
     if kind is Any:
         return value
     if is_dataclass(kind):
         return _instance(kind, value, others, path)
-    origin, inner = get_origin(kind) or kind, get_args(kind)
-    if origin is Literal:
-        if not any(type(value) is type(one) and value == one for one in inner):
-            raise _wrong(kind, value, path)
-        return value
     if origin in (Union, UnionType):
         for one in inner:
-            try:
+            with suppress(FieldError):
                 return from_json(one, value, others=others, path=path)
-            except FieldError:
-                continue
-        raise _wrong(kind, value, path)
-    if origin is float and type(value) is int:
+    elif origin is Literal:
+        if any(type(value) is type(one) and value == one for one in inner):
+            return value
+    elif origin is float and type(value) is int:
         return float(value)
-    of_json: type = list if origin is tuple else origin
-    if type(value) is not of_json:
-        raise _wrong(kind, value, path)
-    if origin is dict and inner:
+    elif inner and origin is dict and isinstance(value, dict):
         return {key: from_json(inner[1], one, others=others, path=(*path, key)) for key, one in value.items()}
-    if origin in (list, tuple):
+    elif inner and origin in (list, tuple) and isinstance(value, list):
         return origin(from_json(inner[0], one, others=others, path=path) for one in value)
-    return value
+    elif origin is type(value):
+        return value
+    raise _wrong(kind, value, path)
 
 
 def _instance(kind: Any, value: Any, others: bool, path: tuple[str, ...]) -> Any:
@@ -86,14 +81,8 @@ def _wrong(kind: Any, value: object, path: tuple[str, ...]) -> FieldError:
 
 
 def _words(kind: Any) -> str:
-    origin, inner = get_origin(kind) or kind, get_args(kind)
-    if origin is Literal:
-        return _either(list(map(repr, inner)))
-    if origin in (Union, UnionType):
-        return _either(list(map(_words, inner)))
-    return _WORDS.get(origin, "an object")
-
-
-def _either(names: list[str]) -> str:
-    *most, last = names
+    origin = get_origin(kind) or kind
+    if origin not in (Literal, Union, UnionType):
+        return _WORDS.get(origin, "an object")
+    *most, last = map(repr if origin is Literal else _words, get_args(kind))
     return f"{', '.join(most)} or {last}" if most else last

@@ -66,7 +66,18 @@ def test_both_kits_run_with_torch_and_transformers_alone(python: Path, tmp_path:
     for name in ("ray", "pydantic", "pyarrow"):
         assert subprocess.run([python, "-c", f"import {name}"], env=quiet, capture_output=True).returncode == 1
     for kit, stages in KITS.items():
-        command: list[str | Path] = [python, "-m", "benchmarks.gpu", "--kit", kit, "--tiny", "--minutes", "60", "--output", output]
+        command: list[str | Path] = [
+            python,
+            "-m",
+            "benchmarks.gpu",
+            "--kit",
+            kit,
+            "--tiny",
+            "--minutes",
+            "60",
+            "--output",
+            output,
+        ]
         done = subprocess.run(command, cwd=tree, env=quiet, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         for stage in stages:
