@@ -10,6 +10,7 @@ from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.speed import prompts_of
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all, differing_tokens, room_for
 from drafter.heads.checkpoint import new_head
@@ -23,8 +24,9 @@ _UNTRAINED = ("medusa", "hydra", "eagle3")
 
 
 def drafters(plan: Plan) -> list[str]:
-    """Names of the drafters that every stage tries: those without weights, the plan's, and untrained heads."""
-    return ["none", "ngram", "memory", "cacheback", plan.drafter, f"{plan.drafter}+ngram", *_UNTRAINED]
+    """Names of the drafters that every stage tries: those without weights, the plan's, and heads of the embedded base."""
+    heads = _UNTRAINED if plan.model == str(EMBEDDED_BASE) else ()
+    return ["none", "ngram", "memory", "cacheback", plan.drafter, f"{plan.drafter}+ngram", *heads]
 
 
 def loaded(name: str, base: BaseModel, nodes: int = NODES) -> Drafter:
