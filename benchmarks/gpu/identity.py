@@ -24,7 +24,7 @@ _UNTRAINED = ("medusa", "hydra", "eagle3")
 
 
 def drafters(plan: Plan) -> list[str]:
-    """Names of the drafters that every stage tries: those without weights, the plan's, and heads of the embedded base."""
+    """Names of the drafters that every stage tries: those without weights, the plan's, and untrained heads."""
     heads = _UNTRAINED if plan.model == str(EMBEDDED_BASE) else ()
     return ["none", "ngram", "memory", "cacheback", plan.drafter, f"{plan.drafter}+ngram", *heads]
 
