@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, shown
 from drafter.hub import hub_file
 from drafter.plugins import resolved
-from drafter.target.architecture import transformers_loading
-from drafter.target.loading import INDEX, WEIGHTS, read_weight_map
 from drafter.target.model import BaseModel
+from drafter.target.weights import INDEX, WEIGHTS, read_weight_map, skeleton
 
 Json = Mapping[str, Any]
 Weights = dict[str, Tensor]
@@ -157,10 +154,9 @@ def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: M
 
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
     """Read a target model's token embeddings `[V, d]` without the rest of it; None if its files lack them."""
-    with transformers_loading(), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    wanted = skeleton.get_input_embeddings().weight
-    name = next((name for name, one in skeleton.named_parameters() if one is wanted), None)
+    empty = skeleton(config, trust_remote_code=trust_remote_code)
+    wanted = empty.get_input_embeddings().weight
+    name = next((name for name, one in empty.named_parameters() if one is wanted), None)
     index = _file(model, INDEX)
     shard = WEIGHTS if index is None else read_weight_map(model, index).get(name or "")
     file = None if shard is None else _file(model, shard)
