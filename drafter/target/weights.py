@@ -214,7 +214,7 @@ def _bytes(size: int) -> str:
 
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 _LORA = re.compile(r"lora_|\.base_layer\.|modules_to_save|\.adapter")
-_OTHER_HEAD = re.compile(r"^(score|classifier|classification_head|qa_outputs|reward_head|value_head)\b")
+_OTHER_HEAD = re.compile(r"^(score|classifier|classification_head|qa_outputs|reward_head)\b")
 _QUANTISED = re.compile(r"scale|qweight|qzeros|absmax|quant_|packed|\.SCB$")
 _WEIGHT = re.compile(r"(^|\.)(weight|qweight|weight_packed)$")
 _BUFFERS = re.compile(
@@ -243,9 +243,8 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
     if quantised:  # what else a scheme keeps beside the weights, and where, only its own code knows
         missing = [key for key in missing if _WEIGHT.search(key)]
     if missing:
-        raise LoadError(
-            f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {_why_missing(model, missing, others)}"
-        )
+        why = _why_missing(model, missing, others)
+        raise LoadError(f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {why}")
     if wrong := [(key, why) for key in others if (why := _why_wrong(model, key, quantised=quantised))]:
         raise LoadError(f"model {name!r}: its files have {wrong[0][0]}{_and_more(wrong)}: {wrong[0][1]}")
 
@@ -256,23 +255,23 @@ def _and_more(some: Collection[Any]) -> str:
 
 def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
     if any(map(_LORA.search, others)):
-        return "they are those of a LoRA adapter that is not merged; merge_and_unload it, and save_pretrained"
+        return "the weights have a LoRA adapter that is not merged; merge_and_unload it, and save_pretrained"
     for key in missing:
         for other in others:
             if other.endswith(f".{key}"):
                 return (
-                    f"their names begin with {other.removesuffix(key)!r}, as torch.compile and wrappers of a training "
+                    f"all names begin with {other.removesuffix(key)!r}, as torch.compile and wrappers for training "
                     "name them; save the model itself, not its wrapper, or rename the tensors"
                 )
             if key.endswith(f".{other}"):
-                return f"their names lack {key.removesuffix(other)!r} at the beginning; rename the tensors"
+                return f"the names lack {key.removesuffix(other)!r} at the beginning; rename the tensors"
     if heads := [other for other in others if _OTHER_HEAD.search(other)]:
-        return f"they are those of a classifier or a reward model ({heads[0]}), which writes no text"
+        return f"it is a classifier or a reward model ({heads[0]}), which writes no text"
     head = model.get_output_embeddings()
     if all(model.get_submodule(key.rpartition(".")[0]) is head for key in missing):
-        return "they are those of a model without its LM head, as embedding models are; take the whole language model"
+        return "it is a model without its LM head, as embedding models are; take the whole language model"
     found = f", and have {others[0]}{_and_more(others)} instead" if others else ""
-    return f"they are incomplete{found}, or config.json is of another model; download or save the model again"
+    return f"they are not complete{found}, or config.json is of another model; download or save the model again"
 
 
 def _why_wrong(model: Any, key: str, *, quantised: bool) -> str | None:
