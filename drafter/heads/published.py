@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,14 @@ def group(name: str, config: Json, key: str) -> Json:
     return value
 
 
-def refuse_missing(name: str, needed: Sequence[str], tensors: Weights) -> None:
-    """Raise `LoadError` for the first of the `needed` names that the tensors lack."""
+def refuse_unfit(name: str, needed: Sequence[str], tensors: Weights, unread: Collection[str] = ()) -> None:
+    """Raise `LoadError` for the first `needed` name that is not there, or tensor that is not needed nor `unread`."""
     if missing := [one for one in needed if one not in tensors]:
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from its weights")
+    if unknown := sorted(set(tensors) - {*needed, *unread}):
+        raise LoadError(
+            f"draft head {name!r} has a tensor {unknown[0]!r}, which no head of its kind that can be run has"
+        )
 
 
 def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: Mapping[str, int]) -> None:

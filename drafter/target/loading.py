@@ -26,6 +26,7 @@ from drafter.target.weights import (
     refuse_too_large,
     refuse_unfit,
     weight_files,
+    what_else,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,19 +59,8 @@ def load_base(
     name = os.path.expanduser(name_or_path)
     target = pick_device(device)
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
-    try:
-        refuse_adapter(name)
-        refuse_endless_lists(name, PreTrainedConfig.get_config_dict(name, **kwargs)[0])
-        config = AutoConfig.from_pretrained(name, **kwargs)
-        refuse_unsupported(name, config)
-    except LoadError:
-        raise
-    except Exception as error:  # transformers, the hub's client and remote code have errors of their own
-        if Path(name).exists():
-            reason = one_line(error, 300)
-        else:
-            reason = "there is no such folder" if name.startswith(("/", ".")) else not_found(error)
-        raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    refuse_unsupported(name, config)
     if files := weight_files(name, config):
         refuse_too_large(name, config, files, trust_remote_code=trust_remote_code)
     kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True, "output_loading_info": True}
@@ -99,6 +89,26 @@ def load_base(
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         model.generation_config = GenerationConfig(**tokens)
     return BaseModel(model, name)
+
+
+def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model, given by hub id or folder, or raise `LoadError`."""
+    name = os.path.expanduser(name_or_path)
+    folder, kwargs = Path(name), {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
+    refuse_adapter(name)
+    try:
+        refuse_endless_lists(name, PreTrainedConfig.get_config_dict(name, **kwargs)[0])
+        return AutoConfig.from_pretrained(name, **kwargs)
+    except LoadError:
+        raise
+    except Exception as error:  # transformers, the hub's client and remote code have errors of their own
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            reason = f"it has no config.json{what_else(folder)}"
+        elif folder.exists():
+            reason = one_line(error, 300) if folder.is_dir() else "it is a file"
+        else:
+            reason = "there is no such folder" if name.startswith(("/", ".")) else not_found(error)
+        raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
 
 
 @contextmanager

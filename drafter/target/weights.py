@@ -53,7 +53,7 @@ def weight_files(name: str, config: Any) -> list[Path]:
         if absent == [first]:
             if not local:  # the hub may convert pickled weights
                 return []
-            raise LoadError(f"model {name!r} has no {named or WEIGHTS}{_what_else(folder)}")
+            raise LoadError(f"model {name!r} has no {named or WEIGHTS}{what_else(folder)}")
         raise LoadError(
             f"model {name!r}: {absent[0]}{_and_more(absent)} of {len(files)} weight files is missing, which {first} "
             "names: download the model again"
@@ -69,8 +69,10 @@ def _fetched(name: str, files: list[str]) -> Path | None:
         return None  # loading the model reports the error
 
 
-def _what_else(folder: Path) -> str:
-    """Return what to do with the weights that a folder has instead of safetensors, as the end of a sentence."""
+def what_else(folder: Path) -> str:
+    """Return what to do with the weights that a folder has instead of a model's, as the end of a sentence."""
+    if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
+        return ""
     for pattern, advice in {
         "*.gguf": "GGUF files are not read: load it by transformers with gguf_file, and save_pretrained",
         "*.bin": "pickled weights are never loaded: load it by transformers, and save_pretrained",
@@ -79,7 +81,7 @@ def _what_else(folder: Path) -> str:
     }.items():
         if found := sorted(folder.glob(pattern)):
             return f", but {found[0].name}; {advice}"
-    return " and no other weights: download the model again, or save it with save_pretrained"
+    return " and no weights: download the model again, or save it with save_pretrained"
 
 
 def read_weight_map(name: str, index: Path) -> dict[str, str]:
@@ -271,7 +273,7 @@ def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
     if all(model.get_submodule(key.rpartition(".")[0]) is head for key in missing):
         return "it is a model without its LM head, as embedding models are; take the whole language model"
     found = f", and have {others[0]}{_and_more(others)} instead" if others else ""
-    return f"they are not complete{found}, or config.json is of another model; download or save the model again"
+    return f"the weights are not complete{found}, or config.json is of another model; download or save the model again"
 
 
 def _why_wrong(model: Any, key: str, *, quantised: bool) -> str | None:
