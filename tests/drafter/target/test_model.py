@@ -52,7 +52,7 @@ def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
         ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "openai-gpt has no KV cache"),
         (
             "lfm2",
-            {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50, "layer_types": ["conv", "full_attention"]},
             "lfm2 has conv layers; the engine",
         ),
     ],
@@ -97,7 +97,7 @@ def test_windows_and_rows_that_a_model_does_not_keep_apart_are_found(
 def test_a_model_whose_masks_end_where_draft_trees_go_on_is_found(positions: int) -> None:
     """Its windows are not shorter than its positions; a second proof, or one on a small copy, goes to the last."""
     sizes = {"num_layers": 2, "num_heads": 4, "window_size": positions, "max_position_embeddings": positions}
-    with pytest.raises(LoadError, match="gpt_neo does not run .* so it is at its last positions, past which draft"):
+    with pytest.raises(LoadError, match=r"gpt_neo does not run .* so it is at its last positions, past which draft"):
         BaseModel(build("gpt_neo", **_SMALL | sizes, attention_types=[[["global", "local"], 1]]))
 
 
@@ -114,6 +114,7 @@ def test_logits_of_minus_infinity_are_no_other_logits() -> None:
     model = build("phi", **_SMALL, intermediate_size=48, num_hidden_layers=2)
     with torch.no_grad():
         model.lm_head.bias[40:] = -torch.inf
+    model.generation_config.eos_token_id = None
     base = BaseModel(model)
     prompt, request = [5, 6, 7], Request([5, 6, 7], SamplingParams(12, ignore_eos=True))
     expected = generate_reference(model, prompt, 12)
