@@ -175,7 +175,8 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
     """
     tensors = sum(_count_tensors(name, file) for file in files)
     held = sum(file.stat().st_size for file in files)
-    most = held * (_PACKED if getattr(config, "quantization_config", None) else 1) + _UNWRITTEN
+    packed = any(getattr(config, scheme, None) for scheme in ("quantization_config", "compression_config"))
+    most = held * (_PACKED if packed else 1) + _UNWRITTEN
     try:
         with AtMost(tensors):
             model = skeleton(config, trust_remote_code=trust_remote_code)

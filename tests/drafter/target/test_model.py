@@ -24,6 +24,9 @@ def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
     return auto.from_config(AutoConfig.for_model(family, **fields))
 
 
+_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
@@ -52,7 +55,7 @@ def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
         ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "openai-gpt has no KV cache"),
         (
             "lfm2",
-            {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50, "layer_types": ["conv", "full_attention"]},
+            _SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
             "lfm2 has conv layers; the engine",
         ),
     ],
@@ -60,9 +63,6 @@ def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
 def test_unsuitable_architectures_are_refused_by_name(family: str, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
         BaseModel(build(family, **fields))
-
-
-_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,19 @@ def test_a_model_whose_masks_end_where_draft_trees_go_on_is_found(positions: int
     sizes = {"num_layers": 2, "num_heads": 4, "window_size": positions, "max_position_embeddings": positions}
     with pytest.raises(LoadError, match=r"gpt_neo does not run .* so it is at its last positions, past which draft"):
         BaseModel(build("gpt_neo", **_SMALL | sizes, attention_types=[[["global", "local"], 1]]))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_draft_trees_go_past_the_last_position_and_texts_end_there(family: str) -> None:
+    model = random_model(family)
+    model.generation_config.eos_token_id = None
+    base = BaseModel(model)
+    prompts = [list(range(3, 94)) + [5] * 29, [7, 8, 9]]
+    room = [base.max_positions - len(prompt) for prompt in prompts]
+    expected = [generate_reference(model, prompt, new) for prompt, new in zip(prompts, room, strict=True)]
+    requests = [Request(one, SamplingParams(new, ignore_eos=True)) for one, new in zip(prompts, room, strict=True)]
+    drafter = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
+    assert [one.token_ids for one in run_engine(base, drafter, requests, num_draft_tokens=10)] == expected
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5])

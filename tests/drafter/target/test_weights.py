@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from drafter.errors import LoadError
 from drafter.target.loading import load_base
-from drafter.target.weights import AtMost, skeleton
+from drafter.target.weights import AtMost, skeleton, weight_files
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 _SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1}
@@ -176,6 +176,22 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in lost}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert f"have no {min(lost)} (and {len(lost) - 1} more)" in refusal(folder)
+
+
+def test_a_shard_that_the_hubs_cache_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("drafter.target.weights.hub_answers", lambda: False)
+    (repository := tmp_path / "models--org--name").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    folder = saved(repository / "snapshots" / ("a" * 40), shard="20KB")
+    config = AutoConfig.from_pretrained(folder)
+    files = weight_files("org/name", config)
+    assert [file.parent for file in files] == [folder] * len(files)
+    files[2].unlink()
+    with pytest.raises(LoadError, match=rf"model 'org/name': {files[2].name} of {len(files)} weight files is missing"):
+        weight_files("org/name", config)
+    assert weight_files("org/another", config) == []  # loading it says why there is nothing
 
 
 def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
