@@ -68,9 +68,13 @@ def run_plainly(
         counting = base.device.type == "meta"  # where sizes are counted, without numbers
         if not counting and not all(_sound(some).all() for some in logits):  # such tokens prove nothing
             alone = base.model(input_ids=ids[:, None]).logits
-            if (sound := ids[_sound(alone)[:, 0]]).numel():
-                texts = list(sound.repeat(len(ids))[: len(ids)].split(lengths))
-                logits, layers = _logits_and_layers(base, texts)
+            if not (sound := ids[_sound(alone)[:, 0]]).numel():
+                raise LoadError(
+                    f"{base.name}: its logits after any token are NaN or infinite in {str(base.dtype)[6:]}: its weights "
+                    "are damaged, or need another dtype, such as float32"
+                )
+            texts = list(sound.repeat(len(ids))[: len(ids)].split(lengths))
+            logits, layers = _logits_and_layers(base, texts)
     except LoadError:
         raise
     except _MODEL_ERRORS as error:

@@ -31,6 +31,18 @@ _UNWRITTEN = 1 << 26  # elements that a model may have without a file that holds
 _PACKED = 8  # most elements that a quantised checkpoint packs into a byte
 
 
+_INSTEAD = {
+    "*.gguf": "GGUF files are not read: load it by transformers with gguf_file, and save_pretrained",
+    "pytorch_model*.bin": "pickled weights are never loaded: load it by transformers, and save_pretrained",
+    "*.pth": "pickled weights are never loaded: take the published model with safetensors",
+    "*.safetensors": f"rename it to {WEIGHTS} if it holds all of the weights under transformers' names",
+    "**/*.distcp": "it is a part of a training's state: merge it by `accelerate merge-weights`",
+    "checkpoint-*": "give the folder of one checkpoint",
+    "snapshots/*": "give that folder",
+}
+"""What folders have instead of a model's weights, and what to do with it."""
+
+
 def weight_files(name: str, config: Any) -> list[Path]:
     """Return a model's weight files, downloaded if need be; none for a repository whose files only the hub knows.
 
@@ -73,12 +85,7 @@ def what_else(folder: Path) -> str:
     """Return what to do with the weights that a folder has instead of a model's, as the end of a sentence."""
     if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
         return ""
-    for pattern, advice in {
-        "*.gguf": "GGUF files are not read: load it by transformers with gguf_file, and save_pretrained",
-        "*.bin": "pickled weights are never loaded: load it by transformers, and save_pretrained",
-        "*.pt*": "pickled weights are never loaded: load it by transformers, and save_pretrained",
-        "*.safetensors": f"rename it to {WEIGHTS} if it holds all of the weights under transformers' names",
-    }.items():
+    for pattern, advice in _INSTEAD.items():
         if found := sorted(folder.glob(pattern)):
             return f", but {found[0].name}; {advice}"
     return " and no weights: download the model again, or save it with save_pretrained"
@@ -219,6 +226,10 @@ _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 _LORA = re.compile(r"lora_|\.base_layer\.|modules_to_save|\.adapter")
 _OTHER_HEAD = re.compile(r"^(score|classifier|classification_head|qa_outputs|reward_head)\b")
 _QUANTISED = re.compile(r"scale|qweight|qzeros|absmax|quant_|packed|\.SCB$")
+_NO_SCHEME = (
+    "the weights are quantised, and config.json has no quantization_config that transformers knows; take that of the "
+    "published model"
+)
 _WEIGHT = re.compile(r"(^|\.)(weight|qweight|weight_packed)$")
 _BUFFERS = re.compile(
     r"inv_freq$|masked_bias$|attn\.bias$|attention\.bias$|causal_mask$|position_ids$|[kv]_scale$|output_scale$"
@@ -268,11 +279,16 @@ def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
                 )
             if key.endswith(f".{other}"):
                 return f"the names lack {key.removesuffix(other)!r} at the beginning; rename the tensors"
+    if any(map(_QUANTISED.search, others)):
+        return _NO_SCHEME
     if heads := [other for other in others if _OTHER_HEAD.search(other)]:
         return f"it is a classifier or a reward model ({heads[0]}), which writes no text"
     head = model.get_output_embeddings()
     if all(model.get_submodule(key.rpartition(".")[0]) is head for key in missing):
-        return "it is a model without its LM head, as embedding models are; take the whole language model"
+        return (
+            "it is a model without its LM head, as embedding models are; take the whole language model, or let "
+            "config.json say tie_word_embeddings = true if the embeddings are its head"
+        )
     found = f", and have {others[0]}{_and_more(others)} instead" if others else ""
     return f"the weights are not complete{found}, or config.json is of another model; download or save the model again"
 
@@ -296,5 +312,5 @@ def _why_wrong(model: Any, key: str, *, quantised: bool) -> str | None:
     elif not any(True for _ in modules.get(key.rpartition(".")[0], nn.Module()).parameters(recurse=False)):
         return None
     if _QUANTISED.search(key):
-        return "they are quantised, and config.json has no quantization_config; take that of the published model"
+        return _NO_SCHEME
     return f"{model.config.model_type} has no such weights; config.json is of another model, or was changed"

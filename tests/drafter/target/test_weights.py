@@ -83,7 +83,12 @@ def and_also(*names: str) -> Change:
         (and_also(f"{_QUERY}.bias"), f"have {_QUERY}.bias: llama has no such weights"),
         (and_also("lm_head.bias"), "have lm_head.bias: llama has no such weights"),
         (and_also("model.layers.2.mlp.up_proj.weight"), r"model.layers.2.*config.json asks for 2 layers alone"),
-        (and_also(f"{_UP}.weight_scale_inv"), f"{_UP}.weight_scale_inv: they are quantised, and config.json has no"),
+        (and_also(f"{_UP}.weight_scale_inv"), f"{_UP}.weight_scale_inv: the weights are quantised, and config.json"),
+        (
+            lambda tensors: without(f"{_UP}.weight")(and_also(f"{_UP}.qweight")(tensors)),
+            f"have no {_UP}.weight: the weights are quantised, and config.json has no quantization_config",
+        ),
+        (lambda tensors: {name: torch.full_like(one, torch.nan) for name, one in tensors.items()}, "NaN or infinite"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Change, words: str) -> None:
@@ -202,7 +207,8 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
         "model-Q4_K_M.gguf": "but model-Q4_K_M.gguf; GGUF files are not read",
         "pytorch_model.bin": "but pytorch_model.bin; pickled weights are never loaded",
         "model.fp16.safetensors": "but model.fp16.safetensors; rename it to model.safetensors",
-        "nothing": "has no model.safetensors and no weights",
+        "model-00001.distcp": "but model-00001.distcp; it is a part of a training's state",
+        "training_args.bin": "has no model.safetensors and no weights",
     }.items():
         weights.rename(folder / name)
         assert words in refusal(folder)
@@ -214,6 +220,8 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
     weights.rename(folder / "model-Q4_K_M.gguf")
     (folder / "config.json").unlink()
     assert "it has no config.json, but model-Q4_K_M.gguf; GGUF files are not read" in refusal(folder)
+    (tmp_path / "training" / "checkpoint-500").mkdir(parents=True)
+    assert "no config.json, but checkpoint-500; give the folder of one checkpoint" in refusal(tmp_path / "training")
     assert "it is a file (give a folder" in refusal(folder / "model-Q4_K_M.gguf")
 
 
