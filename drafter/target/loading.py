@@ -80,7 +80,10 @@ def load_base(
     except LoadError:
         raise
     except (*STRANGE, ImportError) as error:
-        raise LoadError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+        reason = first_line(error)
+        if "conversion of the weights" in reason:
+            reason = "its files lack parts of a tensor that transformers puts together, which it lists above"
+        raise LoadError(f"model {name!r} cannot be loaded: {reason}") from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
         if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
             raise LoadError(f"model {name!r} has damaged weights: {first_line(error)}") from error

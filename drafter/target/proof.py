@@ -70,8 +70,8 @@ def run_plainly(
             alone = base.model(input_ids=ids[:, None]).logits
             if not (sound := ids[_sound(alone)[:, 0]]).numel():
                 raise LoadError(
-                    f"{base.name}: its logits after any token are NaN or infinite in {str(base.dtype)[6:]}: its weights "
-                    "are damaged, or need another dtype, such as float32"
+                    f"{base.name}: its logits after any token are NaN or infinite in {str(base.dtype)[6:]}: its "
+                    "weights are damaged, or need another dtype, such as float32"
                 )
             texts = list(sound.repeat(len(ids))[: len(ids)].split(lengths))
             logits, layers = _logits_and_layers(base, texts)

@@ -95,6 +95,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Change, words
     assert re.search(words, refusal(changed(saved(tmp_path), change)))
 
 
+def test_an_expert_that_is_missing_is_no_smaller_layer(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "mixtral", num_local_experts=4)
+    change = without("model.layers.0.block_sparse_moe.experts.3.w1.weight")
+    assert "lack parts of a tensor that transformers puts together" in refusal(changed(folder, change))
+
+
 @pytest.mark.parametrize(
     "names",
     [
