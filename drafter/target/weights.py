@@ -51,8 +51,9 @@ def weight_files(name: str, config: Any) -> list[Path]:
     """
     if (named := getattr(config, "transformers_weights", None)) is not None:
         _refuse_path(name, "config.json", named)
-    local, folder = Path(name).is_dir(), Path(name)
-    if not local and (folder := _fetched(name, [named or WEIGHTS, INDEX])) is None:  # type: ignore[assignment]
+    local = Path(name).is_dir()
+    folder = Path(name) if local else _fetched(name, [named or WEIGHTS, INDEX])
+    if folder is None:
         return []
     first = named or (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
     files = [first]
@@ -222,8 +223,9 @@ def _bytes(size: int) -> str:
 
 # ---- after loading: what transformers reports
 
+_LOOKED_AT = 9  # missing tensors that are looked for under other names
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
-_LORA = re.compile(r"lora_|\.base_layer\.|modules_to_save|\.adapter")
+_LORA = re.compile(r"lora_|\.base_layer\.|modules_to_save")
 _OTHER_HEAD = re.compile(r"^(score|classifier|classification_head|qa_outputs|reward_head)\b")
 _QUANTISED = re.compile(r"scale|qweight|qzeros|absmax|quant_|packed|\.SCB$")
 _NO_SCHEME = (
@@ -259,8 +261,10 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
     if missing:
         why = _why_missing(model, missing, others)
         raise LoadError(f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {why}")
-    if wrong := [(key, why) for key in others if (why := _why_wrong(model, key, quantised=quantised))]:
-        raise LoadError(f"model {name!r}: its files have {wrong[0][0]}{_and_more(wrong)}: {wrong[0][1]}")
+    modules = dict(model.named_modules())
+    wrong = {key: why for key in others if (why := _why_wrong(model, modules, key, quantised=quantised))}
+    for key, why in wrong.items():
+        raise LoadError(f"model {name!r}: its files have {key}{_and_more(wrong)}: {why}")
 
 
 def _and_more(some: Collection[Any]) -> str:
@@ -270,7 +274,7 @@ def _and_more(some: Collection[Any]) -> str:
 def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
     if any(map(_LORA.search, others)):
         return "the weights have a LoRA adapter that is not merged; merge_and_unload it, and save_pretrained"
-    for key in missing:
+    for key in missing[:_LOOKED_AT]:
         for other in others:
             if other.endswith(f".{key}"):
                 return (
@@ -293,23 +297,24 @@ def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
     return f"the weights are not complete{found}, or config.json is of another model; download or save the model again"
 
 
-def _why_wrong(model: Any, key: str, *, quantised: bool) -> str | None:
+def _why_wrong(model: Any, modules: Mapping[str, nn.Module], key: str, *, quantised: bool) -> str | None:
     """Return why a tensor that the model has no place for says that its numbers would be wrong; None if it does not."""
     if _LORA.search(key):
         return "a LoRA adapter that is not merged; merge_and_unload it, and save_pretrained"
-    if _OTHER_HEAD.search(key):
+    if _OTHER_HEAD.search(key) and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         return "it is a classifier or a reward model, which writes no text"
     if quantised or _BUFFERS.search(key):
         return None
-    modules, place = dict(model.named_modules()), _LAYER.match(key)
+    owner, place = modules.get(key.rpartition(".")[0], nn.Module()), _LAYER.match(key)
     layers = modules.get(place[1].removesuffix(".")) if place else None
-    if place and isinstance(layers, nn.ModuleList) and len(layers):
+    if place and isinstance(layers, nn.ModuleList):
+        number, count = int(place[2]), len(layers)
         further = getattr(model.config.get_text_config(decoder=True), "num_nextn_predict_layers", None) or 0
-        if len(layers) <= int(place[2]) < len(layers) + further:
+        if count <= number < count + further:
             return None  # it predicts further tokens, and the model does without it
-        if int(place[2]) >= len(layers):
-            return f"config.json asks for {len(layers)} layers alone; it is of another model, or was changed"
-    elif not any(True for _ in modules.get(key.rpartition(".")[0], nn.Module()).parameters(recurse=False)):
+        if number >= count:
+            return f"config.json asks for {count} layers alone; it is of another model, or was changed"
+    elif not list(owner.parameters(recurse=False)):
         return None
     if _QUANTISED.search(key):
         return _NO_SCHEME

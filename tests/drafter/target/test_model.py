@@ -106,6 +106,7 @@ def test_draft_trees_go_past_the_last_position_and_texts_end_there(family: str) 
     model = random_model(family)
     model.generation_config.eos_token_id = None
     base = BaseModel(model)
+    assert base.max_positions is not None
     prompts = [list(range(3, 94)) + [5] * 29, [7, 8, 9]]
     room = [base.max_positions - len(prompt) for prompt in prompts]
     expected = [generate_reference(model, prompt, new) for prompt, new in zip(prompts, room, strict=True)]
