@@ -87,11 +87,8 @@ def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[T
     for text in texts:
         plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
         if getattr(plain, "past_key_values", None) is None:
-            both = not getattr(base.config, "is_decoder", True)
-            why = (
-                "reads in both directions, as its configuration says is_decoder = false" if both else "has no KV cache"
-            )
-            raise LoadError(f"{base.name}: {base.model.config.model_type} {why}; it cannot be a target model")
+            _refuse_encoder(base, text, plain.logits[0])
+            raise LoadError(f"{base.name}: {base.model.config.model_type} has no KV cache; it cannot be a target model")
         logits.append(plain.logits[0])
     return logits, plain.past_key_values.layers
 
@@ -112,15 +109,26 @@ def prove_tree_decoding(base: Candidate, texts: list[Tensor], plain: list[Tensor
     except _MODEL_ERRORS as error:
         how = "with the mask of a draft tree, explicit positions and a slot cache, though it runs by itself"
         raise _does_not_run(base, how, error) from error
-    for logits, expected in zip(found, plain, strict=True):
+    for text, logits, expected in zip(texts, found, plain, strict=True):
         if not _alike(logits, expected[-len(logits) :], base.dtype):
+            _refuse_encoder(base, text, expected)
             raise LoadError(
                 f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
-                "itself; it cannot be a target model (state-space and linear attention, ALiBi, bidirectional models, "
-                "and such that make windows of their own cannot)"
+                "itself; it cannot be a target model (state-space and linear attention, ALiBi, and models that make "
+                "windows of their own cannot)"
             )
     if len(widths) > 1:
         raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a target model")
+
+
+def _refuse_encoder(base: Candidate, text: Tensor, logits: Tensor) -> None:
+    """Raise `LoadError` if a model's logits `[P, V]` after the beginning of a text depend on the rest of it."""
+    beginning = text[: len(text) // 2]
+    if not _alike(base.model(input_ids=beginning[None]).logits[0], logits[: len(beginning)], base.dtype):
+        raise LoadError(
+            f"{base.name}: {base.model.config.model_type} reads in both directions, as encoders do; it cannot be a "
+            "target model"
+        )
 
 
 def prove_last_positions(base: Candidate) -> None:

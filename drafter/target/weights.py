@@ -263,8 +263,9 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
         raise LoadError(f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {why}")
     modules = dict(model.named_modules())
     wrong = {key: why for key in others if (why := _why_wrong(model, modules, key, quantised=quantised))}
-    for key, why in wrong.items():
-        raise LoadError(f"model {name!r}: its files have {key}{_and_more(wrong)}: {why}")
+    if wrong:
+        key = next(iter(wrong))
+        raise LoadError(f"model {name!r}: its files have {key}{_and_more(wrong)}: {wrong[key]}")
 
 
 def _and_more(some: Collection[Any]) -> str:

@@ -38,7 +38,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 8},
-    "reformer": {"axial_pos_embds": False},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True},
 }
 """What a family's own defaults lack, and the kinds of layers of published models where the defaults have others."""
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
@@ -131,8 +131,7 @@ def _refused(family: str, error: LoadError) -> Tried:
 
 def _differing(message: str, family: str) -> str:
     """Return the part of a refusal that differs between families."""
-    message = message.removeprefix(f"{family} ").split(";")[0].split(", which counts")[0]
-    message = message.split(", as its configuration says")[0]
+    message = message.removeprefix(f"{family} ").split(";")[0].split(", which counts")[0].split(", as encoders")[0]
     if message.startswith("gives other logits"):
         return "other logits"
     return message

@@ -50,7 +50,7 @@ _SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_to
         (
             "bert",
             {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50},
-            "bert reads in both directions, as its configuration says is_decoder = false",
+            "bert reads in both directions, as encoders do",
         ),
         ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "openai-gpt has no KV cache"),
         (
