@@ -201,7 +201,7 @@ def _at_most(most: int) -> Callable[[int, _Copy], int]:
 
 
 def _heads(value: int, of: _Copy) -> int:
-    return value if value < _KV_HEADS + 1 else _HEADS  # of which the copy's width is a multiple
+    return _HEADS if value > _KV_HEADS else value  # the copy's width is a multiple of each
 
 
 def _kv_heads(value: int, of: _Copy) -> int:
@@ -248,10 +248,12 @@ def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
 
 
 def has_table(model: nn.Module, longest: int | None) -> bool:
-    """Return whether a tensor has an entry for each of a model's many positions, past which its code may not go."""
+    """Return whether a model has an embedding or a buffer for each of its positions, and more of them than a copy."""
     if longest is None or longest <= POSITIONS:
         return False
-    return any(0 <= size - longest <= _OFFSET for one in (*model.parameters(), *model.buffers()) for size in one.shape)
+    sizes = [size for buffer in model.buffers() for size in buffer.shape]
+    sizes += [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    return any(0 <= size - longest <= _OFFSET for size in sizes)
 
 
 def names_window(name: str) -> bool:

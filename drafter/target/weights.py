@@ -29,14 +29,12 @@ _MOST_LISTED = 10_000  # layers or labels: a configuration makes lists of so man
 _CALLS_PER_TENSOR = 1000  # torch calls while a model is built; a dozen is usual
 _UNWRITTEN = 1 << 26  # elements that a model may have without a file that holds them, such as masks
 _PACKED = 8  # most elements that a quantised checkpoint packs into a byte
-
-
 _INSTEAD = {
     "*.gguf": "GGUF files are not read: load it by transformers with gguf_file, and save_pretrained",
     "pytorch_model*.bin": "pickled weights are never loaded: load it by transformers, and save_pretrained",
     "*.pth": "pickled weights are never loaded: take the published model with safetensors",
     "*.safetensors": f"rename it to {WEIGHTS} if it holds all of the weights under transformers' names",
-    "**/*.distcp": "it is a part of a training's state: merge it by `accelerate merge-weights`",
+    "*.distcp": "it is a part of a training's state: merge it by `accelerate merge-weights`",
     "checkpoint-*": "give the folder of one checkpoint",
     "snapshots/*": "give that folder",
 }
@@ -68,8 +66,8 @@ def weight_files(name: str, config: Any) -> list[Path]:
                 return []
             raise LoadError(f"model {name!r} has no {named or WEIGHTS}{what_else(folder)}")
         raise LoadError(
-            f"model {name!r}: {absent[0]}{_and_more(absent)} of {len(files)} weight files is missing, which {first} "
-            "names: download the model again"
+            f"model {name!r}: {len(absent)} of the {len(files)} weight files that {first} names are missing, first "
+            f"{absent[0]}: download the model again"
         )
     return [folder / file for file in files]
 
@@ -262,7 +260,7 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
         why = _why_missing(model, missing, others)
         raise LoadError(f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {why}")
     modules = dict(model.named_modules())
-    wrong = {key: why for key in others if (why := _why_wrong(model, modules, key, quantised=quantised))}
+    wrong = {key: fault for key in others if (fault := _why_wrong(model, modules, key, quantised=quantised))}
     if wrong:
         key = next(iter(wrong))
         raise LoadError(f"model {name!r}: its files have {key}{_and_more(wrong)}: {wrong[key]}")

@@ -182,9 +182,8 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     lost = [name for name, file in index["weight_map"].items() if file == shards[1].name]
     shards[1].unlink()
-    assert f"{shards[1].name} of {len(shards)} weight files is missing, which model.safetensors.index.json names" in (
-        refusal(folder)
-    )
+    words = f"1 of the {len(shards)} weight files that model.safetensors.index.json names are missing, first "
+    assert words + shards[1].name in refusal(folder)
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in lost}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert f"have no {min(lost)} (and {len(lost) - 1} more)" in refusal(folder)
@@ -201,7 +200,7 @@ def test_a_shard_that_the_hubs_cache_lacks_is_named(tmp_path: Path, monkeypatch:
     files = weight_files("org/name", config)
     assert [file.parent for file in files] == [folder] * len(files)
     files[2].unlink()
-    with pytest.raises(LoadError, match=rf"model 'org/name': {files[2].name} of {len(files)} weight files is missing"):
+    with pytest.raises(LoadError, match=rf"model 'org/name': 1 of .* are missing, first {files[2].name}"):
         weight_files("org/name", config)
     assert weight_files("org/another", config) == []  # loading it says why there is nothing
 
