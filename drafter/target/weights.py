@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, first_line, shown
 from drafter.hub import hub_answers, hub_file
-from drafter.target.architecture import transformers_loading
+from drafter.target.architecture import make_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -152,8 +154,9 @@ def refuse_endless_lists(name: str, config: Mapping[str, Any]) -> None:
 
 def skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
     """Return the model of a configuration without data. May raise any error of the model's class."""
-    with transformers_loading(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        settings = {"trust_remote_code": trust_remote_code}
+        return make_model(partial(AutoModelForCausalLM.from_config, copy.deepcopy(config), **settings))
 
 
 class AtMost(TorchFunctionMode):
@@ -186,7 +189,7 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
     try:
         with AtMost(tensors):
             model = skeleton(config, trust_remote_code=trust_remote_code)
-        asked = sum(tensor.numel() for tensor in _tensors(model))
+        asked = sum(tensor.numel() for tensor in chain(model.parameters(), model.buffers()))
     except _TooManyError as error:
         raise LoadError(f"model {name!r} is not as config.json says: {error} ({tensors} in {_bytes(held)})") from error
     except Exception:  # a model's code may raise anything; loading reports it, or does without a skeleton
@@ -196,11 +199,6 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
             f"model {name!r} is not as config.json says: it would have {asked:,} numbers, and its weight files have "
             f"{_bytes(held)}: the configuration is of another model, or weight files are missing"
         )
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _count_tensors(name: str, file: Path) -> int:

@@ -69,7 +69,9 @@ def try_family(family: str) -> Tried:
     if tried.reason.startswith("reads in both directions"):
         as_decoder = _try(family, {"is_decoder": True})
         if as_decoder.outcome == "equal":
-            return Tried(family, "equal", "only with `is_decoder`, which published models have not; refused without it")
+            return Tried(
+                family, "equal", "only with `is_decoder`; without it they read in both directions and are refused"
+            )
     return tried
 
 
