@@ -15,7 +15,6 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError, first_line
@@ -34,6 +33,7 @@ from drafter.hub import hub_file, not_found
 from drafter.json_fields import FieldError, from_json
 from drafter.plugins import resolved
 from drafter.target.model import BaseModel
+from drafter.target.weights import AtMost
 
 HEADS: dict[str, type[DraftHead]] = {CTCHead.algorithm: CTCHead, **resolved("heads")}
 """Draft heads by the name of their algorithm."""
@@ -42,8 +42,6 @@ UNPICKLE = "python -m drafter.heads.unpickle"
 _PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _FORMAT_VERSION = 1
-_CALLS_PER_TENSOR = 1000
-"""Limit of torch calls per tensor while a head is built; a dozen is usual."""
 _REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
 """Accepted dtypes in a file; they are converted to the head's."""
@@ -296,7 +294,7 @@ def _empty_head(
     head_class = HEADS[algorithm]
     config = head_config(name, head_class.config_class, fields)
     refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
-    with _building(name), torch.device("meta"), _AtMost(_CALLS_PER_TENSOR * (1 + len(tensors))):
+    with _building(name), torch.device("meta"), AtMost(len(tensors)):
         skeleton = head_class(config)
     if skeleton.deepest_layer >= base.num_layers:
         raise LoadError(
@@ -306,20 +304,6 @@ def _empty_head(
     _refuse_other_tensors(name, skeleton.state_dict(), tensors)
     with _building(name):  # initial values are set here: on the meta device any number is good
         return head_class(config)
-
-
-class _AtMost(TorchFunctionMode):
-    """Limits the number of torch calls in a `with` block."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self._left = calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError(f"it has more layers than {WEIGHTS_FILE} has tensors for")
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

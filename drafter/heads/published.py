@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, shown
 from drafter.hub import hub_file
 from drafter.plugins import resolved
-from drafter.target.architecture import transformers_loading
-from drafter.target.loading import INDEX, WEIGHTS, read_weight_map
 from drafter.target.model import BaseModel
+from drafter.target.weights import INDEX, WEIGHTS, read_weight_map, skeleton
 
 Json = Mapping[str, Any]
 Weights = dict[str, Tensor]
@@ -138,10 +135,14 @@ def group(name: str, config: Json, key: str) -> Json:
     return value
 
 
-def refuse_missing(name: str, needed: Sequence[str], tensors: Weights) -> None:
-    """Raise `LoadError` for the first of the `needed` names that the tensors lack."""
+def refuse_unfit(name: str, needed: Sequence[str], tensors: Weights, unread: Collection[str] = ()) -> None:
+    """Raise `LoadError` for the first `needed` name that is not there, or tensor that is not needed nor `unread`."""
     if missing := [one for one in needed if one not in tensors]:
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from its weights")
+    if unknown := sorted(set(tensors) - {*needed, *unread}):
+        raise LoadError(
+            f"draft head {name!r} has a tensor {unknown[0]!r}, which no head of its kind that can be run has"
+        )
 
 
 def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: Mapping[str, int]) -> None:
@@ -157,10 +158,9 @@ def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: M
 
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
     """Read a target model's token embeddings `[V, d]` without the rest of it; None if its files lack them."""
-    with transformers_loading(), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    wanted = skeleton.get_input_embeddings().weight
-    name = next((name for name, one in skeleton.named_parameters() if one is wanted), None)
+    empty = skeleton(config, trust_remote_code=trust_remote_code)
+    wanted = empty.get_input_embeddings().weight
+    name = next((name for name, one in empty.named_parameters() if one is wanted), None)
     index = _file(model, INDEX)
     shard = WEIGHTS if index is None else read_weight_map(model, index).get(name or "")
     file = None if shard is None else _file(model, shard)

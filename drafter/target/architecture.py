@@ -21,6 +21,12 @@ from drafter.errors import LoadError
 _MAKING = threading.RLock()
 TIE_WEIGHTS, _LINSPACE = PreTrainedModel.tie_weights, torch.linspace
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ALIBI = ("bloom", "mpt")
+NO_PLACE = (
+    "the engine keeps keys and values of softmax attention, and has no place for another state, with or without a "
+    "drafter: use transformers' generate for this model"
+)
+"""Why a model with a recurrent state is refused, as the end of a message."""
 
 
 @contextmanager
@@ -58,11 +64,12 @@ def refuse_unsupported(name: str, config: Any) -> None:
             f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a target model"
         )
     text = config.get_text_config(decoder=True)
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS)
-    if foreign:
+    if foreign := sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS):
+        raise LoadError(f"{name}: {config.model_type} has {', '.join(foreign)} layers; {NO_PLACE}")
+    if config.model_type in _ALIBI or getattr(text, "alibi", False):
         raise LoadError(
-            f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
-            "accepted path; only softmax-attention models can be a target model"
+            f"{name}: {config.model_type} has ALiBi, which counts distances between entries of the KV cache, and those "
+            "of a draft tree are not in the order of its text; it cannot be a target model"
         )
     if missing := [one for one in ("num_hidden_layers", "vocab_size") if not isinstance(getattr(text, one, None), int)]:
         raise LoadError(f"{name}: the configuration of {config.model_type} has no {' and no '.join(missing)}")
@@ -172,9 +179,11 @@ def _bytes(values: Tensor) -> bytes:
 # these, whereas windows of ten thousands of tokens cannot be tried on the model itself. Every number of the
 # configuration becomes small, as no list says which are lengths; known sizes shrink in proportion.
 
+_OFFSET = 2  # entries before the first position, as in OPT's embeddings
 PASSED = 12  # larger numbers shrink: a text of three dozen tokens is past twice as many
 _NUMBER = 8  # replaces larger numbers that are not sizes
-_WIDTH, _HEADS, _KV_HEADS, _VOCABULARY, _POSITIONS, _LAYERS = 32, 4, 2, 97, 256, 8
+_WIDTH, _HEADS, _KV_HEADS, _VOCABULARY, _LAYERS = 32, 4, 2, 97, 8
+POSITIONS = 256  # of a copy: so few that the proof's second text takes all of them
 _ENDLESS = 1 << 62
 _STANDARD_DEVIATION = 0.15  # of the weights: makes attention so uneven that a wrong mask changes the logits
 
@@ -191,8 +200,12 @@ def _at_most(most: int) -> Callable[[int, _Copy], int]:
     return lambda value, of: min(value, most)
 
 
+def _heads(value: int, of: _Copy) -> int:
+    return _HEADS if value > _KV_HEADS else value  # the copy's width is a multiple of each
+
+
 def _kv_heads(value: int, of: _Copy) -> int:
-    return value if value == 1 else _HEADS if value == of.heads else _KV_HEADS
+    return _heads(value, of) if value == of.heads else min(value, _KV_HEADS)
 
 
 _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
@@ -208,13 +221,13 @@ _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
     (r"vocab_size", _at_most(_VOCABULARY)),
     (
         r"^(max_position_embeddings|max_target_positions|n_positions|n_ctx|seq_length|max_seq_len|model_max_length)$",
-        _at_most(_POSITIONS),
+        _at_most(POSITIONS),
     ),
     (
         r"^(hidden_size|d_model|n_embd|emb_dim|embedding_(dim|size)|(in|out)put_embedding_size|word_embed_proj_dim)$",
-        _at_most(_WIDTH),
+        lambda value, of: _WIDTH if value else 0,
     ),
-    (r"(attention_heads|^n_heads?|^num_heads|_n_heads)$", _at_most(_HEADS)),
+    (r"(attention_heads|^n_heads?|^num_heads|_n_heads)$", _heads),
     (r"(experts_per_tok(en)?|^moe_(k|topk|top_k)|^top_k_experts)$", _at_most(2)),
     (
         r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|hidden_size.*|head_size|_channels)$",
@@ -232,6 +245,15 @@ def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
         for name, number in _numbers(config.to_dict())
         if PASSED < number < (longest or _ENDLESS) and not any(re.search(size, name) for size, _ in _SIZES)
     }
+
+
+def has_table(model: nn.Module, longest: int | None) -> bool:
+    """Return whether a model has an embedding or a buffer for each of its positions, and more of them than a copy."""
+    if longest is None or longest <= POSITIONS:
+        return False
+    sizes = [size for buffer in model.buffers() for size in buffer.shape]
+    sizes += [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    return any(0 <= size - longest <= _OFFSET for size in sizes)
 
 
 def names_window(name: str) -> bool:

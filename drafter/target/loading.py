@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -13,19 +12,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from drafter.errors import LoadError, first_line, one_line, shown
-from drafter.hub import hub_file, local_only, not_found
+from drafter.errors import LoadError, first_line, one_line
+from drafter.hub import local_only, not_found
 from drafter.target.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
 from drafter.target.model import BaseModel
+from drafter.target.weights import (
+    STRANGE,
+    refuse_adapter,
+    refuse_endless_lists,
+    refuse_too_large,
+    refuse_unfit,
+    weight_files,
+    what_else,
+)
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-"""Errors that transformers raises for malformed configurations, such as one nested too deep."""
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -54,19 +59,12 @@ def load_base(
     name = os.path.expanduser(name_or_path)
     target = pick_device(device)
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
-    try:
-        config = AutoConfig.from_pretrained(name, **kwargs)
-        refuse_unsupported(name, config)
-    except LoadError:
-        raise
-    except Exception as error:  # transformers, the hub's client and remote code have errors of their own
-        if Path(name).exists():
-            reason = one_line(error, 300)
-        else:
-            reason = "there is no such folder" if name.startswith(("/", ".")) else not_found(error)
-        raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
-    _refuse_weights_elsewhere(name, config)
-    kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    refuse_unsupported(name, config)
+    if files := weight_files(name, config):
+        refuse_too_large(name, config, files, trust_remote_code=trust_remote_code)
+    kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True, "output_loading_info": True}
+    kwargs["ignore_mismatched_sizes"] = True  # they are reported with the others, and refused
     if device_map is not None:
         kwargs["device_map"] = device_map
     # The fused kernels cannot cap attention scores.
@@ -74,14 +72,18 @@ def load_base(
         kwargs["attn_implementation"] = "eager"
     try:
         with _quiet():
-            model = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
+            model, report = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
+        refuse_unfit(name, model, report)
         require_data(name, model)
         if device_map is None:
             model = model.to(target)
     except LoadError:
         raise
-    except (*_STRANGE, ImportError) as error:
-        raise LoadError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+    except (*STRANGE, ImportError) as error:
+        reason = first_line(error)
+        if "conversion of the weights" in reason:
+            reason = "its files lack parts of a tensor that transformers puts together, which it lists above"
+        raise LoadError(f"model {name!r} cannot be loaded: {reason}") from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
         if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
             raise LoadError(f"model {name!r} has damaged weights: {first_line(error)}") from error
@@ -90,6 +92,26 @@ def load_base(
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         model.generation_config = GenerationConfig(**tokens)
     return BaseModel(model, name)
+
+
+def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model, given by hub id or folder, or raise `LoadError`."""
+    name = os.path.expanduser(name_or_path)
+    folder, kwargs = Path(name), {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
+    refuse_adapter(name)
+    try:
+        refuse_endless_lists(name, PreTrainedConfig.get_config_dict(name, **kwargs)[0])
+        return AutoConfig.from_pretrained(name, **kwargs)
+    except LoadError:
+        raise
+    except Exception as error:  # transformers, the hub's client and remote code have errors of their own
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            reason = f"it has no config.json{what_else(folder)}"
+        elif folder.exists():
+            reason = one_line(error, 300) if folder.is_dir() else "it is a file"
+        else:
+            reason = "there is no such folder" if name.startswith(("/", ".")) else not_found(error)
+        raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
 
 
 @contextmanager
@@ -104,61 +126,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(before)
-
-
-def read_weight_map(name: str, index: Path) -> dict[str, str]:
-    """Return the file of each tensor of a sharded checkpoint, from its `model.safetensors.index.json`.
-
-    Raises `LoadError` if it cannot be read, or names a file that is not beside it.
-    """
-    try:
-        found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        files = set(found.values())
-    except _STRANGE as error:
-        raise LoadError(f"model {name!r}: {index.name} cannot be read: {first_line(error)}") from error
-    for file in files:
-        _refuse_path(name, index.name, file)
-    return found
-
-
-def _refuse_weights_elsewhere(name: str, config: Any) -> None:
-    """Refuse weights outside of the model's own folder; only the hub's cache may link to its blobs."""
-    if (named := getattr(config, "transformers_weights", None)) is not None:
-        _refuse_path(name, "config.json", named)
-    folder, first = Path(name), named or WEIGHTS
-    if not folder.is_dir():
-        # The hub's client joins names with its cache's folder.
-        if (index := _on_hub(name, first if first.endswith(".json") else INDEX)) is not None:
-            read_weight_map(name, index)
-        return
-    if not named and not (folder / WEIGHTS).is_file():
-        first = INDEX
-    files = {first}
-    if first.endswith(".json") and (folder / first).is_file():
-        files |= set(read_weight_map(name, folder / first).values())
-    here = folder.resolve()
-    homes = [here, *([here.parents[1].joinpath("blobs").resolve()] if here.parent.name == "snapshots" else [])]
-    for file in sorted(files):
-        target = (folder / file).resolve()
-        if target.parent not in homes:
-            raise LoadError(
-                f"model {name!r}: {file} is a link to {str(target)!r}, which is not in its folder: copy it there"
-            )
-
-
-def _refuse_path(name: str, file: str, named: object) -> None:
-    if not isinstance(named, str) or named in ("", ".", "..") or Path(named).name != named:
-        raise LoadError(
-            f"model {name!r}: {file} names the weights {shown(named)}, which are not a file in its folder: the "
-            "folder is the model, so put them there"
-        )
-
-
-def _on_hub(name: str, file: str) -> Path | None:
-    try:
-        return hub_file(name, file)
-    except (OSError, RuntimeError, ValueError):
-        return None  # the weights are in one file, or loading them reports the error
 
 
 def require_data(name: str, model: PreTrainedModel) -> None:

@@ -15,10 +15,12 @@ from drafter import devices
 from drafter.errors import LoadError, one_line
 from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.architecture import (
+    NO_PLACE,
     SCHEME,
     decoder_of,
     fingerprint,
     first_fingerprint,
+    has_table,
     lengths_beyond,
     max_positions,
     names_window,
@@ -30,7 +32,14 @@ from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, Model
 from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
 from drafter.target.native_decoder import NativeDecoder
 from drafter.target.prepacked import prepack
-from drafter.target.proof import LONG, attention_agrees, executors_agree, prove_tree_decoding, run_plainly
+from drafter.target.proof import (
+    LONG,
+    attention_agrees,
+    executors_agree,
+    prove_last_positions,
+    prove_tree_decoding,
+    run_plainly,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +60,7 @@ class BaseModel:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
         if getattr(model, "_is_stateful", False):
-            raise LoadError(
-                f"{self.name}: {model.config.model_type} keeps a recurrent state that cannot be rolled back"
-            )
+            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state; {NO_PLACE}")
         self.model = model.eval().requires_grad_(False)
         if model.device.type == "cuda":
             # cuDNN plans each new shape, which takes longer than most prompts; the other kernels take masks, too.
@@ -73,6 +80,7 @@ class BaseModel:
         self._executor: Executor = self._model_code
         texts, logits, self._layer_shapes = run_plainly(self)
         prove_tree_decoding(self, texts, logits)
+        prove_last_positions(self)
         self._prove_long_texts()
         if native:
             self._executor = self._native() or self._model_code
@@ -83,7 +91,8 @@ class BaseModel:
 
     def _prove_long_texts(self) -> None:
         """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length."""
-        if not (lengths := lengths_beyond(self.config, self.max_positions)):
+        lengths = lengths_beyond(self.config, self.max_positions)
+        if not lengths and not has_table(self.model, self.max_positions):
             return
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         try:
@@ -99,7 +108,8 @@ class BaseModel:
         try:
             BaseModel(copy, self.name, native=False)
         except LoadError as error:
-            raise LoadError(f"{error}; so it is with texts longer than {listed}, tried on a small copy") from error
+            where = f" with texts longer than {listed}" if lengths else ""
+            raise LoadError(f"{error}; so it is{where}, tried on a small copy") from error
 
     def _native(self) -> Executor | None:
         try:

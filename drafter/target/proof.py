@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafter.errors import LoadError, first_line
+from drafter.target.architecture import POSITIONS
 from drafter.target.attention import Packing
 from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
 from drafter.target.kv_cache import KVCache, LayerShape
@@ -47,8 +48,10 @@ class Candidate(Protocol):
 
 
 @torch.inference_mode()
-def run_plainly(base: Candidate) -> tuple[list[Tensor], list[Tensor], list[LayerShape | None]]:
-    """Run two texts `[P + 4]` of different lengths the model's own way, each by itself.
+def run_plainly(
+    base: Candidate, longest: int = _PROMPTS[1] + _STEPS
+) -> tuple[list[Tensor], list[Tensor], list[LayerShape | None]]:
+    """Run two texts `[P + 4]`, of 15 and `longest` tokens, the model's own way, each by itself.
 
     Returns:
         Texts, the logits `[P + 4, V]` of each, and the cached shape of each layer; None for one that caches nothing.
@@ -56,20 +59,26 @@ def run_plainly(base: Candidate) -> tuple[list[Tensor], list[Tensor], list[Layer
     Raises:
         LoadError: The model does not run with a cache.
     """
-    room = (base.max_positions or _PROMPTS[1] + _STEPS) - _STEPS
-    lengths = [max(1, min(length, room)) + _STEPS for length in _PROMPTS]
+    room = (base.max_positions or longest) - _STEPS
+    lengths = [max(1, min(length, room)) + _STEPS for length in (_PROMPTS[0], longest - _STEPS)]
     ids = 1 + torch.arange(1, sum(lengths) + 1, device=base.device) * 7919 % max(base.vocab_size - 2, 1)
     texts: list[Tensor] = list(ids.split(lengths))
     try:
         logits, layers = _logits_and_layers(base, texts)
         counting = base.device.type == "meta"  # where sizes are counted, without numbers
-        if not counting and not all(some.isfinite().all() for some in logits):  # such tokens prove nothing
+        if not counting and not all(_sound(some).all() for some in logits):  # such tokens prove nothing
             alone = base.model(input_ids=ids[:, None]).logits
-            if (finite := ids[alone.isfinite().all(-1)[:, 0]]).numel():
-                texts = list(finite.repeat(len(ids))[: len(ids)].split(lengths))
-                logits, layers = _logits_and_layers(base, texts)
+            if not (sound := ids[_sound(alone)[:, 0]]).numel():
+                raise LoadError(
+                    f"{base.name}: its logits after any token are NaN or infinite in {str(base.dtype)[6:]}: its "
+                    "weights are damaged, or need another dtype, such as float32"
+                )
+            texts = list(sound.repeat(len(ids))[: len(ids)].split(lengths))
+            logits, layers = _logits_and_layers(base, texts)
+    except LoadError:
+        raise
     except _MODEL_ERRORS as error:
-        raise _does_not_run(base, error) from error
+        raise _does_not_run(base, "on token ids with a KV cache", error) from error
     return texts, logits, [_layer_shape(layer) for layer in layers]
 
 
@@ -77,6 +86,9 @@ def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[T
     logits = []
     for text in texts:
         plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
+        if getattr(plain, "past_key_values", None) is None:
+            _refuse_encoder(base, text, plain.logits[0])
+            raise LoadError(f"{base.name}: {base.model.config.model_type} has no KV cache; it cannot be a target model")
         logits.append(plain.logits[0])
     return logits, plain.past_key_values.layers
 
@@ -95,16 +107,43 @@ def prove_tree_decoding(base: Candidate, texts: list[Tensor], plain: list[Tensor
     try:
         found, widths = _run_as_engine(base, texts)
     except _MODEL_ERRORS as error:
-        raise _does_not_run(base, error) from error
-    for logits, expected in zip(found, plain, strict=True):
+        how = "with the mask of a draft tree, explicit positions and a slot cache, though it runs by itself"
+        raise _does_not_run(base, how, error) from error
+    for text, logits, expected in zip(texts, found, plain, strict=True):
         if not _alike(logits, expected[-len(logits) :], base.dtype):
+            _refuse_encoder(base, text, expected)
             raise LoadError(
                 f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
-                "itself; it cannot be a target model (state-space and linear attention, ALiBi, bidirectional models, "
-                "and such that make windows of their own cannot)"
+                "itself; it cannot be a target model (state-space and linear attention, ALiBi, and models that make "
+                "windows of their own cannot)"
             )
     if len(widths) > 1:
         raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a target model")
+
+
+def _refuse_encoder(base: Candidate, text: Tensor, logits: Tensor) -> None:
+    """Raise `LoadError` if a model's logits `[P, V]` after the beginning of a text depend on the rest of it."""
+    beginning = text[: len(text) // 2]
+    if not _alike(base.model(input_ids=beginning[None]).logits[0], logits[: len(beginning)], base.dtype):
+        raise LoadError(
+            f"{base.name}: {base.model.config.model_type} reads in both directions, as encoders do; it cannot be a "
+            "target model"
+        )
+
+
+def prove_last_positions(base: Candidate) -> None:
+    """Repeat the proof with a text of all positions, if they are few, as in a small copy: its tree goes past them.
+
+    Raises:
+        LoadError: As `prove_tree_decoding`, for instance where the model's code has a mask of just so many entries.
+    """
+    if base.max_positions is None or base.max_positions > POSITIONS:
+        return
+    texts, plain, _ = run_plainly(base, base.max_positions)
+    try:
+        prove_tree_decoding(base, texts, plain)
+    except LoadError as error:
+        raise LoadError(f"{error}; so it is at its last positions, past which draft trees go") from error
 
 
 def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], set[int]]:
@@ -212,18 +251,24 @@ def _all_alike(ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: torch.dt
     return all(_alike(one, other, dtype) for one, other in zip(ours, theirs, strict=True))
 
 
-def _does_not_run(base: Candidate, error: BaseException) -> LoadError:
+def _does_not_run(base: Candidate, how: str, error: BaseException) -> LoadError:
     return LoadError(
-        f"{base.name}: {base.model.config.model_type} does not run with a tree mask and a slot cache "
+        f"{base.name}: {base.model.config.model_type} does not run {how} "
         f"({type(error).__name__}: {first_line(error)}); it cannot be a target model"
     )
 
 
 def _alike(logits: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
-    others = others.float()
-    scale = others.abs().amax().clamp_min(1e-6)
-    difference = (logits.float() - others).abs().amax() / scale
+    logits, others = logits.float(), others.float()
+    scale = others.abs().masked_fill(others.isinf(), 0).amax().clamp_min(1e-6)
+    # Some models give -inf to the rows of their vocabulary that are no tokens.
+    difference = (logits - others).masked_fill(logits == others, 0).abs().amax() / scale
     return bool(difference < (_TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE))
+
+
+def _sound(logits: Tensor) -> Tensor:
+    """Return whether logits `[..., V]` have neither NaN nor +inf, `[...]`: their maximum is NaN if any of them is."""
+    return logits.amax(-1).isfinite()
 
 
 def _layer_shape(layer: Any) -> LayerShape | None:

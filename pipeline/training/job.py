@@ -9,13 +9,12 @@ import ray
 import torch
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
-from transformers import AutoConfig
 
 from drafter.errors import LoadError, one_line
 from drafter.heads.checkpoint import HEADS, exportable
 from drafter.heads.config import head_config
 from drafter.heads.published import TargetOfExport, base_embeddings
-from drafter.hub import local_only
+from drafter.target.loading import load_config
 from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
@@ -89,11 +88,9 @@ def check_head(config: TrainConfig, model: str) -> Any:
     if config.algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
     try:
-        base = AutoConfig.from_pretrained(
-            model, trust_remote_code=config.trust_remote_code, local_files_only=local_only(model)
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"no model at {model!r}: {one_line(error)}") from error
+        base = load_config(model, trust_remote_code=config.trust_remote_code)
+    except LoadError as error:
+        raise InputError(str(error)) from error
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
     head_class = HEADS[config.algorithm]

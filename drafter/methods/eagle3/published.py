@@ -22,8 +22,8 @@ from drafter.heads.published import (
     count,
     group,
     number,
-    refuse_missing,
     refuse_other_base,
+    refuse_unfit,
 )
 from drafter.methods.eagle3.head import Eagle3HeadConfig, fused_layers
 from drafter.target.model import BaseModel
@@ -106,11 +106,8 @@ def _ours(name: str, tensors: Weights, fields: Json, prefix: str) -> Weights:
         names = _theirs(Eagle3HeadConfig(**fields), prefix)
     except (TypeError, ValueError) as error:
         raise LoadError(f"draft head {name!r}: {error}") from error
-    known = {one for parts in names.values() for one in parts} | _UNREAD | {"d2t"}
-    if unknown := sorted(set(tensors) - known):
-        raise LoadError(f"draft head {name!r} has a tensor {unknown[0]!r}, which no EAGLE-3 head that can be run has")
     needed = [*(one for parts in names.values() for one in parts), *(["d2t"] if fields["draft_vocab_size"] else [])]
-    refuse_missing(name, needed, tensors)
+    refuse_unfit(name, needed, tensors, {*_UNREAD, "d2t"})
     found = {ours: torch.cat([tensors[one] for one in parts]) for ours, parts in names.items()}
     if fields["draft_vocab_size"]:
         found["vocabulary.tokens"] = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))

@@ -19,7 +19,7 @@ from drafter.heads.attention import AttentionModule
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
-from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_missing
+from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_unfit
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
@@ -161,7 +161,7 @@ def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicH
             names[f"heads.{head}.first.{part}"] = f"{mlp}.0.linear.{part}"
             names |= {f"heads.{head}.layers.{i}.{part}": f"{mlp}.{i + 1}.linear.{part}" for i in range(layers - 1)}
             names[f"outputs.{head}.{part}"] = f"hydra_lm_head.{head}.{part}"
-    refuse_missing(name, list(names.values()), tensors)
+    refuse_unfit(name, list(names.values()), tensors)
     vocabulary, width = tensors["hydra_lm_head.0.weight"].shape
     sizes = {"hidden_size": width, "vocab_size": vocabulary, "depth": depth, "num_layers": layers}
     found = {ours: tensors[theirs] for ours, theirs in names.items()}

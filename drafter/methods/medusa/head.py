@@ -16,7 +16,7 @@ from drafter.errors import LoadError
 from drafter.heads.config import HeadConfig, Tree
 from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
-from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, Weights, count, refuse_missing
+from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, Weights, count, refuse_unfit
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
 
@@ -86,7 +86,8 @@ def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicH
             f"draft head {name!r} has no output layers: it takes the target model's LM head, and only heads with "
             "output layers of their own can be run"
         )
-    refuse_missing(name, [part.format(head) for head in range(depth) for part in (block, output)], tensors)
+    parts = (block, output, bias) if bias.format(0) in tensors else (block, output)
+    refuse_unfit(name, [part.format(head) for head in range(depth) for part in parts], tensors, {"token_map"})
     first = tensors[output.format(0)]
     tokens = tensors.get("token_map")
     vocabulary = len(first) if tokens is None else count(name, config, "vocab_size")

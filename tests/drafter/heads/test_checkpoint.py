@@ -124,7 +124,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fractional size": (change("head.num_frames", 8.0), r"'num_frames' cannot be 8\.0: it must be a valid integer"),
     "unknown loss": (change("head.loss", "hinge"), r"'loss' cannot be 'hinge': it must be 'prefix', 'ctc' or 'ce'"),
     "sizes that do not fit": (change("head.num_heads", 5), r"even width"),
-    "endless layers": (change("head.num_layers", 10**7), r"more layers than model\.safetensors has tensors for"),
+    "endless layers": (change("head.num_layers", 10**7), r"more layers than its weight files have tensors for"),
     # Built as it says, each of these would take more memory than there is.
     "endless width": (change("head.intermediate_size", 10**12), r"has shape \[.*, its configuration says \[.*0000"),
     "endless frames": (

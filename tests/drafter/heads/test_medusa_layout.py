@@ -104,6 +104,8 @@ def test_a_part_of_the_vocabulary(base: BaseModel, tmp_path: Path) -> None:
         (PUBLISHED | {"medusa_num_heads": 0}, "", "says medusa_num_heads = 0, which is no integer above 0"),
         (PUBLISHED | {"base_model_name_or_path": 7}, "", "its config.json names as its model 7, which is no text"),
         (PUBLISHED, "1.1.weight", r"tensor '1\.1\.weight' is missing"),
+        (PUBLISHED, "1.0.linear.bias", r"tensor '1\.0\.linear\.bias' is missing"),
+        (PUBLISHED, "0.0.linear.bias", r"has a tensor '1\.0\.linear\.bias', which no head of its kind"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from drafter.errors import LoadError
+from drafter.requests import Request, SamplingParams
 from drafter.target.architecture import fingerprint, first_fingerprint, lengths_beyond, small_config
 from drafter.target.loading import load_base, pick_device, pick_dtype, require_data
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
-from tests.support.models import random_model
+from tests.support.models import OracleDrafter, generate_reference, random_model, run_engine
 
 
 def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
@@ -23,21 +24,49 @@ def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
     return auto.from_config(AutoConfig.for_model(family, **fields))
 
 
+_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50}, "mamba .*layers"),
-        ("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50}, "rwkv .*recurrent"),
-        ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "bloom"),
-        ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 50}, "mpt gives other logits"),
+        (
+            "mamba",
+            {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50},
+            "mamba has linear_attention layers; the engine .* with or without a drafter: use transformers' generate",
+        ),
+        (
+            "rwkv",
+            {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50},
+            "rwkv keeps a recurrent state; the engine .* with or without a drafter: use transformers' generate",
+        ),
+        ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "bloom has ALiBi, which counts"),
+        ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 50}, "mpt has ALiBi"),
+        (
+            "falcon",
+            {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
+            "falcon has ALi",
+        ),
+        (
+            "bert",
+            {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50},
+            "bert reads in both directions, as encoders do",
+        ),
+        ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "openai-gpt has no KV cache"),
+        (
+            "lfm2",
+            _SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+            "lfm2 has conv layers; the engine",
+        ),
     ],
 )
 def test_unsuitable_architectures_are_refused_by_name(family: str, fields: dict[str, Any], reason: str) -> None:
+    model = build(family, **fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # otherwise hardly any token depends on another
     with pytest.raises(LoadError, match=reason):
-        BaseModel(build(family, **fields))
-
-
-_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+        BaseModel(model)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +95,49 @@ def test_windows_and_rows_that_a_model_does_not_keep_apart_are_found(
         fields = {"attention_types": [[["global", "local"], 1]], **fields}
     with pytest.raises(LoadError, match=reason):
         BaseModel(build(family, **_SMALL | fields))
+
+
+@pytest.mark.parametrize("positions", [128, 512])
+def test_a_model_whose_masks_end_where_draft_trees_go_on_is_found(positions: int) -> None:
+    """Its windows are not shorter than its positions; a second proof, or one on a small copy, goes to the last."""
+    sizes = {"num_layers": 2, "num_heads": 4, "window_size": positions, "max_position_embeddings": positions}
+    with pytest.raises(LoadError, match=r"gpt_neo does not run .* so it is at its last positions, past which draft"):
+        BaseModel(build("gpt_neo", **_SMALL | sizes, attention_types=[[["global", "local"], 1]]))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_draft_trees_go_past_the_last_position_and_texts_end_there(family: str) -> None:
+    model = random_model(family)
+    model.generation_config.eos_token_id = None
+    base = BaseModel(model)
+    assert base.max_positions is not None
+    prompts = [list(range(3, 94)) + [5] * 29, [7, 8, 9]]
+    room = [base.max_positions - len(prompt) for prompt in prompts]
+    expected = [generate_reference(model, prompt, new) for prompt, new in zip(prompts, room, strict=True)]
+    requests = [Request(one, SamplingParams(new, ignore_eos=True)) for one, new in zip(prompts, room, strict=True)]
+    drafter = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
+    assert [one.token_ids for one in run_engine(base, drafter, requests, num_draft_tokens=10)] == expected
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_small_copy_has_as_many_kv_heads_as_its_heads_can_share(heads: int, shared: bool) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1 if shared else heads, "hidden_size": 6 * heads}
+    model = build("qwen2", **_SMALL | sizes, intermediate_size=48, num_hidden_layers=2)
+    assert lengths_beyond(model.config, BaseModel(model).max_positions)  # so there has been a small copy
+
+
+def test_logits_of_minus_infinity_are_no_other_logits() -> None:
+    """As of the rows of a vocabulary that are no tokens."""
+    model = build("phi", **_SMALL, intermediate_size=48, num_hidden_layers=2)
+    with torch.no_grad():
+        model.lm_head.bias[40:] = -torch.inf
+    model.generation_config.eos_token_id = None
+    base = BaseModel(model)
+    prompt, request = [5, 6, 7], Request([5, 6, 7], SamplingParams(12, ignore_eos=True))
+    expected = generate_reference(model, prompt, 12)
+    drafter = OracleDrafter([prompt + expected])
+    assert run_engine(base, drafter, [request], num_draft_tokens=6)[0].token_ids == expected
 
 
 @pytest.mark.parametrize("window", [6, 300, 5000])
@@ -300,7 +372,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     model = random_model("llama")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(LoadError, match="cannot be loaded"):
+    with pytest.raises(LoadError, match=r"but pytorch_model\.bin; pickled weights are never loaded"):
         load_base(tmp_path, device="cpu")
 
 
