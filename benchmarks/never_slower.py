@@ -42,7 +42,7 @@ RECORD_FILE, TABLE_FILE = "never-slower.json", "never-slower.md"
 CELLS = ("1x8", "2x8", "4x8", "8x8", "4x32", "16x32", "64x64")
 """Batch size and number of prompts."""
 PLAIN, AUTO = "none", "auto"
-_DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 KINDS = {
     "arithmetic": "gsm8k/test.jsonl",
     "chat": "chat-prompts/questions.jsonl",
@@ -160,7 +160,7 @@ def requests_of(tokenizer: Any, kind: str, count: int, max_new_tokens: int) -> l
     if file is None:
         choices = random.Random(0).choices(range(len(tokenizer)), k=count * _RANDOM_TOKENS)
         return [Request(choices[at : at + _RANDOM_TOKENS], sampling) for at in range(0, len(choices), _RANDOM_TOKENS)]
-    questions = read_questions(_DATA / file)[:count]
+    questions = read_questions(DATA / file)[:count]
     prompts = [encode(tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in questions]
     return [Request(prompts[place % len(prompts)], sampling) for place in range(count)]
 

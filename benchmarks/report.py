@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, draws, never_slower, row_budgets, searches, speed
+from benchmarks import costs, draws, never_slower, row_budgets, searches, speed, trees
 from benchmarks.endpoint import serving
 from benchmarks.generation_jobs import learning, scale
 from benchmarks.gpu import page
@@ -19,8 +19,17 @@ from drafter.evaluation.results import RESULTS_FILE, Results
 from drafter.evaluation.tables import write_report
 
 _RESULTS = Path(__file__).parent / "results"
+
+
+def _write_evaluation(folder: Path) -> None:
+    if (folder / trees.TABLE_FILE).exists():
+        trees.write_table(folder)
+    else:
+        write_report(Results.load(folder), folder)
+
+
 _REPORTS: dict[str, Callable[[Path], object]] = {
-    RESULTS_FILE: lambda folder: write_report(Results.load(folder), folder),
+    RESULTS_FILE: _write_evaluation,
     HEADS_FILE: write_table,
     scale.SCALE_FILE: scale.write_table,
     learning.LEARNING_FILE: learning.write_table,

@@ -35,7 +35,7 @@ from drafter.native.build import (
     library,
 )
 from drafter.target.model import BaseModel
-from drafter.tree.token_tree import TokenTree, best_product_trie
+from drafter.tree.token_tree import TokenTree, best_product_trie, likeliest_chain
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class CTCHead(FrameHead):
     config_class = CTCHeadConfig
     config: CTCHeadConfig
     no_static_tree = None
+    has_chain = True
     _factor: Tensor | None = None  # derived from the weights for the search in decoding
 
     def __init__(self, config: CTCHeadConfig) -> None:
@@ -251,20 +252,20 @@ class CTCHead(FrameHead):
     ) -> TokenTree:
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(states, recent, size, least, base)
+            return self._search_lattice(states, recent, size, least, base, _beam(tree))
         blank = config.loss != "ce"
         log_probs = (self.log_probs if blank else self.token_log_probs)(states, self.output(base).lm_head)
         if tree == "static":
             return static_tree(log_probs, pending, config.depth, size, blank=blank)
         if blank:
-            return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
-        return best_product_trie(log_probs, pending, size)
+            return best_trie(log_probs, pending, config.depth, size, _CANDIDATES, 1 if tree == "chain" else None)
+        return (likeliest_chain if tree == "chain" else best_product_trie)(log_probs, pending, size)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         lattice = bool(self.config.label_context)
         if lattice and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
-                return NativeSearch(self, base, LATTICE_BEAM)
+                return NativeSearch(self, base, _beam(tree))
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         search = super().prepared_search(base, tree)
@@ -272,7 +273,7 @@ class CTCHead(FrameHead):
         if not (lattice and devices.is_asynchronous(base.device) and is_factored(self, base)):
             return search
         self._factor = label_factor(self, base)
-        return partial(self._search_lattice, base=base, factor=self._factor)
+        return partial(self._search_lattice, base=base, beam=_beam(tree), factor=self._factor)
 
     def weights_changed(self, base: BaseModel) -> None:
         if self._factor is not None:
@@ -285,18 +286,24 @@ class CTCHead(FrameHead):
         size: int,
         least: float,
         base: BaseModel,
+        beam: int,
         factor: Tensor | None = None,
     ) -> TokenTree:
         model = FrameLattice(self, base, states, recent, factor)
         band, depth = self.config.band, self.config.depth
-        return best_lattice_trie(model, recent[:, -1], states.shape[1], band, depth, size, LATTICE_BEAM, least)
+        return best_lattice_trie(model, recent[:, -1], states.shape[1], band, depth, size, beam, least)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         config = self.config
         levels = min(config.depth, size - 1)
         if config.label_context:
             return min(levels + config.band - 1, config.num_frames)
-        return levels if config.loss == "ce" and tree == "exact" else None
+        return levels if config.loss == "ce" and tree != "static" else None
+
+
+def _beam(tree: Tree) -> int:
+    """Return how many prefixes of each depth a lattice search keeps: one makes a chain."""
+    return 1 if tree == "chain" else LATTICE_BEAM
 
 
 class FrameLattice:

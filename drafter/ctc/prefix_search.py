@@ -34,7 +34,14 @@ _PER_DEPTH = 2e-5
 """Subtracted from a log-probability for each depth, so that rounding cannot lift a certain token above its parent."""
 
 
-def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candidates: int | None = None) -> TokenTree:
+def best_trie(
+    log_probs: Tensor,
+    pending: Tensor,
+    depth: int,
+    size: int,
+    candidates: int | None = None,
+    beam: int | None = None,
+) -> TokenTree:
     """Find the `size`-node trie of the most probable prefixes: exact, batched, without host synchronisation.
 
     Args:
@@ -42,11 +49,12 @@ def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candida
         candidates: Tokens that are searched in each row, those with the largest `Σ_j p_j(v)`; None for all. This sum
             bounds the probability of a prefix that contains `v`, so only prefixes below the best left-out token's are
             missed. Memory grows with `candidates · T²` per row.
+        beam: Prefixes kept at each depth, one for a chain; None keeps as many as make the search exact.
 
     Returns:
         Trees `[B, size]`; rows with fewer possible prefixes are padded.
     """
-    beam = size - 1
+    beam = min(size - 1, beam or size)
     if beam < 1 or depth < 1:
         return root_only(pending)
     batch, frames, symbols = log_probs.shape

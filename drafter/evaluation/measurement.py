@@ -157,8 +157,8 @@ class Evaluation:
         nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes
         if arm.drafter in self._heads:
             return self._heads[arm.drafter].drafter(self._base, nodes, arm.tree or "exact")
-        if arm.tree == "static":
-            raise ValueError("only a draft head has a static tree")
+        if arm.tree != "exact":
+            raise ValueError(f"only a draft head has a {arm.tree} tree")
         return load_drafter(arm.drafter, self._base, nodes)
 
 

@@ -19,7 +19,7 @@ TABLE_FILE = "table.md"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 """Palette of Okabe and Ito, which colour-blind readers can tell apart."""
 _MARKERS = "osD^vPX*"
-_LINES = {"exact": "-", "static": "--"}
+_LINES = {"exact": "-", "chain": "-.", "static": "--"}
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:

@@ -13,8 +13,8 @@ from drafter.json_fields import from_json
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
-Tree = Literal["exact", "static"]
-"""The best draft tree under the head's distributions, or the published fixed one."""
+Tree = Literal["exact", "chain", "static"]
+"""The best draft tree under the head's distributions, its most probable path alone, or the published fixed tree."""
 
 MOST_DEPTH = 256
 """Levels of a draft tree. Buffers are allocated for the depth that a configuration claims, and no tensor proves it."""

@@ -129,6 +129,8 @@ class DraftHead(nn.Module, ABC):
     """The K hidden states that the head reads, concatenated in this order; see `DraftSpec.hidden_layers`."""
     no_static_tree: str | None = "this head has no static tree"
     """Reason why the head has no static tree; None if it has one."""
+    has_chain: bool = False
+    """Whether the head can draft the most probable path alone, which takes less time than a tree."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -145,6 +147,8 @@ class DraftHead(nn.Module, ABC):
         """Raise `ValueError` if the head has no such tree."""
         if tree == "static" and self.no_static_tree is not None:
             raise ValueError(self.no_static_tree)
+        if tree == "chain" and not self.has_chain:
+            raise ValueError("only a CTC head drafts a chain beside its tree")
 
     def output(self, base: BaseModel) -> OutputLayer:
         """Return the target model's LM head, or its rows of the draft vocabulary."""

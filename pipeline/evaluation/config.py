@@ -25,8 +25,8 @@ class EvaluateConfig:
         model: Target model, as a hub id or folder; by default the embedded demonstration model.
         drafters: One or a list, as `jobs.generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
             default the embedded heads for the embedded model, and `ngram` for any other.
-        trees: One or a list. `exact` is the best trie under the drafter's distributions, `static` the published fixed
-            tree; drafters that have no static tree are left out there.
+        trees: One or a list. `exact` is the best trie under the drafter's distributions, `chain` its most probable path
+            alone, `static` the published fixed tree; drafters that do not have one are left out there.
         num_draft_tokens: One or a list: draft tokens verified in a step. `auto` adapts to what pays on the machine.
         batches: One or a list: number of requests decoded together.
         temperatures: One or a list: sampling temperatures.

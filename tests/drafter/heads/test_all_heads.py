@@ -42,7 +42,12 @@ from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
 MAIN_KINDS = [kind for kind in KINDS if kind not in VARIANTS]
 every_kind = pytest.mark.parametrize("kind", slow_but(MAIN_KINDS, KINDS))
-TREES: list[tuple[str, Tree]] = [*((kind, "exact") for kind in KINDS), *((kind, "static") for kind in STATIC)]
+CHAINS = [kind for kind, (algorithm, _) in KINDS.items() if algorithm == "ctc"]
+TREES: list[tuple[str, Tree]] = [
+    *((kind, "exact") for kind in KINDS),
+    *((kind, "static") for kind in STATIC),
+    *((kind, "chain") for kind in CHAINS),
+]
 every_tree = pytest.mark.parametrize(
     ("kind", "tree"), [pytest.param(*one, marks=[pytest.mark.slow] if one[0] in VARIANTS else []) for one in TREES]
 )
@@ -214,9 +219,10 @@ def test_a_prepared_search_finds_the_same_tree(
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
     assert isinstance(head, CTCHead)
     recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
-    expected = head.search(states, recent, tiny_base, 9, "exact")
     monkeypatch.setattr("drafter.target.prepacked._SMALL", 0)
-    check_same_trees(head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), expected, DEPTH)
+    for tree in ("exact", "chain"):
+        expected = head.search(states, recent, tiny_base, 9, tree)
+        check_same_trees(head.prepared_search(tiny_base, tree)(states, recent, 9, 0.0), expected, DEPTH)
 
 
 @every_kind
@@ -242,3 +248,27 @@ def test_heads_that_know_the_path_have_no_static_tree(tiny_base: BaseModel, kind
         head.trees_at(
             tiny_base, *sequence(tiny_base, 1, 8, layers=head.hidden_layers), torch.tensor([[3]]), 9, "static"
         )
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+@torch.no_grad()
+def test_a_chain_is_the_trees_most_probable_path(tiny_base: BaseModel, kind: str) -> None:
+    head = make_head(tiny_base, kind)
+    tokens, hidden = sequence(tiny_base, 2, 12, layers=head.hidden_layers)
+    anchors = torch.tensor([[3, 8], [0, 11]])
+    tree = head.trees_at(tiny_base, tokens, hidden, anchors, 33)
+    chain = head.trees_at(tiny_base, tokens, hidden, anchors, DEPTH + 1, "chain")
+    assert chain.depths.tolist() == [list(range(DEPTH + 1))] * 4
+    first = tree.first_children()
+    for row in range(4):
+        path, node = [], 0
+        while (node := int(first[row, node])) < tree.size:
+            path.append(int(tree.tokens[row, node]))
+        assert path
+        assert chain.tokens[row, 1 : len(path) + 1].tolist() == path
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(CHAINS)))
+def test_other_heads_have_no_chain_beside_their_tree(tiny_base: BaseModel, kind: str) -> None:
+    with pytest.raises(ValueError, match="only a CTC head drafts a chain"):
+        make_head(tiny_base, kind).drafter(tiny_base, 8, "chain")

@@ -1,0 +1,165 @@
+"""Tree against chain against no drafts, of the same head: acceptance length and tokens per second.
+
+    python -m benchmarks.trees --model MODEL --output benchmarks/results/trees
+
+All arms decode the same prompts one after another, and another arm begins each turn. A tree and a chain of as many
+draft tokens are compared run by run, where a run is one prompt at batch 1, and all prompts at larger batches: the
+medians are of ratios within a turn, and a sign test says how probable so uneven a count is if neither is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import comb
+from pathlib import Path
+from statistics import median
+
+from benchmarks.never_slower import DATA, KINDS
+from drafter.devices import in_passing_thread
+from drafter.drafters.registry import shipped_head
+from drafter.embedded import EMBEDDED_BASE
+from drafter.evaluation.measurement import Evaluation, Progress
+from drafter.evaluation.questions import read_questions
+from drafter.evaluation.results import PLAIN, RESULTS_FILE, Arm, Cell, Plan, Results, Setting
+from drafter.evaluation.tables import circumstances, markdown_table
+from drafter.statistics import mean_acceptance_length, per_second, total
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
+
+TABLE_FILE = "trees.md"
+_FILES = {kind: file for kind, file in KINDS.items() if file is not None}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write `results.json` and its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"folder for {RESULTS_FILE} and {TABLE_FILE}")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="target model (default: the embedded one)")
+    parser.add_argument("--head", help="folder of a CTC head (default: the one that ships for the model)")
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[3, 5, 7, 15])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--kinds", nargs="+", choices=_FILES, default=list(_FILES))
+    parser.add_argument("--prompts", type=int, default=12, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
+    head = args.head or shipped_head(base)
+    if head is None:
+        parser.error(f"no head ships for {args.model}: give one by --head")
+    plan = Plan(
+        (str(head),),
+        ("exact", "chain"),
+        tuple(args.draft_tokens),
+        tuple(args.batches),
+        tuple(args.temperatures),
+        rounds=args.rounds,
+        max_new_tokens=args.max_new_tokens,
+        transformers=False,
+    )
+    # The second turn of a conversation would follow another answer than the model's.
+    questions = {
+        kind: [replace(one, turns=one.turns[:1]) for one in read_questions(DATA / _FILES[kind], args.prompts)]
+        for kind in args.kinds
+    }
+    evaluation = Evaluation(base, tokenizer, questions, plan)
+    results = evaluation.describe(shlex.join(["python", "-m", "benchmarks.trees", *given]), _FILES)
+    for cells in evaluation.run():
+        if isinstance(cells, Progress):
+            continue
+        results.cells.extend(cells)
+        results.save(args.output)
+        write_table(args.output)
+        print(f"{cells[0].setting}: done", flush=True)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A tree against the chain of the same head with as many draft tokens, at one setting."""
+
+    tree: Cell
+    chain: Cell
+    plain: Cell
+
+    @property
+    def ratios(self) -> list[float]:
+        """Tokens per second of the tree ÷ those of the chain, of each run."""
+        return [one / other for one, other in zip(_rates(self.tree), _rates(self.chain), strict=True)]
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The comparison as a row of a table."""
+        lengths = [mean_acceptance_length(total(cell.counts.values())) for cell in (self.chain, self.tree)]
+        faster, runs = sum(ratio > 1 for ratio in self.ratios), len(self.ratios)
+        return {
+            "text": self.tree.questions,
+            "draft tokens": self.tree.arm.nodes,
+            "acceptance length, chain": f"{lengths[0]:.2f}",
+            "tree": f"{lengths[1]:.2f}",
+            "tokens/s, none": f"{median(_rates(self.plain)):.0f}",
+            "chain ": f"{median(_rates(self.chain)):.0f}",
+            "tree ": f"{median(_rates(self.tree)):.0f}",
+            "tree ÷ chain": f"{median(self.ratios):.3f}",
+            "tree faster": f"{faster} of {runs}",
+            "p": f"{sign_test(faster, runs):.2g}",
+            "draft ms a token, chain": f"{_draft_ms(self.chain):.2f}",
+            "tree  ": f"{_draft_ms(self.tree):.2f}",
+        }
+
+
+def _rates(cell: Cell) -> list[float]:
+    """Tokens per second of each run of all rounds."""
+    return [
+        per_second(made, taken)
+        for tokens, seconds in zip(cell.tokens, cell.seconds, strict=True)
+        for made, taken in zip(tokens, seconds, strict=True)
+    ]
+
+
+def _draft_ms(cell: Cell) -> float:
+    assert cell.stages is not None
+    return 1e3 * (cell.stages.seconds["draft"] + cell.stages.seconds["tree"]) / cell.stages.tokens
+
+
+def sign_test(successes: int, trials: int) -> float:
+    """Return the two-sided probability of a count as far from the half or farther, if either side is as likely."""
+    fewer = min(successes, trials - successes)
+    return min(1.0, 2 * sum(comb(trials, count) for count in range(fewer + 1)) / 2**trials)
+
+
+def comparisons(cells: Sequence[Cell]) -> dict[Setting, list[Comparison]]:
+    """Return the comparisons by setting, in the cells' order."""
+    found: dict[tuple[Setting, Arm], Cell] = {(cell.setting, cell.arm): cell for cell in cells}
+    by_setting: dict[Setting, list[Comparison]] = {}
+    for (setting, arm), cell in found.items():
+        if arm.tree == "exact":
+            chain = found[setting, replace(arm, tree="chain")]
+            by_setting.setdefault(setting, []).append(Comparison(cell, chain, found[setting, PLAIN]))
+    return by_setting
+
+
+def write_table(folder: Path) -> None:
+    """Write `trees.md` from `results.json` in `folder`."""
+    results = Results.load(folder)
+    found, where = comparisons(results.cells), results.environment
+    differing = sum(cell.differing_tokens or 0 for cell in results.cells)
+    parts = [
+        "# Tree against chain",
+        f"{circumstances(results)}. `{where['command']}`, commit {where['commit']}. Tokens that differ from plain "
+        f"decoding's: {differing}. An acceptance length is 1 without drafts.",
+    ]
+    for temperature, batch in dict.fromkeys((setting[0], setting[1]) for setting in found):
+        parts.append(f"## Temperature {temperature:g}, batch {batch}")
+        rows = [one.row for (t, b, _), some in found.items() if (t, b) == (temperature, batch) for one in some]
+        parts.append(markdown_table(rows))
+    (folder / TABLE_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
