@@ -117,10 +117,10 @@ class Engine:
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
+        sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
         if self.idle:
             self.last_step = time.monotonic()
-        eos = self.base.eos_token_ids
-        self.scheduler.waiting.put(Sequence(handle, eos, self.tokenizer, self.verifier, self.max_length))
+        self.scheduler.waiting.put(sequence)
         return handle
 
     def state(self) -> EngineState:
@@ -408,6 +408,9 @@ class Engine:
             generation = sequence.generation()
             self.scheduler.retire(sequence)
             sequence.handle.future.set_result(generation)
+        elif sequence.stuck:
+            self.scheduler.retire(sequence)
+            sequence.fail_stuck()
         elif not sound and drafted:
             sequence.plain = True
         elif not sound and sequence.borrowed:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance.contract import Verifier
+from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter, Ids
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
-from drafter.text.tokenizers import Detokenizer, StopSearch, cut_at_stop, refuse_long, special_texts
+from drafter.text.detokenizer import Detokenizer, StopSearch
+from drafter.text.tokenizers import refuse_long, special_texts
 
 
 class Handle:
@@ -138,6 +140,7 @@ class Sequence:
         self.handle, self.tokenizer, self.verifier = handle, tokenizer, verifier
         self.limit = min(sampling.max_new_tokens, max_length - len(prompt))  # most tokens to generate
         self.length = len(prompt) - 1  # committed tokens: all of `text` but the last, which is pending
+        self.limits = Limits.of(sampling, eos, tokenizer)
         self.eos = (frozenset() if sampling.ignore_eos else eos) | set(sampling.stop_token_ids)
         self.output: list[int] = []
         self.lenient: list[int] = []  # indices of output that the target model would not have chosen
@@ -146,6 +149,7 @@ class Sequence:
         self.counts = DecodeCounts()
         self.versions: list[int] = []  # of the weights that have drafted for it, in order
         self.finish_reason: FinishReason | None = None
+        self.stuck = False  # its limits leave no token to choose
         self.entered: float | None = None  # when it first entered a slot, in monotonic seconds
         self.first_token: float | None = None  # when it got its first token
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
@@ -208,11 +212,16 @@ class Sequence:
             self.first_token = time.monotonic()
         for token in tokens:
             self.output.append(token)
+            if self.limits is not None and not self.limits.permits(self.output):
+                # Where all are forbidden, the choice is none of them.
+                self.output.pop()
+                self.stuck = True
+                break
             if self._detokenizer is not None:
-                piece = self._detokenizer.push(token)
-                self._stops.push(piece)
+                piece, counts = self._detokenizer.push(token), len(self.output) > self.sampling.min_tokens
+                self._stops.push(piece, self._detokenizer.tail, counts=counts)
                 if special := self._special_texts.get(token):
-                    self._stops.push(special, hidden=True)
+                    self._stops.push(special, hidden=True, counts=counts)
                 if self._stops.found:
                     self.finish_reason = "stop"
                 if self.handle.streams:
@@ -263,6 +272,14 @@ class Sequence:
             )
         )
 
+    def fail_stuck(self) -> None:
+        self.handle.future.set_exception(
+            RequestError(
+                f"no token is left to choose after {len(self.output)} generated ones: allow more tokens in "
+                "allowed_token_ids, or have fewer bad_words"
+            )
+        )
+
     def generation(self) -> Generation:
         """Return the result; `finish_reason` must be set."""
         assert self.finish_reason is not None
@@ -271,7 +288,7 @@ class Sequence:
         return Generation(
             request_id=request.request_id,
             token_ids=self.output,
-            text=cut_at_stop(text[: self._stops.cut], self.sampling.stop),
+            text=text[: self._stops.cut],
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
@@ -308,10 +325,11 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError("the prompt must be token ids: integers")
     if min(ids) < 0 or max(ids) >= base.vocab_size:
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
-    if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= base.vocab_size:
-        raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
-    if (beyond := max(request.sampling.stop_token_ids, default=0)) >= base.vocab_size:
-        raise RequestError(f"stop_token_ids has token {beyond}, outside the vocabulary of {base.vocab_size}")
+    sampling = request.sampling
+    named = {name: getattr(sampling, name) for name in ("stop_token_ids", "allowed_token_ids")}
+    for name, tokens in {"logit_bias": dict(sampling.logit_bias), **named}.items():
+        if (beyond := max(tokens, default=0)) >= base.vocab_size:
+            raise RequestError(f"{name} has token {beyond}, outside the vocabulary of {base.vocab_size}")
 
 
 @dataclass(frozen=True)
