@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -90,6 +91,7 @@ class SpeculativeLM:
             lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, drafter_name=drafter_name)
         )
         self._arguments: dict[str, Any] | None = None
+        self._process = os.getpid()
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
@@ -233,6 +235,11 @@ class SpeculativeLM:
             QueueFullError: Too many requests are waiting.
             EngineError: The engine has failed or is closed.
         """
+        if os.getpid() != self._process:  # the engine's thread is not in a forked child, which would wait for ever
+            raise EngineError(
+                "the model was loaded in another process, of which this one is a fork: load it in this process, or "
+                "start processes by spawn"
+            )
         if not isinstance(request, Request):
             raise RequestError(f"submit takes a Request, not {shown(request)}: generate and stream take prompts")
         handle = self.engine.submit(request, stream=stream)
@@ -330,6 +337,8 @@ class SpeculativeLM:
 
     def close(self) -> None:
         """Stop the thread; unfinished requests end with an error. Called automatically at exit."""
+        if os.getpid() != self._process:
+            return
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -30,7 +30,8 @@ from drafter.text.tokenizers import refuse_long, special_texts
 class Handle:
     """A submitted request: wait for its result, iterate over its tokens if it is to `stream`, or cancel it.
 
-    From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`.
+    From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`. A stream that is left before
+    its end, by `break`, an exception or a cancelled task, cancels its request.
     """
 
     def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
@@ -60,8 +61,11 @@ class Handle:
         return self.future.result(timeout)
 
     async def outcome(self) -> Generation:
-        """Wait in an asyncio loop; see `result`. A task that is cancelled meanwhile does not cancel the request."""
-        return await asyncio.wrap_future(self.future)
+        """Wait in an asyncio loop; see `result`. A task that is cancelled meanwhile cancels only a streamed request."""
+        try:
+            return await asyncio.wrap_future(self.future)
+        finally:
+            self._leave()
 
     def __await__(self) -> Generator[Any, None, Generation]:
         return self.outcome().__await__()
@@ -72,6 +76,10 @@ class Handle:
         if self._on_cancel is not None:
             self._on_cancel()
 
+    def _leave(self) -> None:
+        if self.streams and not self.future.done():
+            self.cancel()
+
     def unwanted(self, now: float) -> bool:
         """Return whether it is cancelled, or out of time at `now` (monotonic seconds)."""
         return self.cancelled or now >= self.deadline
@@ -79,35 +87,44 @@ class Handle:
     def __iter__(self) -> Iterator[TokenDelta]:
         """Yield tokens step by step until the request ends; then `result` returns at once, and raises if it failed."""
         deltas = self._streamed()
-        while (delta := deltas.get()) is not None:
-            yield delta
+        try:
+            while (delta := deltas.get()) is not None:
+                yield delta
+        finally:
+            self._leave()
         deltas.put(None)  # who iterates once more ends at once
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         """Yield the same in an asyncio loop, which the engine's thread wakes."""
-        async for deltas in self.arrivals():
-            for delta in deltas:
-                yield delta
+        try:
+            async for deltas in self.arrivals():
+                for delta in deltas:
+                    yield delta
+        finally:
+            self._leave()
 
     async def arrivals(self) -> AsyncIterator[list[TokenDelta]]:
         """Yield new tokens in batches. A slow consumer gets larger batches, not more wake-ups."""
         deltas, loop, arrived = self._streamed(), asyncio.get_running_loop(), asyncio.Event()
-        while True:
-            arrived.clear()
-            # Before the look at the queue: what comes after that look wakes the loop.
-            self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
-            some: list[TokenDelta | None] = []
-            while not deltas.empty():
-                some.append(deltas.get_nowait())
-            if not some:
-                await arrived.wait()
-                continue
-            self._wake = None
-            if tokens := [delta for delta in some if delta is not None]:
-                yield tokens
-            if some[-1] is None:
-                deltas.put(None)
-                return
+        try:
+            while True:
+                arrived.clear()
+                # Before the look at the queue: what comes after that look wakes the loop.
+                self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+                some: list[TokenDelta | None] = []
+                while not deltas.empty():
+                    some.append(deltas.get_nowait())
+                if not some:
+                    await arrived.wait()
+                    continue
+                self._wake = None
+                if tokens := [delta for delta in some if delta is not None]:
+                    yield tokens
+                if some[-1] is None:
+                    deltas.put(None)
+                    return
+        finally:
+            self._leave()
 
     def _streamed(self) -> queue.SimpleQueue[TokenDelta | None]:
         if self._deltas is None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import pickle
 import signal
 import subprocess
@@ -113,19 +114,62 @@ def test_requests_may_be_awaited(lm: SpeculativeLM) -> None:
     asyncio.run(talk())
 
 
-def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
-    """Its loop closes in the middle of the stream; the engine goes on, and the request until it is cancelled."""
-    endless = Request(lm.encode(QUESTION), SamplingParams(max_new_tokens=900, ignore_eos=True))
-    handle = lm.submit(endless, stream=True)
+def endless(lm: SpeculativeLM) -> Handle:
+    return lm.stream(QUESTION, max_new_tokens=900, ignore_eos=True)
+
+
+def test_a_stream_that_is_left_frees_its_slot(lm: SpeculativeLM) -> None:
+    handles = [endless(lm) for _ in range(3)]
+    for _ in handles[0]:
+        break
+    with pytest.raises(ZeroDivisionError):
+        for _ in handles[1]:
+            raise ZeroDivisionError
+    iterator = iter(handles[2])
+    next(iterator)
+    assert not handles[2].cancelled
+    del iterator
+    for handle in handles:
+        assert handle.result(PATIENCE).finish_reason == "cancelled"
+    whole = lm.stream(QUESTION, max_new_tokens=4, ignore_eos=True)
+    assert len([token for delta in whole for token in delta.token_ids]) == 4
+    assert (whole.cancelled, whole.result(PATIENCE).finish_reason) == (False, "length")
+
+
+def test_an_asyncio_stream_that_is_left_frees_its_slot(lm: SpeculativeLM) -> None:
+    async def read(handle: Handle) -> None:
+        async for _ in handle:
+            pass
+
+    async def first(handle: Handle) -> TokenDelta:
+        async for delta in handle:
+            return delta
+        raise AssertionError
+
+    async def talk() -> None:
+        handles = [endless(lm) for _ in range(4)]
+        assert (await first(handles[0])).token_ids
+        task = asyncio.create_task(read(handles[1]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for waits in (read(handles[2]), handles[3].outcome()):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(waits, 0.01)
+        for handle in handles:
+            assert (await handle.outcome()).finish_reason == "cancelled"
+
+    asyncio.run(talk())
+
+
+def test_a_listener_whose_loop_closes_harms_nobody(lm: SpeculativeLM) -> None:
+    handle = endless(lm)
 
     async def first() -> TokenDelta:
         return await anext(aiter(handle))
 
     assert asyncio.run(first()).token_ids
-    assert handle._deltas is not None
-    while handle._deltas.qsize() < 3:  # tokens still come, though nobody can be woken
-        time.sleep(0.01)
-    handle.cancel()
     assert handle.result(PATIENCE).finish_reason == "cancelled"
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
@@ -204,6 +248,34 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
     lm.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(LoadError, match="belongs to the target model"):
         SpeculativeLM.from_pretrained(tmp_path, drafter="ctc", device="cpu")
+
+
+def test_a_forked_child_is_told_at_once(lm: SpeculativeLM) -> None:
+    """Its copy of the engine has no thread: a request would wait for ever."""
+
+    async def first() -> None:
+        async for _ in lm.stream(QUESTION):
+            pass
+
+    def child() -> None:
+        for use in (
+            lambda: lm.generate(QUESTION),
+            lambda: lm.chat(QUESTION),
+            lambda: lm.stream(QUESTION),
+            lambda: asyncio.run(first()),
+        ):
+            with pytest.raises(EngineError, match="loaded in another process, of which this one is a fork"):
+                use()
+        lm.close()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(PATIENCE)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].text
 
 
 def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:

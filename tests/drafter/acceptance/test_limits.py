@@ -47,7 +47,7 @@ def test_words_are_tokenised_with_and_without_a_space() -> None:
     assert bad_word_tokens(tokenizer, ("the", " the", "the")) == (ids("the"), ids(" the"))
     assert ids(" !")[1:] == ids("!")
     assert bad_word_tokens(tokenizer, ("!",)) == (ids("!"),)  # the space is a token of its own
-    with pytest.raises(RequestError, match="bad_words may have words of 1 to 32 tokens, and 'xq xq.* has 81"):
+    with pytest.raises(RequestError, match=r"bad_words may have words of 1 to 32 tokens, and 'xq xq.* has 81"):
         bad_word_tokens(tokenizer, ("xq " * 40,))
 
 

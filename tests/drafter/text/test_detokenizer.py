@@ -53,7 +53,7 @@ DECODERS: dict[str, Any] = {
     ),
     "replaced and fused": decoders.Sequence([decoders.Replace(Regex("a|▁"), "xy"), decoders.Fuse()]),
     "stripped": decoders.Sequence(
-        [decoders.Strip("a", 1, 0), decoders.Strip("!", 0, 1), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Strip("a", 1, 0), decoders.ByteFallback(), decoders.Fuse()]
     ),
     "stripped at the left": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 3, 0)]),
     "fused and replaced": decoders.Sequence([decoders.Fuse(), decoders.Replace("@@ ", "")]),
