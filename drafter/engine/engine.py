@@ -103,6 +103,8 @@ class Engine:
         if plan is not None and self._graphs is not None:
             try_dearest_step(device, self._graphs, plan)
         self.budget = budget or self._make_budget(None if config.compile else drafter_name)
+        # Other numbers than a budget has learnt of, or than there are graphs of, would cost more than they save.
+        self._cuts = isinstance(self.budget, FixedBudget) and self._graphs is None
 
     # ---- from any thread
 
@@ -223,7 +225,10 @@ class Engine:
         load = self.batch.load(context.host_lengths)
         # A graph drafts for all rows or for none.
         plain = self._graphs is not None and any(sequence.plain for sequence in sequences)
-        ask = Ask(0) if plain else self.budget.plan(load)
+        useful = max(self._useful(sequences))
+        ask = Ask(0) if plain or not useful else self.budget.plan(load)
+        if self._cuts and ask.nodes > useful:
+            ask = replace(ask, nodes=useful)
         self._times.mark("host")
         step = self._new_step(sequences, 0, load, ask)
         step.since = since
@@ -239,6 +244,12 @@ class Engine:
             step.reading = step.lap()
             self._times.mark("draft")
         return step, context
+
+    def _useful(self, sequences: list[Sequence]) -> list[int]:
+        """Return for each sequence how many accepted draft tokens it could still take."""
+        if not self.verifier.lossless:  # it may look at draft tokens that do not become output
+            return [self.drafter.spec.max_nodes] * len(sequences)
+        return [one.limit - len(one.output) - 1 for one in sequences]
 
     def _draft_shadow(self, step: Step, ask: Ask) -> None:
         """Draft trees of a few rows, which the text that follows will be compared with."""
@@ -271,6 +282,8 @@ class Engine:
             self._times.mark("tree")
             if plain := [row for row, sequence in enumerate(step.sequences) if sequence.plain]:
                 sizes[plain] = 0
+            if self._cuts:
+                sizes = sizes.minimum(torch.tensor(self._useful(step.sequences), device=sizes.device))
             tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
             step.drafting += step.lap()

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,7 +122,7 @@ def test_a_stream_that_is_left_frees_its_slot(lm: SpeculativeLM) -> None:
     handles = [endless(lm) for _ in range(3)]
     for _ in handles[0]:
         break
-    with pytest.raises(ZeroDivisionError):
+    with suppress(ZeroDivisionError):
         for _ in handles[1]:
             raise ZeroDivisionError
     iterator = iter(handles[2])

@@ -52,9 +52,7 @@ DECODERS: dict[str, Any] = {
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     ),
     "replaced and fused": decoders.Sequence([decoders.Replace(Regex("a|▁"), "xy"), decoders.Fuse()]),
-    "stripped": decoders.Sequence(
-        [decoders.Strip("a", 1, 0), decoders.ByteFallback(), decoders.Fuse()]
-    ),
+    "stripped": decoders.Sequence([decoders.Strip("a", 1, 0), decoders.ByteFallback(), decoders.Fuse()]),
     "stripped at the left": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 3, 0)]),
     "fused and replaced": decoders.Sequence([decoders.Fuse(), decoders.Replace("@@ ", "")]),
 }
