@@ -38,16 +38,6 @@ _UNSET = ("seed", "stop", "stop_token_ids", "logit_bias", "min_tokens", "allowed
 """Settings for which None stands for their default."""
 _INTEGERS = (("max_new_tokens", 1, math.inf), ("top_k", 0, math.inf), ("logprobs", 0, _MOST_LOGPROBS))
 """Integer settings that may be None: name, lowest and highest value."""
-OTHER_WORDS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "sampling_params": "sampling",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "do_sample": "temperature",
-    "stream": "SpeculativeLM.stream",
-}
-"""Our names of settings by those of other libraries."""
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
 SEEDS = 2**63  # upper bound of derived seeds, so that they fit an int64 column
@@ -80,21 +70,25 @@ def hashed_seed(seed: int, name: str) -> int:
 Settings = TypeVar("Settings")
 
 
-def naming_mistakes(kind: type[Settings]) -> type[Settings]:
-    """Make the `__init__` of a dataclass of settings name the right one in its error for an unknown one."""
-    made = kind.__init__
+def naming_mistakes(error: type[ValueError]) -> Callable[[type[Settings]], type[Settings]]:
+    """Make the `__init__` of a dataclass of settings name the right one in its `error` for an unknown one."""
 
-    @wraps(made)
-    def init(self: Settings, *values: Any, **settings: Any) -> None:
-        if problem := unknown_setting(settings, kind, OTHER_WORDS):
-            raise RequestError(problem)
-        made(self, *values, **settings)
+    def decorate(kind: type[Settings]) -> type[Settings]:
+        made = kind.__init__
 
-    kind.__init__ = init  # type: ignore[method-assign, assignment]
-    return kind
+        @wraps(made)
+        def init(self: Settings, *values: Any, **settings: Any) -> None:
+            if problem := unknown_setting(settings, kind):
+                raise error(problem)
+            made(self, *values, **settings)
+
+        kind.__init__ = init  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
 
 
-@naming_mistakes
+@naming_mistakes(RequestError)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings and stop conditions of a request.

@@ -222,6 +222,7 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
         ("max_tokens", "max_new_tokens"),
         ("stream", "SpeculativeLM.stream"),
         ("temprature", "temperature"),
+        ("min_new_tokens", "min_tokens"),
     ):
         with pytest.raises(RequestError, match=f"unknown setting {name}: use {ours}"):
             lm.generate("x", **cast(Any, {name: 5}))
