@@ -25,6 +25,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
+from drafter.many import as_chat
 from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
@@ -215,6 +216,35 @@ def test_a_failed_stream_ends_and_says_why() -> None:
     broken = SpeculativeLM.from_pretrained(drafter="none", device="cpu", config=EngineConfig(max_num_seqs=1))
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(read(broken))
+
+
+def test_what_may_not_be_chosen(lm: SpeculativeLM) -> None:
+    """With the tokeniser's own words; streams, stop strings and log-probabilities go on as they do without."""
+    (free,) = lm.chat(QUESTION, max_new_tokens=40, logprobs=1)
+    word = next(one for one in free.text.split() if one.isalpha() and len(one) > 2)
+    (without,) = lm.chat(QUESTION, max_new_tokens=40, bad_words=[word], logprobs=1)
+    assert word in free.text
+    assert word not in without.text
+    place = next(at for at, (a, b) in enumerate(zip(free.token_ids, without.token_ids, strict=False)) if a != b)
+    assert free.logprobs is not None
+    assert without.logprobs is not None
+    # The target model's own, before the word is forbidden.
+    assert without.logprobs[place].top[0][0] == free.token_ids[place]
+    assert without.logprobs[place].logprob < without.logprobs[place].top[0][1]  # type: ignore[operator]
+
+    end = next(iter(lm.base.eos_token_ids))
+    stop = free.text[3:6]
+    longer = lm.submit(
+        Request(lm.encode(as_chat(QUESTION)), SamplingParams(60, min_tokens=60, stop=(stop,))), stream=True
+    )
+    text = "".join(delta.text for delta in longer)
+    found = longer.result(PATIENCE)
+    assert (len(found.token_ids), found.finish_reason, found.text) == (60, "length", text)
+    assert end not in found.token_ids
+    assert stop in text
+    digits = [token for token in range(lm.base.vocab_size) if lm.tokenizer.decode([token]).strip().isdigit()]
+    (number,) = lm.chat(QUESTION, max_new_tokens=9, allowed_token_ids=[*digits, end])
+    assert number.text.replace(" ", "").isdigit()
 
 
 def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.scheduler import common_prefix
@@ -576,3 +577,19 @@ def test_no_more_draft_tokens_than_can_be_emitted(tiny_base: BaseModel) -> None:
     assert drafted[2] > 20
     (alone,) = run_engine(tiny_base, AdversarialDrafter(seed=1), [plain[0]], num_draft_tokens=10)
     assert (alone.token_ids, alone.counts.num_draft_tokens) == (expected[0].token_ids, 0)
+
+
+@pytest.mark.parametrize("drafts", [0, 6])
+def test_short_prompts_are_read_together(tiny_base: BaseModel, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are slots in one forward, though each row leaves after one token."""
+    read: list[int] = []
+    reads = BatchState.read
+
+    def counted(state: BatchState, first: int, spans: Sequence[slice]) -> None:
+        read.append(len(spans))
+        reads(state, first, spans)
+
+    monkeypatch.setattr(BatchState, "read", counted)
+    requests = [Request([5 + row, 6, 7], SamplingParams(1)) for row in range(40)]
+    run_engine(tiny_base, NgramDrafter(), requests, max_num_seqs=8, num_draft_tokens=drafts)
+    assert read == [8] * 5
