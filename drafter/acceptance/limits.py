@@ -6,9 +6,10 @@ meanings are vLLM's, but a bad word after a space is one whatever number of toke
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -60,7 +61,14 @@ class Limits:
         token = output[-1]
         if (self.allowed and token not in self.allowed) or (token in self.early and len(output) <= self.min_tokens):
             return False
-        return not any(word[-1] == token and tuple(output[-len(word) :]) == word for word in self.bad_words)
+        return not any(tuple(output[-len(word) :]) == word for word in self._words_by_end.get(token, ()))
+
+    @cached_property
+    def _words_by_end(self) -> dict[int, list[tuple[int, ...]]]:
+        found = defaultdict(list)
+        for word in self.bad_words:
+            found[word[-1]].append(word)
+        return found
 
 
 @lru_cache(maxsize=64)  # the requests of a job have the same
@@ -82,7 +90,7 @@ def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, 
 
 
 class LimitTable:
-    """The limits of all slots. Its tensors grow to the most that a request has needed, and are empty before.
+    """The limits of all slots. Its tensors grow to the most that a request has needed, and wait for the first such one.
 
     Attributes:
         allowed: `[S, V]` bool.
@@ -96,6 +104,7 @@ class LimitTable:
         self.min_tokens = torch.zeros(slots, dtype=torch.long, device=device)
         self.early = torch.zeros(slots, 0, dtype=torch.long, device=device)
         self.words = torch.zeros(slots, 0, 1, dtype=torch.long, device=device)
+        self._used = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -103,28 +112,34 @@ class LimitTable:
         return (self.allowed.shape[1], self.early.shape[1], *self.words.shape[1:])
 
     def set(self, slot: int, limits: Limits | None, vocabulary: int) -> None:
-        """Set a slot; None if it has no limits."""
+        """Set a slot; None if it has no limits. Tokens outside the `vocabulary` cannot come anyway."""
+        if limits is None and not self._used:
+            return
+        self._used = True
         own, device = limits or Limits(), self.min_tokens.device
+        early = [token for token in own.early if token < vocabulary]
+        words = [list(word) for word in own.bad_words if max(word) < vocabulary]
         if own.allowed and not self.allowed.shape[1]:
             self.allowed = torch.ones(len(self.allowed), vocabulary, dtype=torch.bool, device=device)
         self.allowed[slot] = not own.allowed
         if own.allowed:
             self.allowed[slot, _sent(own.allowed, device)] = True
         self.min_tokens[slot] = own.min_tokens
-        self.early = _grown(self.early, len(own.early))
+        self.early = _grown(self.early, len(early))
         self.early[slot] = _NONE
-        if own.early:
-            self.early[slot, : len(own.early)] = _sent(own.early, device)
-        longest = max(map(len, own.bad_words), default=1)
-        self.words = _grown(self.words, len(own.bad_words), longest)
+        if early:
+            self.early[slot, : len(early)] = _sent(early, device)
+        longest = max(map(len, words), default=1)
+        self.words = _grown(self.words, len(words), longest)
         self.words[slot] = _NONE
-        if own.bad_words:
-            padded = [[_NONE] * (longest - len(word)) + list(word) for word in own.bad_words]
+        if words:
+            padded = [[_NONE] * (longest - len(word)) + word for word in words]
             self.words[slot, : len(padded), -longest:] = send(torch.tensor(padded), device)
 
     def move(self, source: int, target: int) -> None:
-        for tensor in vars(self).values():
-            tensor[target] = tensor[source]
+        if self._used:
+            for tensor in (self.allowed, self.min_tokens, self.early, self.words):
+                tensor[target] = tensor[source]
 
     def forbidden(self, slots: Tensor, said: Tensor, ends: Tensor, vocabulary: int) -> Tensor:
         """Return which tokens may not come next in `slots` `[R]`, `[R, V]` bool.

@@ -282,8 +282,8 @@ class Engine:
             self._times.mark("tree")
             if plain := [row for row, sequence in enumerate(step.sequences) if sequence.plain]:
                 sizes[plain] = 0
-            if self._cuts:
-                sizes = sizes.minimum(torch.tensor(self._useful(step.sequences), device=sizes.device))
+            if self._cuts and min(useful := self._useful(step.sequences)) < step.ask.nodes:
+                sizes = sizes.minimum(torch.tensor(useful))
             tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
             step.drafting += step.lap()

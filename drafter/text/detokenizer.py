@@ -24,6 +24,8 @@ _LOCAL = {"ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "S
 """Steps of a decoder that make the text of a token from it and from those before it."""
 _WINDOW, _KEPT = 16, 8  # most tokens that are decoded together, and those that stay when they are too many
 
+Settles = Literal["at once", "one later", "unknown", "hidden"]
+
 
 @dataclass(frozen=True)
 class _Decoding:
@@ -38,7 +40,7 @@ class _Decoding:
         cleans: Spaces are taken out of the decoded text.
     """
 
-    settles: Literal["at once", "one later", "unknown", "hidden"]
+    settles: Settles
     byte_tokens: frozenset[int] = frozenset()
     special: frozenset[int] = frozenset()
     cleans: bool = False
@@ -58,7 +60,8 @@ def _decoding(tokenizer: Any) -> _Decoding:
         tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     )
     steps = [] if backend.decoder is None else _steps(json.loads(backend.decoder.__getstate__()))
-    kinds, settles = {step["type"] for step in steps}, "unknown"
+    kinds = {step["type"] for step in steps}
+    settles: Settles = "unknown"
     if _is_local(steps):
         settles = "at once"
     elif kinds <= {"BPEDecoder", "Fuse"}:

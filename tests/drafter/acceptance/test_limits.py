@@ -138,6 +138,8 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     assert forbidden() == [[0, 2, 3, 4, 5], []]
     table.set(1, Limits(bad_words=((5,), (4, 3, 2))), 6)
     assert forbidden() == [[0, 2, 3, 4, 5], [5]]
+    table.set(0, Limits(early=frozenset([1, 9]), min_tokens=1, bad_words=((2, 7), (3,))), 6)  # 7 and 9 cannot come
+    assert forbidden() == [[1, 3], [5]]
     table.move(1, 0)
     table.set(1, None, 6)
     assert forbidden() == [[5], []]
