@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from typing import Any, cast
 
 import pytest
 
@@ -42,6 +43,6 @@ def test_our_names_exist_and_theirs_do_not() -> None:
 )
 def test_each_says_what_to_write(name: str, message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(**{name: 5})
+        SamplingParams(**cast(Any, {name: 5}))
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)

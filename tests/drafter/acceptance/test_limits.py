@@ -74,7 +74,7 @@ def test_no_first_token_or_one_outside_the_vocabulary_is_refused(tiny_base: Base
         ({"max_new_tokens": None, "min_tokens": 300}, "min_tokens 300 is more than max_new_tokens 256"),
     ):
         with pytest.raises(RequestError, match=complaint):
-            run_engine(tiny_base, OracleDrafter([]), [Request([5, 6], SamplingParams(**settings))])  # type: ignore[arg-type]
+            run_engine(tiny_base, OracleDrafter([]), [Request([5, 6], SamplingParams(**settings))])
 
 
 @pytest.mark.parametrize("drafts", [0, 10])

@@ -378,7 +378,7 @@ class Scripted(CudaRecorder):
 
 
 def shape_of(rows: int, nodes: int = 0) -> StepShape:
-    return StepShape(rows, nodes, 64, SamplingMode.of([]), 0)
+    return StepShape(rows, nodes, 64, SamplingMode.of([]), ())
 
 
 def test_a_shape_is_run_then_recorded_then_repeated() -> None:
