@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drafter.text.tokenizers import special_texts
 
@@ -24,6 +24,7 @@ _LOCAL = {"ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "S
 """Steps of a decoder that make the text of a token from it and from those before it."""
 _WINDOW, _KEPT = 16, 8  # most tokens that are decoded together, and those that stay when they are too many
 
+_CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 Settles = Literal["at once", "one later", "unknown", "hidden"]
 
 
@@ -52,13 +53,11 @@ def _decoding(tokenizer: Any) -> _Decoding:
     cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
     if cleans and made.clean_up_tokenization is not base.clean_up_tokenization:
         return _Decoding("unknown")
-    its_own = not isinstance(tokenizer, TokenizersBackend)
-    if its_own or made.decode is not base.decode or made._decode is not TokenizersBackend._decode:
+    its_own = not isinstance(tokenizer, PreTrainedTokenizerFast) or made.decode is not base.decode
+    if its_own or made._decode is not PreTrainedTokenizerFast._decode:
         return _Decoding("hidden", cleans=cleans)
     backend = tokenizer.backend_tokenizer
-    cleans &= type(backend.model).__name__ != "BPE" or (
-        tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
-    )
+    cleans &= type(backend.model).__name__ != "BPE" or getattr(tokenizer, _CLEANS_BPE, True)
     steps = [] if backend.decoder is None else _steps(json.loads(backend.decoder.__getstate__()))
     kinds = {step["type"] for step in steps}
     settles: Settles = "unknown"
