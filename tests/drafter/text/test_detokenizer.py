@@ -263,6 +263,6 @@ def test_what_is_no_text_costs_no_more_the_longer_it_is(
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token) for _ in range(500)]
     assert "".join(pieces) == ("\ufffd" * 499 if kind == "half characters" else "")
-    assert max(decoded, default=0) <= 16
+    assert max(decoded, default=0) <= 8
     (word,) = tokenizer("s", add_special_tokens=False)["input_ids"]
     assert detokenizer.push(word) == ("\ufffd" if kind == "half characters" else "") + "s"
