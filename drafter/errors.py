@@ -67,5 +67,6 @@ def unknown_setting(given: Iterable[str], kind: type) -> str | None:
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
-            return f"unknown setting {name[:80]}" + (hint(name, known) or f"; there are {', '.join(known)}")
+            named = shown(name).strip("'")
+            return f"unknown setting {named}" + (hint(name, known) or f"; there are {', '.join(known)}")
     return None

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from drafter.devices import send
 from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
+from drafter.text.tokenizers import refuse_panics
 from drafter.tree.token_tree import TokenTree
 
 _LONGEST_BAD_WORD = 32  # tokens
@@ -76,9 +77,10 @@ def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, 
     """Return the tokens of each word, and those that it has after a space, unless they only end with the former."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        plain, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
-        )
+        with refuse_panics():
+            plain, spaced = (
+                tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+            )
         if not 1 <= len(plain) <= _LONGEST_BAD_WORD:
             raise RequestError(
                 f"bad_words may have words of 1 to {_LONGEST_BAD_WORD} tokens, and {shown(word)} has {len(plain)}"
