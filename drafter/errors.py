@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
-from difflib import get_close_matches
+
+from drafter.other_names import hint
 
 
 class RequestError(ValueError):
@@ -61,15 +62,11 @@ def shown(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def unknown_setting(given: Iterable[str], kind: type, other_words: Mapping[str, str] | None = None) -> str | None:
-    """Return a message for the first name that is no field of the dataclass `kind`; None if all are.
-
-    Args:
-        other_words: Our names by those of other libraries.
-    """
+def unknown_setting(given: Iterable[str], kind: type) -> str | None:
+    """Return a message for the first name that is no field of the dataclass `kind`; None if all are."""
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
-            ours = (other_words or {}).get(name) or next(iter(get_close_matches(name, known, 1)), None)
-            return f"unknown setting {name}" + (f": use {ours}" if ours else f"; there are {', '.join(known)}")
+            named = shown(name).strip("'")
+            return f"unknown setting {named}" + (hint(name, known) or f"; there are {', '.join(known)}")
     return None

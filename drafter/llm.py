@@ -48,16 +48,6 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
-_OTHER_WORDS = {
-    "gpu_memory_utilization": "kv_gib",
-    "max_batch_size": "max_num_seqs",
-    "max_seq_len": "max_model_len",
-    "speculative_config": "drafter",
-    "tensor_parallel_size": "device_map",
-    "torch_dtype": "dtype",
-}
-"""Our names of what `from_pretrained` takes by those of other libraries."""
-
 
 class SpeculativeLM:
     """A target model with a drafter, decoding in a thread of its own.
@@ -230,6 +220,11 @@ class SpeculativeLM:
             QueueFullError: Too many requests are waiting.
             EngineError: The engine has failed or is closed.
         """
+        if self._thread.forked:  # the engine's thread is not in a forked child, which would wait for ever
+            raise EngineError(
+                "the model was loaded in another process, of which this one is a fork: load it in this process, or "
+                "start processes by spawn"
+            )
         if not isinstance(request, Request):
             raise RequestError(f"submit takes a Request, not {shown(request)}: generate and stream take prompts")
         handle = self.engine.submit(request, stream=stream)
@@ -344,7 +339,7 @@ def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapp
     if not isinstance(given, Mapping):
         raise LoadError(f"config must be an EngineConfig or a mapping of its fields, not {shown(config)}")
     chosen = {**given, **changes}
-    if problem := unknown_setting(chosen, EngineConfig, _OTHER_WORDS):
+    if problem := unknown_setting(chosen, EngineConfig):
         raise LoadError(problem)
     try:
         return EngineConfig(**chosen)

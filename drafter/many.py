@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from drafter.engine.sequence import Handle
 from drafter.errors import QueueFullError, RequestError, shown, unknown_setting
-from drafter.requests import OTHER_WORDS, Generation, Request, SamplingParams, hashed_seed
+from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def with_settings(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sam
             "sampling must be SamplingParams, a mapping of its fields, or a sequence of these, one for each prompt, "
             f"not {shown(sampling)}"
         )
-    if problem := unknown_setting(settings, SamplingParams, OTHER_WORDS):
+    if problem := unknown_setting(settings, SamplingParams):
         raise RequestError(problem)
     return replace(sampling or SamplingParams(), **settings)
 

@@ -21,8 +21,9 @@ GenerationRule = Literal["auto", "ignore"]  # `auto` uses sampling settings that
 GENERATION_FILE = "generation_config.json"
 
 MOST_STOPS = 16  # stop strings per request; bounded, like their length, because every new token is searched for them
-LONGEST_STOP = 1000  # characters of a stop string
+LONGEST_STOP = 1000  # characters of a stop string, and of a bad word
 _MOST_STOP_TOKENS = 256
+_MOST_BAD_WORDS = 1024
 _MOST_LOGPROBS = 20
 _NUMBERS = (
     ("temperature", 0.0, math.inf, False),
@@ -33,18 +34,10 @@ _NUMBERS = (
     ("frequency_penalty", -2.0, 2.0, False),
 )
 """Float settings: name, lowest and highest value, and whether the lowest is excluded."""
+_UNSET = ("seed", "stop", "stop_token_ids", "logit_bias", "min_tokens", "allowed_token_ids", "bad_words")
+"""Settings for which None stands for their default."""
 _INTEGERS = (("max_new_tokens", 1, math.inf), ("top_k", 0, math.inf), ("logprobs", 0, _MOST_LOGPROBS))
 """Integer settings that may be None: name, lowest and highest value."""
-OTHER_WORDS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "sampling_params": "sampling",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "do_sample": "temperature",
-    "stream": "SpeculativeLM.stream",
-}
-"""Our names of settings by those of other libraries."""
 DRAW = "gumbel"
 """Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
 SEEDS = 2**63  # upper bound of derived seeds, so that they fit an int64 column
@@ -77,21 +70,25 @@ def hashed_seed(seed: int, name: str) -> int:
 Settings = TypeVar("Settings")
 
 
-def naming_mistakes(kind: type[Settings]) -> type[Settings]:
-    """Make the `__init__` of a dataclass of settings name the right one in its error for an unknown one."""
-    made = kind.__init__
+def naming_mistakes(error: type[ValueError]) -> Callable[[type[Settings]], type[Settings]]:
+    """Make the `__init__` of a dataclass of settings name the right one in its `error` for an unknown one."""
 
-    @wraps(made)
-    def init(self: Settings, *values: Any, **settings: Any) -> None:
-        if problem := unknown_setting(settings, kind, OTHER_WORDS):
-            raise RequestError(problem)
-        made(self, *values, **settings)
+    def decorate(kind: type[Settings]) -> type[Settings]:
+        made = kind.__init__
 
-    kind.__init__ = init  # type: ignore[method-assign, assignment]
-    return kind
+        @wraps(made)
+        def init(self: Settings, *values: Any, **settings: Any) -> None:
+            if problem := unknown_setting(settings, kind):
+                raise error(problem)
+            made(self, *values, **settings)
+
+        kind.__init__ = init  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
 
 
-@naming_mistakes
+@naming_mistakes(RequestError)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings and stop conditions of a request.
@@ -119,6 +116,11 @@ class SamplingParams:
             each.
         stop_token_ids: Tokens that end the text as the end-of-sequence token does, also with `ignore_eos`. Up to 256.
         ignore_eos: Generate on past the end-of-sequence token.
+        min_tokens: Nothing ends the text before so many tokens: until then the end-of-sequence token and
+            `stop_token_ids` are not chosen, and stop strings not looked for.
+        allowed_token_ids: Choose from these tokens alone; empty, the default, is all.
+        bad_words: Words that the output does not contain: after all tokens of one but the last, that is not chosen.
+            They are tokenised as they are and after a space. Up to 1024, of up to 32 tokens each.
 
     Raises:
         RequestError: A value is of the wrong type, not finite or out of range.
@@ -138,32 +140,50 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("seed", "stop", "stop_token_ids", "logit_bias"):  # None leaves them unset, as in other libraries
+        for name in _UNSET:  # None leaves them unset, as in other libraries
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(SamplingParams, name))
         for name, least, most in _INTEGERS:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _integer(name, value, least, most))
-        object.__setattr__(self, "seed", _integer("seed", self.seed, 0))
+        for name in ("seed", "min_tokens"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), 0))
+        if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is more than max_new_tokens {self.max_new_tokens}")
         for name, low, high, low_open in _NUMBERS:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _number(name, value, low, high, low_open=low_open))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        given = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stops = _checked_list("stop", given, "non-empty strings", lambda one: isinstance(one, str) and one != "")
-        if len(stops) > MOST_STOPS:
-            raise RequestError(f"stop may have up to {MOST_STOPS} strings, not {len(stops)}")
-        if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
-            raise RequestError(f"stop may have strings of up to {LONGEST_STOP} characters, not {longest}")
-        object.__setattr__(self, "stop", stops)
-        tokens = _checked_list("stop_token_ids", self.stop_token_ids, "token ids", _is_token)
-        if len(tokens) > _MOST_STOP_TOKENS:
-            raise RequestError(f"stop_token_ids may have up to {_MOST_STOP_TOKENS} tokens, not {len(tokens)}")
-        object.__setattr__(self, "stop_token_ids", tokens)
+        self._keep_texts("stop", MOST_STOPS)
+        self._keep_texts("bad_words", _MOST_BAD_WORDS)
+        for name, most in (("stop_token_ids", _MOST_STOP_TOKENS), ("allowed_token_ids", math.inf)):
+            tokens = _checked_list(name, getattr(self, name), "token ids", _is_token)
+            if len(tokens) > most:
+                raise RequestError(f"{name} may have up to {most} tokens, not {len(tokens)}")
+            object.__setattr__(self, name, tokens)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
+
+    def _keep_texts(self, name: str, most: int) -> None:
+        """Check a setting that is one string or several, and keep it as a tuple."""
+        given = getattr(self, name)
+        given = (given,) if isinstance(given, str) else given
+        texts = _checked_list(name, given, "non-empty strings", lambda one: isinstance(one, str) and one != "")
+        if len(texts) > most:
+            raise RequestError(f"{name} may have up to {most} strings, not {len(texts)}")
+        if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+            raise RequestError(f"{name} may have strings of up to {LONGEST_STOP} characters, not {longest}")
+        object.__setattr__(self, name, texts)
+
+    @property
+    def limited(self) -> bool:
+        """True if some tokens may not be chosen."""
+        return bool(self.min_tokens or self.allowed_token_ids or self.bad_words)
 
     def over(self, defaults: ResolvedSampling | None = None) -> ResolvedSampling:
         """Fill in the settings that are None from `defaults`."""

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from jsonargparse import ArgumentParser, Namespace
 
 from drafter.errors import one_line
+from drafter.other_names import NOT_SUPPORTED, OURS
 from pipeline.errors import InputError, JobError, JobStopped
 
 Config = TypeVar("Config")
@@ -275,12 +276,17 @@ def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the most similar known name, or nothing.
+    """Return a question with the most similar known name, or why there is none; or nothing.
 
     A setting without its group, such as `max_num_seqs`, matches `engine.max_num_seqs`.
     """
     known = list(known)
     last = {one.rpartition(".")[2]: one for one in reversed(known)}
+    word = name.rpartition(".")[2].lstrip("-")
+    if why := NOT_SUPPORTED.get(word):
+        return f": not supported: {why}"
+    if (ours := OURS.get(word)) in last:
+        return f": did you mean {last[ours]}?"
     close = get_close_matches(name, known, 1, _ALIKE)
     close = close or [last[one] for one in get_close_matches(name.rpartition(".")[2], last, 1, _ALIKE)]
     return f": did you mean {close[0]}?" if close else ""

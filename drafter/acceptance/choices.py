@@ -2,7 +2,8 @@
 
 The noise depends on (seed, position, token) alone. So a sequence's tokens are a function of model, prompt and seed: the
 same with and without speculation, whatever the tree, the batch or the order. Logits are processed in the order of
-transformers: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+transformers: logit bias, repetition penalty, frequency and presence penalty, limits (what may not be chosen at all),
+temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafter.acceptance.limits import Limits, LimitTable, OutputEnds
 from drafter.acceptance.sampling import History, draw, keep_probable, keep_ranked, penalise, seed_key
 from drafter.devices import send
 from drafter.requests import ResolvedSampling, SamplingParams
@@ -38,6 +40,7 @@ class SamplingTable:
     biases: Tensor  # `[S, K]` float64, 0 in unused entries
     keys: Tensor  # of the seeds
     prompt_lengths: Tensor
+    limits: LimitTable
 
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> SamplingTable:
@@ -50,9 +53,17 @@ class SamplingTable:
             name: torch.zeros(slots, dtype=torch.long, device=device) for name in ("top_k", "keys", "prompt_lengths")
         }
         unbiased = torch.zeros(slots, 0, dtype=torch.long, device=device)
-        return cls(**numbers, **integers, biased_tokens=unbiased, biases=unbiased.double())
+        limits = LimitTable(slots, device)
+        return cls(**numbers, **integers, biased_tokens=unbiased, biases=unbiased.double(), limits=limits)
 
-    def set(self, slot: int, given: SamplingParams, prompt_length: int) -> None:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes on which the kernels of a choice depend: most biased tokens of a row, and those of its limits."""
+        return (self.biases.shape[1], *self.limits.sizes)
+
+    def set(
+        self, slot: int, given: SamplingParams, prompt_length: int, limits: Limits | None = None, vocabulary: int = 0
+    ) -> None:
         """Set a slot to a request with a prompt of `prompt_length` tokens."""
         params = given.over()
         for name in _NUMBERS:
@@ -61,6 +72,7 @@ class SamplingTable:
         self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
         self.keys[slot] = seed_key(params.seed)
+        self.limits.set(slot, limits, vocabulary)
 
     def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
         if (missing := len(biases) - self.biases.shape[1]) > 0:
@@ -73,8 +85,10 @@ class SamplingTable:
 
     def move(self, source: int, target: int) -> None:
         """Copy the row of slot `source` to slot `target`."""
-        for tensor in vars(self).values():
-            tensor[target] = tensor[source]
+        for one in vars(self).values():
+            if isinstance(one, Tensor):
+                one[target] = one[source]
+        self.limits.move(source, target)
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class SamplingMode:
 
     biased: bool
     penalties: bool
+    limited: bool
     random: bool
     mixed: bool  # some rows are random and some are not
     ranked: bool  # top-k
@@ -92,7 +107,7 @@ class SamplingMode:
     @property
     def likeliest(self) -> bool:
         """True if every choice is the token with the largest logit."""
-        return not (self.biased or self.penalties or self.random)
+        return not (self.biased or self.penalties or self.limited or self.random)
 
     @classmethod
     def of(cls, given: Sequence[SamplingParams]) -> SamplingMode:
@@ -102,6 +117,7 @@ class SamplingMode:
         return cls(
             biased=any(p.logit_bias for p in params),
             penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+            limited=any(p.limited for p in params),
             random=bool(drawn),
             mixed=0 < len(drawn) < len(params),
             ranked=any(p.top_k > 0 for p in drawn),
@@ -127,10 +143,9 @@ class NodeChoices:
     def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:
         self._logits, self._depths, self._lengths = logits, tree.depths, sampling.lengths
         self._table, self._mode, self._slots = sampling.table, sampling.mode, sampling.rows.start or 0
-        self._history = None
-        if sampling.mode.penalties:
-            prompts = sampling.table.prompt_lengths[sampling.rows]
-            self._history = History(sampling.tokens, sampling.lengths, prompts, tree, ancestors, logits.shape[-1])
+        texts = sampling.tokens, sampling.lengths, sampling.table.prompt_lengths[sampling.rows], tree, ancestors
+        self._history = History(*texts, logits.shape[-1]) if sampling.mode.penalties else None
+        self._ends = OutputEnds(*texts) if sampling.mode.limited else None
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the choice after node `nodes` `[R]` of each of `rows` `[R]`, `[R]` token ids."""
@@ -151,13 +166,16 @@ class NodeChoices:
         return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
 
     def _scores(self, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Return logits with biases and penalties, `[R, V]` float64."""
+        """Return logits with biases and penalties, -inf where a token may not be chosen, `[R, V]` float64."""
         scores, table, slots = self._logits[rows, nodes].double(), self._table, self._slots + rows
         if self._mode.biased:
             scores = scores.scatter_add_(1, table.biased_tokens[slots], table.biases[slots])
         if self._history is not None:
             penalties = (table.repetition_penalty[slots], table.frequency_penalty[slots], table.presence_penalty[slots])
             scores = penalise(scores, *self._history.before(rows, nodes), *penalties)
+        if self._ends is not None:
+            before = self._ends.before(rows, nodes, table.limits.words.shape[2] - 1)
+            scores = scores.masked_fill_(table.limits.forbidden(slots, *before, scores.shape[1]), -torch.inf)
         return scores
 
     def _tempered(self, rows: Tensor, scores: Tensor) -> Tensor:

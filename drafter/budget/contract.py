@@ -13,7 +13,7 @@ from drafter.statistics import BatchChoice
 
 Floats = npt.NDArray[np.float64]
 Choosing = Literal["greedy", "drawn", "filtered"]
-"""Choice of tokens: greedy; sampled, or after penalties or biases; or with top-k or top-p, too."""
+"""Choice of tokens: greedy; sampled, or after penalties, biases or limits; or with top-k or top-p, too."""
 
 
 SHADOW_ROWS = 4

@@ -13,6 +13,7 @@ from torch import Tensor
 from drafter import devices
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, token_logprobs
+from drafter.acceptance.limits import Limits
 from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.drafters.slots import NO_TEXT
@@ -77,10 +78,12 @@ class BatchState:
         """Reserve memory for a step that begins with at most `length` tokens; False if too little is left."""
         return self.cache.reserve(slot, length + self._step_positions)
 
-    def enter(self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int) -> None:
+    def enter(
+        self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int, limits: Limits | None = None
+    ) -> None:
         """Put a text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
-        self.sampling.set(slot, sampling, prompt_length)
+        self.sampling.set(slot, sampling, prompt_length, limits, self.base.vocab_size)
         self.reset_drafter(slot, text)
 
     def reset_drafter(self, slot: int, text: Ids) -> None:

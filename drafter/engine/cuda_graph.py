@@ -31,7 +31,7 @@ class StepShape:
     nodes: int  # draft nodes of each row
     kv_length: int  # cache positions that attention reads, where it does not read each row to its own length
     mode: SamplingMode
-    biases: int  # most biased tokens of a row
+    sizes: tuple[int, ...]  # of the settings of its choices; see `SamplingTable.sizes`
 
 
 def step_shape(step: DeviceStep, rows: int, nodes: int, longest: int) -> StepShape:
@@ -42,8 +42,8 @@ def step_shape(step: DeviceStep, rows: int, nodes: int, longest: int) -> StepSha
         # Then only a drafter's work may follow from the length, and is little: that is no reason for many graphs.
         bounded = bool(nodes) and state.drafter.spec.bounded
         kv_length = coarse_length(kv_length, state.capacity) if bounded else state.capacity
-    biases = state.sampling.biases.shape[1] if state.mode.biased else 0
-    return StepShape(padded_rows(rows, state.slots), nodes, kv_length, state.mode, biases)
+    sizes = state.sampling.sizes if state.mode.biased or state.mode.limited else ()
+    return StepShape(padded_rows(rows, state.slots), nodes, kv_length, state.mode, sizes)
 
 
 class CudaRecorder:

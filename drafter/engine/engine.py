@@ -103,6 +103,8 @@ class Engine:
         if plan is not None and self._graphs is not None:
             try_dearest_step(device, self._graphs, plan)
         self.budget = budget or self._make_budget(None if config.compile else drafter_name)
+        # Other numbers than a budget has learnt of, or than there are graphs of, would cost more than they save.
+        self._cuts = isinstance(self.budget, FixedBudget) and self._graphs is None
 
     # ---- from any thread
 
@@ -117,10 +119,10 @@ class Engine:
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
+        sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
         if self.idle:
             self.last_step = time.monotonic()
-        eos = self.base.eos_token_ids
-        self.scheduler.waiting.put(Sequence(handle, eos, self.tokenizer, self.verifier, self.max_length))
+        self.scheduler.waiting.put(sequence)
         return handle
 
     def state(self) -> EngineState:
@@ -223,7 +225,10 @@ class Engine:
         load = self.batch.load(context.host_lengths)
         # A graph drafts for all rows or for none.
         plain = self._graphs is not None and any(sequence.plain for sequence in sequences)
-        ask = Ask(0) if plain else self.budget.plan(load)
+        useful = max(self._useful(sequences))
+        ask = Ask(0) if plain or not useful else self.budget.plan(load)
+        if self._cuts and ask.nodes > useful:
+            ask = replace(ask, nodes=useful)
         self._times.mark("host")
         step = self._new_step(sequences, 0, load, ask)
         step.since = since
@@ -239,6 +244,12 @@ class Engine:
             step.reading = step.lap()
             self._times.mark("draft")
         return step, context
+
+    def _useful(self, sequences: list[Sequence]) -> list[int]:
+        """Return for each sequence how many accepted draft tokens it could still take."""
+        if not self.verifier.lossless:  # it may look at draft tokens that do not become output
+            return [self.drafter.spec.max_nodes] * len(sequences)
+        return [one.limit - len(one.output) - 1 for one in sequences]
 
     def _draft_shadow(self, step: Step, ask: Ask) -> None:
         """Draft trees of a few rows, which the text that follows will be compared with."""
@@ -271,6 +282,8 @@ class Engine:
             self._times.mark("tree")
             if plain := [row for row, sequence in enumerate(step.sequences) if sequence.plain]:
                 sizes[plain] = 0
+            if self._cuts and min(useful := self._useful(step.sequences)) < step.ask.nodes:
+                sizes = sizes.minimum(torch.tensor(useful))
             tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
             step.drafting += step.lap()
@@ -408,6 +421,9 @@ class Engine:
             generation = sequence.generation()
             self.scheduler.retire(sequence)
             sequence.handle.future.set_result(generation)
+        elif sequence.stuck:
+            self.scheduler.retire(sequence)
+            sequence.fail_stuck()
         elif not sound and drafted:
             sequence.plain = True
         elif not sound and sequence.borrowed:

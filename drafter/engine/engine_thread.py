@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 
@@ -18,12 +19,17 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._process = engine, os.getpid()
         self._closing = self._left = False
         self._calls = queue.SimpleQueue[None]()  # its `put` may interrupt itself, as a garbage collection does
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # at exit Python kills daemon threads; inside a step that crashes
+
+    @property
+    def forked(self) -> bool:
+        """True in a forked child, which has the object but not the thread."""
+        return os.getpid() != self._process
 
     def wake(self) -> None:
         """Look for requests."""
@@ -36,6 +42,8 @@ class EngineThread:
 
     def close(self) -> None:
         """End after the step under way, and wait for it; unfinished requests end with an error."""
+        if self.forked:
+            return
         self._closing = True
         self._calls.put(None)
         self._thread.join()

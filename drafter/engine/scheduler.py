@@ -175,7 +175,7 @@ class Scheduler:
         sequence.enter()
         self._state.reserve(slot, sequence.length + 1)
         prompt = len(sequence.handle.request.prompt_ids)
-        self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt)
+        self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt, sequence.limits)
         return True
 
     def next_spans(self) -> tuple[list[slice], int]:

@@ -17,18 +17,21 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance.contract import Verifier
+from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter, Ids
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
-from drafter.text.tokenizers import Detokenizer, StopSearch, cut_at_stop, refuse_long, special_texts
+from drafter.text.detokenizer import Detokenizer, StopSearch
+from drafter.text.tokenizers import refuse_long, special_texts
 
 
 class Handle:
     """A submitted request: wait for its result, iterate over its tokens if it is to `stream`, or cancel it.
 
-    From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`.
+    From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`. A stream that is left before
+    its end, by `break`, an exception or a cancelled task, cancels its request.
     """
 
     def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
@@ -58,8 +61,11 @@ class Handle:
         return self.future.result(timeout)
 
     async def outcome(self) -> Generation:
-        """Wait in an asyncio loop; see `result`. A task that is cancelled meanwhile does not cancel the request."""
-        return await asyncio.wrap_future(self.future)
+        """Wait in an asyncio loop; see `result`. A task that is cancelled meanwhile cancels only a streamed request."""
+        try:
+            return await asyncio.wrap_future(self.future)
+        finally:
+            self._leave()
 
     def __await__(self) -> Generator[Any, None, Generation]:
         return self.outcome().__await__()
@@ -70,6 +76,10 @@ class Handle:
         if self._on_cancel is not None:
             self._on_cancel()
 
+    def _leave(self) -> None:
+        if self.streams and not self.future.done():
+            self.cancel()
+
     def unwanted(self, now: float) -> bool:
         """Return whether it is cancelled, or out of time at `now` (monotonic seconds)."""
         return self.cancelled or now >= self.deadline
@@ -77,35 +87,44 @@ class Handle:
     def __iter__(self) -> Iterator[TokenDelta]:
         """Yield tokens step by step until the request ends; then `result` returns at once, and raises if it failed."""
         deltas = self._streamed()
-        while (delta := deltas.get()) is not None:
-            yield delta
+        try:
+            while (delta := deltas.get()) is not None:
+                yield delta
+        finally:
+            self._leave()
         deltas.put(None)  # who iterates once more ends at once
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         """Yield the same in an asyncio loop, which the engine's thread wakes."""
-        async for deltas in self.arrivals():
-            for delta in deltas:
-                yield delta
+        try:
+            async for deltas in self.arrivals():
+                for delta in deltas:
+                    yield delta
+        finally:
+            self._leave()
 
     async def arrivals(self) -> AsyncIterator[list[TokenDelta]]:
         """Yield new tokens in batches. A slow consumer gets larger batches, not more wake-ups."""
         deltas, loop, arrived = self._streamed(), asyncio.get_running_loop(), asyncio.Event()
-        while True:
-            arrived.clear()
-            # Before the look at the queue: what comes after that look wakes the loop.
-            self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
-            some: list[TokenDelta | None] = []
-            while not deltas.empty():
-                some.append(deltas.get_nowait())
-            if not some:
-                await arrived.wait()
-                continue
-            self._wake = None
-            if tokens := [delta for delta in some if delta is not None]:
-                yield tokens
-            if some[-1] is None:
-                deltas.put(None)
-                return
+        try:
+            while True:
+                arrived.clear()
+                # Before the look at the queue: what comes after that look wakes the loop.
+                self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+                some: list[TokenDelta | None] = []
+                while not deltas.empty():
+                    some.append(deltas.get_nowait())
+                if not some:
+                    await arrived.wait()
+                    continue
+                self._wake = None
+                if tokens := [delta for delta in some if delta is not None]:
+                    yield tokens
+                if some[-1] is None:
+                    deltas.put(None)
+                    return
+        finally:
+            self._leave()
 
     def _streamed(self) -> queue.SimpleQueue[TokenDelta | None]:
         if self._deltas is None:
@@ -138,6 +157,7 @@ class Sequence:
         self.handle, self.tokenizer, self.verifier = handle, tokenizer, verifier
         self.limit = min(sampling.max_new_tokens, max_length - len(prompt))  # most tokens to generate
         self.length = len(prompt) - 1  # committed tokens: all of `text` but the last, which is pending
+        self.limits = Limits.of(sampling, eos, tokenizer)
         self.eos = (frozenset() if sampling.ignore_eos else eos) | set(sampling.stop_token_ids)
         self.output: list[int] = []
         self.lenient: list[int] = []  # indices of output that the target model would not have chosen
@@ -146,6 +166,7 @@ class Sequence:
         self.counts = DecodeCounts()
         self.versions: list[int] = []  # of the weights that have drafted for it, in order
         self.finish_reason: FinishReason | None = None
+        self.stuck = False  # its limits leave no token to choose
         self.entered: float | None = None  # when it first entered a slot, in monotonic seconds
         self.first_token: float | None = None  # when it got its first token
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
@@ -208,11 +229,16 @@ class Sequence:
             self.first_token = time.monotonic()
         for token in tokens:
             self.output.append(token)
+            if self.limits is not None and not self.limits.permits(self.output):
+                # Where all are forbidden, the choice is none of them.
+                self.output.pop()
+                self.stuck = True
+                break
             if self._detokenizer is not None:
-                piece = self._detokenizer.push(token)
-                self._stops.push(piece)
+                piece, counts = self._detokenizer.push(token), len(self.output) > self.sampling.min_tokens
+                self._stops.push(piece, self._detokenizer.tail, counts=counts)
                 if special := self._special_texts.get(token):
-                    self._stops.push(special, hidden=True)
+                    self._stops.push(special, hidden=True, counts=counts)
                 if self._stops.found:
                     self.finish_reason = "stop"
                 if self.handle.streams:
@@ -263,6 +289,14 @@ class Sequence:
             )
         )
 
+    def fail_stuck(self) -> None:
+        self.handle.future.set_exception(
+            RequestError(
+                f"no token is left to choose after {len(self.output)} generated ones: allow more tokens in "
+                "allowed_token_ids, or have fewer bad_words"
+            )
+        )
+
     def generation(self) -> Generation:
         """Return the result; `finish_reason` must be set."""
         assert self.finish_reason is not None
@@ -271,7 +305,7 @@ class Sequence:
         return Generation(
             request_id=request.request_id,
             token_ids=self.output,
-            text=cut_at_stop(text[: self._stops.cut], self.sampling.stop),
+            text=text[: self._stops.cut],
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
@@ -308,10 +342,11 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError("the prompt must be token ids: integers")
     if min(ids) < 0 or max(ids) >= base.vocab_size:
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
-    if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= base.vocab_size:
-        raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
-    if (beyond := max(request.sampling.stop_token_ids, default=0)) >= base.vocab_size:
-        raise RequestError(f"stop_token_ids has token {beyond}, outside the vocabulary of {base.vocab_size}")
+    sampling = request.sampling
+    named = {name: getattr(sampling, name) for name in ("stop_token_ids", "allowed_token_ids")}
+    for name, tokens in {"logit_bias": dict(sampling.logit_bias), **named}.items():
+        if (beyond := max(tokens, default=0)) >= base.vocab_size:
+            raise RequestError(f"{name} has token {beyond}, outside the vocabulary of {base.vocab_size}")
 
 
 @dataclass(frozen=True)

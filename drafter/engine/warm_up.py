@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from drafter.requests import SamplingParams
 from drafter.source_commit import source_commit
 from drafter.tree.token_tree import bare_trees, root_only
 
-_DEAREST = SamplingMode(biased=True, penalties=True, random=True, mixed=True, ranked=True, nucleus=True, floored=True)
+_DEAREST = SamplingMode(*[True] * len(fields(SamplingMode)))
 """All sampling operations."""
 
 

@@ -78,7 +78,7 @@ def warm_up(decode: Decoder, requests: Sequence[Request], rows: int) -> None:
 def warm_up_request(request: Request) -> Request:
     """Return a request of the same length with the prompt reversed, so that a drafter learns nothing from it."""
     tokens = min(request.sampling.over().max_new_tokens, _WARM_UP_TOKENS)
-    sampling = replace(request.sampling, max_new_tokens=tokens, ignore_eos=True)
+    sampling = replace(request.sampling, max_new_tokens=tokens, min_tokens=0, ignore_eos=True)
     return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
 
 

@@ -17,7 +17,7 @@ import ray.data
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import RequestError, one_line, unknown_setting
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
 from pipeline.cluster.ray_cluster import Cluster, connect, share_out
 from pipeline.engines.engine_actor import EngineProcess, engine_pool
 from pipeline.engines.ledger import Ledger
@@ -41,6 +41,7 @@ _NAMES = ("request_id", "id")
 _READ = frozenset([*_PROMPTS, *_NAMES, _SETTINGS, "seed"])
 
 
+@naming_mistakes(InputError)
 @dataclass(frozen=True)
 class ProcessorConfig:
     """Settings of a generation stage.

@@ -408,6 +408,7 @@ class Feeder:
             return RowOutcome(problem=vars(result.problem))
         try:
             return RowOutcome(generated=self._finish(result.result(), row.request))
-        except (RequestTimeoutError, NotFiniteError) as error:
-            kind: ProblemType = "TimedOut" if isinstance(error, RequestTimeoutError) else "NotFinite"
+        except RequestError as error:
+            kinds: dict[type, ProblemType] = {RequestTimeoutError: "TimedOut", NotFiniteError: "NotFinite"}
+            kind = kinds.get(type(error), "Refused")
             return RowOutcome(problem=vars(RowError(kind, str(error), row.deaths + 1).problem))

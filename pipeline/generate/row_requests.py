@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from drafter.errors import PromptTooLongError, RequestError, shown
+from drafter.errors import PromptTooLongError, RequestError, shown, unknown_setting
 from drafter.requests import SEEDS, SamplingParams, hashed_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
@@ -29,7 +29,6 @@ from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, Prompt, is_messages
 from pipeline.settings import ReadingConfig
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _EXACT_FLOATS = 2**53  # integers below are exact as floats
 
@@ -67,10 +66,8 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise RowError("BadSampling", f"column {column!r} must be an object of sampling settings, not {shown(value)}")
     own = {name: _plain_setting(setting) for name, setting in (value or {}).items() if setting is not None}
-    if unknown := sorted(own.keys() - _FIELDS):
-        known = ", ".join(sorted(_FIELDS))
-        names = ", ".join(shown(name).strip("'") for name in unknown)
-        raise RowError("BadSampling", f"unknown sampling settings {names} (there are {known})")
+    if problem := unknown_setting(sorted(own), SamplingParams):
+        raise RowError("BadSampling", f"column {column!r}: {problem}")
     return own
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypeIs
 
 from drafter.errors import RequestError
+from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
 
 NOT_FINITE = "not_finite"
@@ -22,6 +23,7 @@ MOST_BIASES = 1024
 MOST_MESSAGES = 2048
 """Messages of a chat. Each becomes several tokens, even if it is empty."""
 _LONGEST_SHOWN = 80
+_LIMITS = ("min_tokens", "allowed_token_ids", "bad_words")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -298,6 +300,9 @@ class Body(BaseModel):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
     stop_token_ids: Any = None
+    min_tokens: int | None = Field(None, ge=0)
+    allowed_token_ids: Any = None
+    bad_words: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These identify the client and do not affect the answer.
@@ -308,7 +313,7 @@ class Body(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that both kinds of body set in the same way."""
-        same = ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids")
+        same = ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", *_LIMITS)
         found = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         penalties = ("presence_penalty", "frequency_penalty")
         found |= {name: getattr(self, name) for name in penalties if getattr(self, name)}
@@ -358,7 +363,7 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     given = {name: value for name, value in body.items() if value is not None}
     for name in given:
         if name not in kind.model_fields and name not in _UNSUPPORTED:
-            raise _unknown(name)
+            raise _not_supported(name) if name in NOT_SUPPORTED else _unknown(name, kind)
     for name in [name for name in given if name in _UNSUPPORTED]:
         value, harmless = given.pop(name), _UNSUPPORTED[name]
         if any(type(value) is type(one) and value == one for one in harmless):
@@ -375,7 +380,7 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
         }
         for name in options:
             if name not in StreamOptions.model_fields:
-                raise _unknown(f"stream_options.{name}")
+                raise _unknown(f"stream_options.{name}", kind)
     metadata = given.get("metadata")
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise bad_request("Invalid 'metadata': it must be an object with texts.", "metadata", "invalid_type")
@@ -395,9 +400,12 @@ def _refusal(error: ValidationError) -> OpenAIError:
     return bad_request(f"Invalid '{path}': {first['msg']}{found}.", path, code)
 
 
-def _unknown(name: str) -> OpenAIError:
+def _unknown(name: str, kind: type[Body]) -> OpenAIError:
+    ours = OURS.get(name, name)
+    theirs = "max_tokens" if ours == "max_new_tokens" else ours
     name = clipped(name)
-    return bad_request(f"Unknown parameter: '{name}'.", name, "unknown_parameter")
+    use = f": use '{theirs}'" if theirs != name and theirs in kind.model_fields else ""
+    return bad_request(f"Unknown parameter: '{name}'{use}.", name, "unknown_parameter")
 
 
 def _can_only_be(name: str, only: str, value: Any) -> OpenAIError:
@@ -406,7 +414,8 @@ def _can_only_be(name: str, only: str, value: Any) -> OpenAIError:
 
 
 def _not_supported(name: str) -> OpenAIError:
-    return bad_request(f"Unsupported parameter: '{name}' is not supported.", name, "unsupported_parameter")
+    why = f": {NOT_SUPPORTED[name]}" if name in NOT_SUPPORTED else ""
+    return bad_request(f"Unsupported parameter: '{name}' is not supported{why}.", name, "unsupported_parameter")
 
 
 def _contradiction(message: str, param: str) -> OpenAIError:

@@ -25,7 +25,7 @@ from drafter.evaluation.decoders import decode_all
 from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, published_layer
 from drafter.methods.pad.training import RecordingVerifier, Rejection, is_pivot
 from drafter.requests import SamplingParams, hashed_seed
-from drafter.text.tokenizers import cut_at_stop
+from drafter.text.detokenizer import cut_at_stop
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import load_models
 from pipeline.io.files import locate

@@ -22,7 +22,8 @@ from drafter.statistics import (
     per_second,
     total,
 )
-from drafter.text.tokenizers import Detokenizer, load_tokenizer
+from drafter.text.detokenizer import Detokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
@@ -244,6 +245,7 @@ def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     special = set(tokenizer.all_special_ids)
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token) for token in token_ids]
+    pieces[-1:] = [piece + detokenizer.tail for piece in pieces[-1:]]
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
     return [
         str(name) if token in special else piece for token, piece, name in zip(token_ids, pieces, names, strict=True)

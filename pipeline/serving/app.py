@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import InputError
 from pipeline.openai.answers import wants_speculation
-from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion, parse_json
+from pipeline.openai.requests import OpenAIError, ParsedRequest, clipped, parse_chat, parse_completion, parse_json
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi
@@ -312,7 +312,11 @@ def _no_model(name: str) -> OpenAIError:
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        refusal = OpenAIError(error.status_code, _MESSAGES.get(error.status_code, "The request cannot be answered."))
+        message = _MESSAGES.get(error.status_code, "The request cannot be answered.")
+        if error.status_code == 404 and request.url.path.startswith("/v1/"):
+            known = "/v1/chat/completions, /v1/completions and /v1/models"
+            message = f"'{clipped(request.url.path)}' is not supported: there are {known}."
+        refusal = OpenAIError(error.status_code, message)
         return JSONResponse(refusal.body(), refusal.status, error.headers)
     if isinstance(error, RequestValidationError):
         error = OpenAIError(400, "The request cannot be read.")

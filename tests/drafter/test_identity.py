@@ -47,6 +47,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
     {"presence_penalty": 1.5, "frequency_penalty": 0.8, "temperature": 0.8},
     {"frequency_penalty": 2.0, "logit_bias": {5: 4.0, 6: 4.0, 7: -100.0}},
+    {"min_tokens": 9, "stop_token_ids": list(range(40)), "bad_words": ["50", "41 42"]},
+    {"min_tokens": 4, "allowed_token_ids": list(range(0, 97, 5)), "bad_words": ["5 5", "10"], "temperature": 1.0},
     {},
 ]
 

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
+from drafter.many import as_chat
 from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
@@ -116,19 +118,62 @@ def test_requests_may_be_awaited(lm: SpeculativeLM) -> None:
     asyncio.run(talk())
 
 
-def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
-    """Its loop closes in the middle of the stream; the engine goes on, and the request until it is cancelled."""
-    endless = Request(lm.encode(QUESTION), SamplingParams(max_new_tokens=900, ignore_eos=True))
-    handle = lm.submit(endless, stream=True)
+def endless(lm: SpeculativeLM) -> Handle:
+    return lm.stream(QUESTION, max_new_tokens=900, ignore_eos=True)
+
+
+def test_a_stream_that_is_left_frees_its_slot(lm: SpeculativeLM) -> None:
+    handles = [endless(lm) for _ in range(3)]
+    for _ in handles[0]:
+        break
+    with suppress(ZeroDivisionError):
+        for _ in handles[1]:
+            raise ZeroDivisionError
+    iterator = iter(handles[2])
+    next(iterator)
+    assert not handles[2].cancelled
+    del iterator
+    for handle in handles:
+        assert handle.result(PATIENCE).finish_reason == "cancelled"
+    whole = lm.stream(QUESTION, max_new_tokens=4, ignore_eos=True)
+    assert len([token for delta in whole for token in delta.token_ids]) == 4
+    assert (whole.cancelled, whole.result(PATIENCE).finish_reason) == (False, "length")
+
+
+def test_an_asyncio_stream_that_is_left_frees_its_slot(lm: SpeculativeLM) -> None:
+    async def read(handle: Handle) -> None:
+        async for _ in handle:
+            pass
+
+    async def first(handle: Handle) -> TokenDelta:
+        async for delta in handle:
+            return delta
+        raise AssertionError
+
+    async def talk() -> None:
+        handles = [endless(lm) for _ in range(4)]
+        assert (await first(handles[0])).token_ids
+        task = asyncio.create_task(read(handles[1]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for waits in (read(handles[2]), handles[3].outcome()):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(waits, 0.01)
+        for handle in handles:
+            assert (await handle.outcome()).finish_reason == "cancelled"
+
+    asyncio.run(talk())
+
+
+def test_a_listener_whose_loop_closes_harms_nobody(lm: SpeculativeLM) -> None:
+    handle = endless(lm)
 
     async def first() -> TokenDelta:
         return await anext(aiter(handle))
 
     assert asyncio.run(first()).token_ids
-    assert handle._deltas is not None
-    while handle._deltas.qsize() < 3:  # tokens still come, though nobody can be woken
-        time.sleep(0.01)
-    handle.cancel()
     assert handle.result(PATIENCE).finish_reason == "cancelled"
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
@@ -176,11 +221,41 @@ def test_a_failed_stream_ends_and_says_why() -> None:
         asyncio.run(read(broken))
 
 
+def test_what_may_not_be_chosen(lm: SpeculativeLM) -> None:
+    """With the tokeniser's own words; streams, stop strings and log-probabilities go on as they do without."""
+    (free,) = lm.chat(QUESTION, max_new_tokens=40, logprobs=1)
+    word = next(one for one in free.text.split() if one.isalpha() and len(one) > 2)
+    (without,) = lm.chat(QUESTION, max_new_tokens=40, bad_words=[word], logprobs=1)
+    assert word in free.text
+    assert word not in without.text
+    place = next(at for at, (a, b) in enumerate(zip(free.token_ids, without.token_ids, strict=False)) if a != b)
+    assert free.logprobs is not None
+    assert without.logprobs is not None
+    # The target model's own, before the word is forbidden.
+    assert without.logprobs[place].top[0][0] == free.token_ids[place]
+    assert without.logprobs[place].logprob < without.logprobs[place].top[0][1]  # type: ignore[operator]
+
+    end = next(iter(lm.base.eos_token_ids))
+    stop = free.text[3:6]
+    longer = lm.submit(
+        Request(lm.encode(as_chat(QUESTION)), SamplingParams(60, min_tokens=60, stop=(stop,))), stream=True
+    )
+    text = "".join(delta.text for delta in longer)
+    found = longer.result(PATIENCE)
+    assert (len(found.token_ids), found.finish_reason, found.text) == (60, "length", text)
+    assert end not in found.token_ids
+    assert stop in text
+    digits = [token for token in range(lm.base.vocab_size) if lm.tokenizer.decode([token]).strip().isdigit()]
+    (number,) = lm.chat(QUESTION, max_new_tokens=9, allowed_token_ids=[*digits, end])
+    assert number.text.replace(" ", "").isdigit()
+
+
 def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
     for name, ours in (
         ("max_tokens", "max_new_tokens"),
         ("stream", "SpeculativeLM.stream"),
         ("temprature", "temperature"),
+        ("min_new_tokens", "min_tokens"),
     ):
         with pytest.raises(RequestError, match=f"unknown setting {name}: use {ours}"):
             lm.generate("x", **cast(Any, {name: 5}))
@@ -226,6 +301,34 @@ def test_a_model_that_is_used_no_more_is_freed_once_its_requests_have_ended() ->
         return [one() for one in left] == [None] * 3 and threading.active_count() == before
 
     wait_until(freed, "the model to be gone")
+
+
+def test_a_forked_child_is_told_at_once(lm: SpeculativeLM) -> None:
+    """Its copy of the engine has no thread: a request would wait for ever."""
+
+    async def first() -> None:
+        async for _ in lm.stream(QUESTION):
+            pass
+
+    def child() -> None:
+        for use in (
+            lambda: lm.generate(QUESTION),
+            lambda: lm.chat(QUESTION),
+            lambda: lm.stream(QUESTION),
+            lambda: asyncio.run(first()),
+        ):
+            with pytest.raises(EngineError, match="loaded in another process, of which this one is a fork"):
+                use()
+        lm.close()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(PATIENCE)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].text
 
 
 def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:

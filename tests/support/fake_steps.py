@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.operation_counts import OperationCounts
 from drafter.acceptance.contract import ExactVerifier, Verifier
+from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepShape
@@ -21,6 +22,7 @@ from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.fake_gpus import place_weights
+from tests.support.models import EOS, SpellingTokenizer
 
 LLAMA_1B = LlamaConfig(
     hidden_size=2048,
@@ -86,10 +88,10 @@ class FakeStep:
         both = [self.sampling, self.other or self.sampling]
         some = [both[row % 2] for row in range(self.rows)]
         for slot, one in enumerate(some[:2]):
-            state.sampling.set(slot, one, 1)
+            limits = Limits.of(one, [EOS], SpellingTokenizer())
+            state.sampling.set(slot, one, 1, limits, self.base.vocab_size)
         state.expect(some)
-        biases = state.sampling.biases.shape[1] if state.mode.biased else 0
-        shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, biases)
+        shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, state.sampling.sizes)
         return partial(Engine.decode_shape, DeviceStep(self.base, self.verifier, state, packs=False), shape)
 
 

@@ -92,6 +92,9 @@ class SpellingTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f" {i}" for i in ids if not (skip_special_tokens and i == EOS))
 
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [int(token) for token in text.split()]
+
 
 class AdversarialDrafter(Drafter):
     """Random trees, full of repeats, of the end-of-sequence token, of special tokens, of padding and of duplicates."""

@@ -63,6 +63,7 @@ class FlyVerifier(Verifier):
         exact = tree.tokens == views.choices.gather(1, tree.parents)
         uncertain = views.entropy.gather(1, tree.parents) >= self._theta
         lenient = uncertain & _goes_on(tree, exact, self._window, verified.depth)
+        lenient &= views.log_probs > -torch.inf  # what a greedy row may not choose at all
         return lenient_walk(tree, views.choices, lenient, views.log_probs, verified.depth)
 
 

@@ -10,19 +10,22 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from drafter.acceptance.choices import NodeChoices, RowSampling, SamplingMode, SamplingTable
+from drafter.acceptance.limits import Limits
 from drafter.acceptance.sampling import History, draw, penalise, seed_key
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from tests.support.models import SpellingTokenizer
 
 CPU = torch.device("cpu")
+EOS, VOCABULARY = (0,), 8
 
 
 def sampling_of(params: list[SamplingParams], texts: list[list[int]], prompts: list[int]) -> RowSampling:
     """Rows of which each text ends with its pending token, and the first so many tokens are its prompt."""
     table = SamplingTable.empty(len(params), CPU)
     for slot, (one, prompt) in enumerate(zip(params, prompts, strict=True)):
-        table.set(slot, one, prompt)
+        table.set(slot, one, prompt, Limits.of(one, EOS, SpellingTokenizer()), VOCABULARY)
     width = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
     lengths = torch.tensor([len(text) - 1 for text in texts])
@@ -87,18 +90,22 @@ PENALTIES = [
     {"frequency_penalty": -0.7, "temperature": 1.0},
     {"repetition_penalty": 1.4, "presence_penalty": -1.0, "frequency_penalty": 0.6, "temperature": 0.8, "top_k": 7},
     {"logit_bias": {3: 2.5, 5: -100.0}, "frequency_penalty": 1.1, "temperature": 1.2, "top_p": 0.9},
+    {"min_tokens": 5, "stop_token_ids": [1, 2]},
+    {"min_tokens": 3, "temperature": 1.0, "top_p": 0.7, "allowed_token_ids": [0, 2, 3, 5, 6]},
+    {"bad_words": ["3", "1 2", "2 2", "4 1 4", "5 6 5 6"], "frequency_penalty": 0.3},
+    {"bad_words": ["7 7"], "allowed_token_ids": [6, 7], "temperature": 2.0},
     {},
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 10_000), lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), nodes=st.integers(1, 9)
 )
 def test_choices_in_a_tree_are_those_of_plain_decoding(seed: int, lengths: list[int], nodes: int) -> None:
     """Whatever the tree, the choice at a node is made as if the way to it were the row's text and nothing drafted."""
     generator = torch.Generator().manual_seed(seed)
-    rows, vocabulary = len(lengths), 8  # so that tokens repeat
+    rows, vocabulary = len(lengths), VOCABULARY  # few, so that tokens repeat
 
     def integers(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator)
@@ -124,6 +131,10 @@ def test_choices_in_a_tree_are_those_of_plain_decoding(seed: int, lengths: list[
         alone = root_only(torch.tensor([one[-1] for one in spelled]))
         expected = choose(logits[:, node : node + 1], alone, sampling_of(params, spelled, prompts))
         assert torch.equal(found[:, node : node + 1], expected)
+        for row, (one, text_and_path) in enumerate(zip(params, spelled, strict=True)):
+            limits = Limits.of(one, EOS, SpellingTokenizer())
+            said = [*text_and_path[prompts[row] :], int(expected[row])]
+            assert limits is None or limits.permits(said)
 
 
 def test_greedy_rows_and_random_rows_share_a_batch() -> None:

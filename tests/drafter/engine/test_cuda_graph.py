@@ -34,6 +34,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_k": 9, "frequency_penalty": 0.4},
     {"logit_bias": {7: 2.0, 9: -1.0}},
     {"logprobs": 2},
+    {"min_tokens": 7, "bad_words": ["5", "7 9", "9 9 7"]},
+    {"allowed_token_ids": [*range(3, 30)], "temperature": 1.0},
 ]
 
 
@@ -376,7 +378,7 @@ class Scripted(CudaRecorder):
 
 
 def shape_of(rows: int, nodes: int = 0) -> StepShape:
-    return StepShape(rows, nodes, 64, SamplingMode.of([]), 0)
+    return StepShape(rows, nodes, 64, SamplingMode.of([]), ())
 
 
 def test_a_shape_is_run_then_recorded_then_repeated() -> None:

@@ -42,8 +42,11 @@ MODES: dict[str, tuple[SamplingParams, SamplingParams | None]] = {
     "mixed": (SamplingParams(temperature=0.7, top_p=0.9), SamplingParams()),
     "penalised": (SamplingParams(repetition_penalty=1.1, presence_penalty=0.4), None),
     "biased": (SamplingParams(logit_bias={5: 1.0}), None),
+    "limited": (SamplingParams(min_tokens=3, bad_words=("5 6", "7"), allowed_token_ids=(5, 6, 7, 8)), None),
     "everything": (
-        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, frequency_penalty=0.3, logit_bias={5: 1.0}),
+        SamplingParams(
+            temperature=1.0, top_p=0.9, min_p=0.01, frequency_penalty=0.3, logit_bias={5: 1.0}, min_tokens=2
+        ),
         SamplingParams(),
     ),
 }

@@ -12,6 +12,7 @@ import torch
 
 from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.scheduler import common_prefix
@@ -26,7 +27,14 @@ from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
+from tests.support.models import (
+    AdversarialDrafter,
+    OracleDrafter,
+    SpellingTokenizer,
+    generate_reference,
+    random_prompts,
+    run_engine,
+)
 
 
 def engine_of(base: BaseModel, **config: object) -> Engine:
@@ -550,3 +558,38 @@ def test_a_row_without_drafts_is_verified_as_a_plain_step(
     request = Request(list(range(10, 40)), SamplingParams(1, ignore_eos=True))  # none of these tokens comes twice
     run_engine(tiny_base, NgramDrafter(8), [request], max_num_seqs=1, num_draft_tokens=8)
     assert sizes == [1]
+
+
+def test_no_more_draft_tokens_than_can_be_emitted(tiny_base: BaseModel) -> None:
+    """Neither where one token is wanted nor near a row's end; a row that has longer to go has its own."""
+    prompts = random_prompts(3, seed=6)
+    plain = [
+        Request(prompt, SamplingParams(count, ignore_eos=True))
+        for prompt, count in zip(prompts, (1, 4, 30), strict=True)
+    ]
+    expected = run_engine(tiny_base, PlainDecoding(), plain)
+    oracle = OracleDrafter([[*one.prompt_ids, *text.token_ids] for one, text in zip(plain, expected, strict=True)])
+    found = run_engine(tiny_base, oracle, plain, num_draft_tokens=10, max_num_seqs=3)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    drafted = [one.counts.num_draft_tokens for one in found]
+    assert drafted[0] == 0
+    assert drafted[1] <= 3 + 2 + 1
+    assert drafted[2] > 20
+    (alone,) = run_engine(tiny_base, AdversarialDrafter(seed=1), [plain[0]], num_draft_tokens=10)
+    assert (alone.token_ids, alone.counts.num_draft_tokens) == (expected[0].token_ids, 0)
+
+
+@pytest.mark.parametrize("drafts", [0, 6])
+def test_short_prompts_are_read_together(tiny_base: BaseModel, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are slots in one forward, though each row leaves after one token."""
+    read: list[int] = []
+    reads = BatchState.read
+
+    def counted(state: BatchState, first: int, spans: Sequence[slice]) -> None:
+        read.append(len(spans))
+        reads(state, first, spans)
+
+    monkeypatch.setattr(BatchState, "read", counted)
+    requests = [Request([5 + row, 6, 7], SamplingParams(1)) for row in range(40)]
+    run_engine(tiny_base, NgramDrafter(), requests, max_num_seqs=8, num_draft_tokens=drafts)
+    assert read == [8] * 5

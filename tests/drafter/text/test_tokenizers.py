@@ -1,4 +1,4 @@
-"""Detokenisation, stop strings, and guards: a tokeniser that panics or a template without end affects one prompt."""
+"""Guards: a tokeniser that panics or a template without end affects one prompt."""
 
 from __future__ import annotations
 
@@ -6,93 +6,18 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import PromptTooLongError, RequestError
 from drafter.text import tokenizers
 from drafter.text.chat import encode_chat, encode_chats, render_chat
 from drafter.text.tokenizers import (
-    Detokenizer,
-    StopSearch,
     bounded_template,
-    cut_at_stop,
     refuse_endless,
     refuse_panics,
     tokenise,
 )
-
-FEW = st.text("ab", max_size=6)
-STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
-
-
-@given(st.lists(FEW, max_size=8), STOPS)
-def test_each_piece_tells_what_the_whole_text_would(pieces: list[str], stops: list[str]) -> None:
-    search, text = StopSearch(stops), ""
-    for piece in pieces:
-        search.push(piece)
-        text += piece
-        assert search.found == any(stop in text for stop in stops)
-        if search.found:
-            break
-        beginnings = [stop[:length] for stop in stops for length in range(len(stop))]
-        assert search.held_back == max((len(one) for one in beginnings if text.endswith(one)), default=0)
-
-
-def test_literal_texts() -> None:
-    search = StopSearch(["aab", "x"])
-    search.push("caa")
-    assert (search.held_back, search.found) == (2, False)
-    search.push("a")
-    assert (search.held_back, search.found) == (2, False)
-    search.push("b")
-    assert search.found
-    assert cut_at_stop("caaab and x", ["x", "aab"]) == "ca"
-    assert cut_at_stop("nothing", ["x"]) == "nothing"
-    assert cut_at_stop("nothing", []) == "nothing"
-
-
-def test_a_string_is_found_in_pieces_that_are_not_shown() -> None:
-    search = StopSearch(["<end>", "b<x>"])
-    for piece, hidden in (("ab", False), ("<s>", True), ("c", False), ("<en", False)):
-        search.push(piece, hidden=hidden)
-        assert search.cut is None
-    search.push("<end>", hidden=True)
-    assert (search.found, search.cut) == (True, 6)  # of "abc<en"
-    search = StopSearch(["b<x>"])
-    search.push("<x>", hidden=True)
-    search.push("ab")
-    search.push("<x>", hidden=True)
-    assert search.cut == 1
-
-
-def test_a_piece_costs_what_is_new() -> None:
-    """Characters are compared with the strings, whatever came before them: at most twice each, in all."""
-    looked = 0
-
-    class Counted(str):
-        def __ne__(self, other: object) -> bool:
-            nonlocal looked
-            looked += 1
-            return str(self) != other
-
-        __hash__ = str.__hash__
-
-    class Wanted(str):
-        def __getitem__(self, place: object) -> str:
-            return Counted(super().__getitem__(place))  # type: ignore[index]
-
-        __hash__ = str.__hash__
-
-    search = StopSearch([Wanted("a" * 1000 + "b")])
-    looked = 0
-    for _ in range(3000):
-        search.push("a")
-    assert not search.found
-    assert looked <= 2 * 3000
 
 
 def test_a_text_that_cannot_be_short_enough_is_refused_before_it_is_tokenised() -> None:
@@ -152,43 +77,3 @@ def test_a_template_that_does_not_end_or_grows_is_stopped(
     assert sys.gettrace() is before
     with bounded_template():
         assert sum(range(10)) == 45
-
-
-class Watched:
-    """A tokeniser that notes how many tokens it decodes."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.decoded: list[int] = []
-
-    def decode(self, ids: list[int], **settings: Any) -> str:
-        self.decoded.append(len(ids))
-        return str(self._tokenizer.decode(ids, **settings))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
-
-
-def test_no_piece_is_half_a_character(tokenizer: Any) -> None:
-    ids = tokenizer("né 😀!", add_special_tokens=False)["input_ids"]
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push(token) for token in ids]
-    assert "".join(pieces) == "né 😀!"
-    assert "😀" in pieces
-    assert "" in pieces
-
-
-@pytest.mark.parametrize("kind", ["half characters", "special tokens"])
-def test_what_is_no_text_costs_no_more_the_longer_it_is(tokenizer: Any, kind: str) -> None:
-    """A client can have one token generated again and again by its bias."""
-    half = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("é")[-1])
-    assert tokenizer.decode([half]) == "\ufffd"
-    token = half if kind == "half characters" else tokenizer.eos_token_id
-    watched = Watched(tokenizer)
-    detokenizer = Detokenizer(watched)
-    assert not any(detokenizer.push(token) for _ in range(500))
-    assert max(watched.decoded) <= 16
-    (word,) = tokenizer("s", add_special_tokens=False)["input_ids"]
-    assert detokenizer.push(word) == ("\ufffd" * 500 if kind == "half characters" else "") + "s"

@@ -181,6 +181,12 @@ def test_rows_of_a_lenient_verifier_are_marked_as_in_a_job(model: Path) -> None:
         ({"engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs: max_num_seqs must be at least 1"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params: temperature must be at least 0"),
         ({"verifier": {"theta": 1, "nam": 2}}, "verifier: unknown setting nam: use name"),
+        ({"model_source": "x"}, "unknown setting model_source: use model"),
+        ({"should_continue_on_error": True}, "unknown setting should_continue_on_error: not supported: a row that"),
+        (
+            {"sampling_params": {"tools": []}},
+            "sampling_params: unknown setting tools: not supported: an answer is text",
+        ),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
     ],
 )

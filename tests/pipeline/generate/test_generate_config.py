@@ -126,6 +126,14 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
             "input: a\noutput: b\nsampling:\n  temprature: 1\n",
             "unknown setting sampling.temprature: did you mean sampling.temperature?",
         ),
+        (
+            "input: a\noutput: b\nsampling:\n  max_tokens: 1\n",
+            "unknown setting sampling.max_tokens: did you mean sampling.max_new_tokens?",
+        ),
+        (
+            "input: a\noutput: b\nsampling:\n  structured_outputs: 1\n",
+            "unknown setting sampling.structured_outputs: not supported: output is not constrained",
+        ),
         ("input: a\noutput: [b\n", "line 2"),
         ("just words\n", "words"),
         ("input: a\noutput: b\nengine: 3\n", "engine"),

@@ -45,9 +45,9 @@ def seed(value: Any, message: str) -> Kind:
 
 
 ROWS: dict[str, Kind] = {
-    "max_tokens": sampling({"max_tokens": "12"}, "unknown sampling settings max_tokens (there are"),
-    "n": sampling({"n": True}, "unknown sampling settings n (there are"),
-    "a long name": sampling({"a" * 9999: 1}, "unknown sampling settings aaaa"),
+    "max_tokens": sampling({"max_tokens": "12"}, "column 'sampling': unknown setting max_tokens: use max_new_tokens"),
+    "n": sampling({"n": True}, "unknown setting n: it is an argument of generate and chat"),
+    "a long name": sampling({"a" * 9999: 1}, "unknown setting aaaa"),
     "max_new_tokens text": sampling(
         {"max_new_tokens": "12"}, "max_new_tokens must be an integer of at least 1, not '12'"
     ),
@@ -165,7 +165,7 @@ LINES: dict[str, Kind] = {
     "logit_bias": body("Invalid 'logit_bias", logit_bias=[1]),
     "stream": body("'stream' can only be false in a batch", stream=True),
     "unknown": body("Unknown parameter: 'heat'.", heat=1),
-    "tools": body("Unsupported parameter: 'tools' is not supported.", tools=[{}]),
+    "tools": body("Unsupported parameter: 'tools' is not supported: an answer is text", tools=[{}]),
     "body": line("The body of the request is not a JSON object.", body=5),
     "no body": line("Missing required parameter: 'body'.", body=None),
     "method": line("'method' can only be POST, not 5", method=5),

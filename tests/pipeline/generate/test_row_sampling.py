@@ -67,7 +67,7 @@ def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:
         ({"sampling": 5}, "must be an object"),
         ({"sampling": "[1]"}, "must be an object"),
         ({"sampling": "{"}, "is not JSON"),
-        ({"sampling": {"heat": 1}}, "unknown sampling settings heat"),
+        ({"sampling": {"heat": 1}}, "unknown setting heat; there are"),
         ({"sampling": {"temperature": -1}}, "temperature must be at least 0"),
         ({"sampling": '{"temperature": NaN}'}, "temperature must be a finite number"),
         ({"sampling": {"temperature": "hot"}}, "temperature must be a finite number"),

@@ -13,6 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
+from drafter.other_names import NOT_SUPPORTED
 from drafter.requests import TokenLogprob, hashed_seed
 from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
@@ -140,7 +141,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     refused = failed["tools"]["response"]
     assert refused["status_code"] == 400
     assert refused["body"]["error"] == {
-        "message": "Unsupported parameter: 'tools' is not supported.",
+        "message": f"Unsupported parameter: 'tools' is not supported: {NOT_SUPPORTED['tools']}.",
         "type": "invalid_request_error",
         "param": "tools",
         "code": "unsupported_parameter",

@@ -121,7 +121,7 @@ def test_prompts_of_every_kind(prompt: Any, prompts: Any) -> None:
 
 def test_parameters_of_vllm() -> None:
     asked: dict[str, Any] = {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.3, "ignore_eos": True}
-    asked["stop_token_ids"] = [5, 7]
+    asked |= {"stop_token_ids": [5, 7], "min_tokens": 3, "allowed_token_ids": [5, 6], "bad_words": ["pen"]}
     assert parse_chat(chat(**asked)).settings == asked
     assert parse_completion(completion(**asked)).settings == {"max_new_tokens": 16, **asked}
     neutral: dict[str, Any] = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False}
@@ -131,6 +131,25 @@ def test_parameters_of_vllm() -> None:
         parse_chat(chat(stop_token_ids=[-1])).sampling(SamplingParams())
     assert (error.value.status, error.value.param) == (400, "stop_token_ids")
     assert parse_chat(chat(top_k=9, top_p=0)).settings == {"top_k": 1}
+    with pytest.raises(OpenAIError, match="min_tokens 20 is more than max_new_tokens 16") as error:
+        parse_completion(completion(min_tokens=20)).sampling(SamplingParams())
+    assert (error.value.status, error.value.param) == (400, "min_tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "code"),
+    [
+        ("stop_strings", "Unknown parameter: 'stop_strings': use 'stop'.", "unknown_parameter"),
+        ("max_new_tokens", "Unknown parameter: 'max_new_tokens': use 'max_tokens'.", "unknown_parameter"),
+        ("guided_json", "'guided_json' is not supported: output is not constrained", "unsupported_parameter"),
+        ("heat", "Unknown parameter: 'heat'.", "unknown_parameter"),
+    ],
+)
+def test_names_that_clients_bring_along(name: str, message: str, code: str) -> None:
+    with pytest.raises(OpenAIError) as error:
+        parse_chat(chat(**{name: 5}))
+    assert message in error.value.message
+    assert (error.value.param, error.value.code) == (name, code)
 
 
 def test_one_token_where_top_p_is_nothing() -> None:
@@ -177,7 +196,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         (chat(top_k=-2), "top_k", "invalid_value", "-1"),
         (chat(min_p=2), "min_p", "invalid_value", "1"),
         (chat(repetition_penalty=0), "repetition_penalty", "invalid_value", "0.01"),
-        (chat(min_tokens=3), "min_tokens", "unknown_parameter", "'min_tokens'"),
+        (chat(min_tokens=-1), "min_tokens", "invalid_value", "-1"),
+        (chat(min_token=3), "min_token", "unknown_parameter", "'min_token'"),
         (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].role", "invalid_value", '"tool"'),
         (chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter", "content"),
         (chat(messages=[{"role": "user", "content": 5}]), "messages[0].content", "invalid_type", "5"),

@@ -91,6 +91,10 @@ def streamed(chunks: Any) -> tuple[str, str | None]:
             {"temperature": 0, "max_tokens": 12, "logit_bias": {"70": 100}},
             {"max_new_tokens": 12, "logit_bias": {70: 100.0}},
         ),
+        (
+            {"temperature": 0, "max_tokens": 20, "extra_body": {"min_tokens": 20, "bad_words": ["pens", "boxes"]}},
+            {"max_new_tokens": 20, "min_tokens": 20, "bad_words": ("pens", "boxes")},
+        ),
     ],
     ids=str,
 )

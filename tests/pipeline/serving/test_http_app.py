@@ -41,12 +41,15 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
         ("DELETE", "/v1/models", 405),
         ("POST", "/health", 405),
         ("GET", "/v1/models/nobody", 404),
+        ("POST", "/v1/embeddings", 404),
     ],
 )
 def test_wrong_addresses_and_methods(local: str, method: str, path: str, status: int) -> None:
     response = HTTP.request(method, local + path)
     assert response.status_code == status
-    error_of(response)
+    error = error_of(response)
+    if path == "/v1/embeddings":
+        assert error["message"].startswith("'/v1/embeddings' is not supported: there are /v1/chat/completions, ")
     assert (status == 405) == ("allow" in response.headers)
 
 
