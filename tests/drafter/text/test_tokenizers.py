@@ -13,12 +13,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import PromptTooLongError, RequestError
-from drafter.text import tokenizers
+from drafter.text import sandbox
 from drafter.text.chat import encode_chat, encode_chats, render_chat
+from drafter.text.sandbox import bounded_template
 from drafter.text.tokenizers import (
     Detokenizer,
     StopSearch,
-    bounded_template,
     cut_at_stop,
     refuse_endless,
     refuse_panics,
@@ -143,8 +143,8 @@ def test_who_stops_the_program_is_not_held_up() -> None:
 def test_a_template_that_does_not_end_or_grows_is_stopped(
     template: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizers, "_SECONDS", 0.2 if template == LOOPS else 60.0)
-    monkeypatch.setattr(tokenizers, "_BYTES", 64 << 20)
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.2 if template == LOOPS else 60.0)
+    monkeypatch.setattr(sandbox, "_BYTES", 64 << 20)
     tokenizer, before = panicking(), sys.gettrace()
     tokenizer.chat_template = template
     with pytest.raises(RequestError, match=f"the chat template does not take these messages: it {why}"):
