@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from drafter.errors import RequestError, shown
 
 _ROLE = re.compile(r"[\w.-]+")
 TURN = ("add_generation_prompt", "continue_final_message")
-_NOT_FOR_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - set(TURN)
+NOT_FOR_TEMPLATES = frozenset(
+    (
+        *("self", "conversation", "tools", "documents", "chat_template", "tokenize", "sanitize_control_tokens"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "kwargs"),
+    )
+)
+"""Other arguments of `apply_chat_template` than `TURN`. To import transformers takes seconds."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -40,18 +44,18 @@ class Conversation:
     continue_final_message: bool | None = None
 
     def __post_init__(self) -> None:
-        if not _are_objects(self.messages) or not self.messages:
-            raise RequestError(f"messages must be a list of objects with role and content, not {shown(self.messages)}")
+        if not isinstance(self.messages, list | tuple) or not self.messages:
+            raise RequestError(f"messages must be a list of messages with role and content, not {shown(self.messages)}")
         for place, message in enumerate(self.messages, start=1):
             _check_message(message, f"message {place}")
-        for name in ("tools", "documents"):
-            if not _are_objects(getattr(self, name) or []):
-                raise RequestError(f"{name} must be a list of objects, not {shown(getattr(self, name))}")
-        if not isinstance(self.chat_template_kwargs or {}, Mapping):
+        for name, value in (("tools", self.tools), ("documents", self.documents)):
+            if not (value is None or _are_objects(value)):
+                raise RequestError(f"{name} must be a list of objects, not {shown(value)}")
+        if not isinstance(self.chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be an object, not {shown(self.chat_template_kwargs)}")
         for name in self.chat_template_kwargs or {}:
-            if name in _NOT_FOR_TEMPLATES:
-                raise RequestError(f"chat_template_kwargs are read by the template, and {name!r} is not")
+            if name in NOT_FOR_TEMPLATES:
+                raise RequestError(f"chat_template_kwargs are what the template reads, which {name!r} is not")
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `apply_chat_template`."""
@@ -69,11 +73,15 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
 
 
-def _check_message(message: Mapping[str, Any], name: str) -> None:
+def _check_message(message: Any, name: str) -> None:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{name} must be an object with role and content, not {shown(message)}")
     role, content = message.get("role"), message.get("content")
+    if role is None:
+        raise RequestError(f"{name} has no role")
     # Templates put roles into the names of special tokens.
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise RequestError(f"{name} has the role {role!r}: a role is one word")
+        raise RequestError(f"{name} has the role {shown(role)}: a role is one word")
     if content is None:
         if not any(message.get(other) for other in ("tool_calls", "reasoning_content", "reasoning", "thinking")):
             raise RequestError(f"{name} has no content")

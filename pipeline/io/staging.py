@@ -36,7 +36,7 @@ from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, 
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.openai.requests import OpenAIError
-from pipeline.settings import ReadingConfig
+from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
 
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
@@ -189,6 +189,8 @@ def _asked(
     kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
+    if prompts.kind == "messages":
+        kinds |= dict.fromkeys(TEMPLATE_COLUMNS, "BadPrompt")
     kinds[prompts.column] = "BadPrompt"
     rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
     for name, kind in kinds.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafter.errors import RequestError
 from drafter.text.chat import encode_chat
-from drafter.text.conversation import Conversation
+from drafter.text.conversation import NOT_FOR_TEMPLATES, TURN, Conversation
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -22,7 +23,8 @@ LLAMA = (
     "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
     "<|start|>system\n\n{%- if tools is not none %}Environment: ipython\n{%- endif %}{{ system }}<|end|>"
     "{%- for message in messages %}{%- if message.role in ['tool', 'ipython'] %}<|start|>ipython\n\n"
-    "{%- if message.content is mapping or message.content is iterable %}{{ message.content | tojson }}{%- endif %}<|end|>"
+    "{%- if message.content is mapping or message.content is iterable %}{{ message.content | tojson }}{%- endif %}"
+    "<|end|>"
     "{%- elif 'tool_calls' in message %}{%- set call = message.tool_calls[0].function %}<|start|>assistant\n\n"
     '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|end|>'
     "{%- else %}<|start|>{{ message['role'] }}\n\n{{ message['content'] | trim }}<|end|>{%- endif %}{%- endfor %}"
@@ -32,7 +34,8 @@ LLAMA = (
 GUARD = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<|start|>Task: is it safe?\nUser: "
     "{{ message['content'][0]['text'] | trim }}{% elif message['role'] == 'assistant' %}\nAgent: "
-    "{{ message['content'][0]['text'] | trim }}{% endif %}{% endfor %}<|end|>{% if add_generation_prompt %}Answer:{% endif %}"
+    "{{ message['content'][0]['text'] | trim }}{% endif %}{% endfor %}<|end|>"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
 )
 VISION = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{% for part in message.content %}"
@@ -45,13 +48,13 @@ QWEN = (
     "{%- set content = message.content if message.content is string else '' %}"
     "{%- if message.role == 'assistant' %}{%- set thought = '' %}{%- if message.reasoning_content is string %}"
     "{%- set thought = message.reasoning_content %}{%- elif '</think>' in content %}"
-    "{%- set thought = content.split('</think>')[0].split('<think>')[-1] %}{%- set content = content.split('</think>')[-1] %}"
-    "{%- endif %}<|start|>assistant\n{%- if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{%- endif %}"
+    "{%- set thought = content.split('</think>')[0].split('<think>')[-1] %}"
+    "{%- set content = content.split('</think>')[-1] %}{%- endif %}<|start|>assistant\n{%- if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{%- endif %}"
     "{{ content.lstrip('\n') }}{%- for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
     "</tool_call>{%- endfor %}<|end|>\n{%- elif message.role == 'tool' %}<|start|>user\n<tool_response>{{ content }}"
     "</tool_response><|end|>\n{%- else %}<|start|>{{ message.role }}\n{{ content }}<|end|>\n{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}<|start|>assistant\n{%- if enable_thinking is defined and enable_thinking is false %}"
-    "<think>\n\n</think>\n\n{%- endif %}{%- endif %}"
+    "{%- if add_generation_prompt %}<|start|>assistant\n"
+    "{%- if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{%- endif %}{%- endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{%- if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{%- endif %}{%- for message in messages %}"
@@ -63,7 +66,8 @@ MISTRAL = (
     "{{ raise_exception('Only user, assistant and tool roles') }}{%- endif %}{%- endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}"
     "{% for message in messages %}<|start|>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
     "{{ message['content'] | trim }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>model\n{% endif %}"
 )
@@ -81,8 +85,16 @@ USER_ONLY = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}<|end|>{% endif %}{% endfor %}"
 )
 TEMPLATES = {
-    name.lower(): globals()[name]
-    for name in "CHATML LLAMA GUARD VISION QWEN MISTRAL GEMMA DEEPSEEK RAG USER_ONLY".split()
+    "chatml": CHATML,
+    "llama": LLAMA,
+    "guard": GUARD,
+    "vision": VISION,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "deepseek": DEEPSEEK,
+    "rag": RAG,
+    "user only": USER_ONLY,
 }
 SPECIAL = ["<s>", "<|start|>", "<|end|>", "[INST]", "[/INST]", "[CALLS]", "[RESULTS]"]
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im|>"]
@@ -209,11 +221,11 @@ def test_a_text_is_given_in_the_form_that_the_template_reads(template: str, give
     ("template", "asked", "why"),
     [
         (
-            "user_only",
+            "user only",
             {"messages": said("be kind", "hi", roles="system user")},
             "what message 1 says, of the role 'system'",
         ),
-        ("user_only", {"messages": said("hi", "3", roles="user tool")}, "what message 2 says, of the role 'tool'"),
+        ("user only", {"messages": said("hi", "3", roles="user tool")}, "what message 2 says, of the role 'tool'"),
         (
             "guard",
             {"messages": said(parts("good", "bad"))},
@@ -239,8 +251,8 @@ def test_what_would_be_lost_is_refused(template: str, asked: dict[str, Any], why
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"messages": []}, "messages must be a list of objects with role and content, not .."),
-        ({"messages": ["hi"]}, "messages must be a list of objects"),
+        ({"messages": []}, "messages must be a list of messages with role and content, not .."),
+        ({"messages": ["hi"]}, "message 1 must be an object with role and content, not 'hi'"),
         ({"messages": [{"role": "user"}]}, "message 1 has no content"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "message 1 has no content"),
         ({"messages": said(3)}, "content of message 1 must be text or a list of typed parts, not 3"),
@@ -255,6 +267,12 @@ def test_what_would_be_lost_is_refused(template: str, asked: dict[str, Any], why
 def test_what_has_no_form_of_templates_is_refused(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(RequestError, match=why):
         Conversation(**asked)
+
+
+def test_settings_of_templates_are_no_arguments_of_transformers() -> None:
+    assert NOT_FOR_TEMPLATES | set(TURN) == set(
+        inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+    )
 
 
 REMOVES = "{% for message in messages %}<|start|>{{ message.content.replace('/no_think', '') }}<|end|>{% endfor %}"
@@ -283,24 +301,19 @@ def test_special_tokens_may_depend_on_what_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "refused"),
     [
-        {"tools": [{"type": "function", "function": {"name": "a<|end|>", "description": "b<|end|>"}}]},
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"<|end|>": 1}}}]},
-        {"chat_template_kwargs": {"enable_thinking": "<|end|>"}},
+        ({"tools": [{"type": "function", "function": {"name": "a<|end|>", "description": "b<|end|>"}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"<|end|>": 1}}}]}, True),
+        ({"chat_template_kwargs": {"enable_thinking": "<|end|>"}}, False),
     ],
 )
-def test_tools_and_settings_write_no_special_tokens_either(asked: dict[str, Any]) -> None:
+def test_tools_and_settings_write_no_special_tokens_either(asked: dict[str, Any], *, refused: bool) -> None:
     tokenizer = tokenizer_of(QWEN + "{{ enable_thinking }}")
-    benign = encode_chat(tokenizer, Conversation(said("hi"), tools=TOOLS if "tools" in asked else None))
-    try:
+    with pytest.raises(RequestError, match="special token") if refused else nullcontext():
         ids = encode_chat(tokenizer, Conversation(said("hi"), **asked))
-    except RequestError as error:
-        assert "special token" in str(error)
-    else:
-        assert ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == benign.count(
-            tokenizer.convert_tokens_to_ids("<|end|>")
-        )
+        benign = encode_chat(tokenizer, Conversation(said("hi"), tools=TOOLS if "tools" in asked else None))
+        assert [found.count(tokenizer.eos_token_id) for found in (ids, benign)] == [2 if "tools" in asked else 1] * 2
 
 
 def test_added_tokens_around_messages_are_the_templates_own() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.errors import PromptTooLongError, RequestError
+from drafter.errors import LoadError, PromptTooLongError, RequestError
 from drafter.text import sandbox
 from drafter.text.chat import encode_chat, encode_chats, render_chat
 from drafter.text.sandbox import bounded_template
@@ -20,6 +22,7 @@ from drafter.text.tokenizers import (
     Detokenizer,
     StopSearch,
     cut_at_stop,
+    load_tokenizer,
     refuse_endless,
     refuse_panics,
     tokenise,
@@ -152,6 +155,72 @@ def test_a_template_that_does_not_end_or_grows_is_stopped(
     assert sys.gettrace() is before
     with bounded_template():
         assert sum(range(10)) == 45
+
+
+HUGE = "3000000000"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        f"'a' * {HUGE}",
+        f"[0] * {HUGE}",
+        f"10 ** {HUGE}",
+        f"'a'.center({HUGE})",
+        f"['a'] | map('center', {HUGE}) | list",
+        f"'%{HUGE}d' % 1",
+        f"'%*d' % ({HUGE}, 1)",
+        f"'{{:>{HUGE}}}'.format(1)",
+        f"'{{:>{{w}}}}'.format(1, w={HUGE})",
+        f"1 | tojson(indent={HUGE})",
+        "range(99999) | join('a' * 99999)",
+        "('a' * 99999).replace('a', 'b' * 99999)",
+        "big ~ big ~ big",
+        "big + big + big",
+        "[nested, nested, nested]",
+        "nested | tojson",
+        "looped()",
+    ],
+)
+def test_an_operation_that_makes_much_of_little_is_refused(operation: str) -> None:
+    tokenizer = panicking()
+    tokenizer.chat_template = (
+        "{% set big = 'a' * 60000000 %}{% set ns = namespace(nested=['a' * 100000]) %}{% for n in range(12) %}"
+        "{% set ns.nested = [ns.nested, ns.nested] %}{% endfor %}{% set nested = ns.nested %}"
+        "{% macro looped() %}{% for n in range(9) %}{{ big }}{% endfor %}{% endmacro %}{{ " + operation + " }}"
+    )
+    with pytest.raises(RequestError, match="it makes more than 128 million characters at once"):
+        render_chat(tokenizer, said("hi"))
+
+
+def test_what_templates_do_is_not_refused() -> None:
+    tokenizer = panicking()
+    tokenizer.chat_template = (
+        "{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ '%3d|%s' % (7, 'x') }} {{ '{:>3}'.format(7) }} {{ 1700000000 }} "
+        "{{ {'at': 1700000000} | tojson }} {{ '%d' % 1700000000 }} {{ messages | map(attribute='content') | join(', ') }} "
+        "{{ 'a' ~ 1 ~ none ~ nothing }} {{ [1] + [2] }}"
+    )
+    wanted = '12 --- 1024   7|x   7 1700000000 {"at": 1700000000} 1700000000 hi a1None [1, 2]'
+    assert render_chat(tokenizer, said("hi")).text == wanted
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "fits"),
+    [
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFKC()]), True),
+        (normalizers.Sequence([normalizers.Replace("\n", "<n>"), normalizers.Replace("\t", "<|tab|>")]), True),
+        (normalizers.Replace("é", "e" * 1000), False),
+        (normalizers.Replace(Regex("[é]"), "e" * 1000), False),
+        (normalizers.Sequence([normalizers.Sequence([normalizers.Replace("a", "a" * 60)] * 2)] * 9), False),
+        (normalizers.Sequence([normalizers.Replace("é", "ab" * 9), normalizers.Replace("b", "e" * 50)]), False),
+    ],
+)
+def test_a_normaliser_that_multiplies_is_refused_at_once(normalizer: Any, *, fits: bool, tmp_path: Path) -> None:
+    tokenizer = panicking()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    tokenizer.save_pretrained(tmp_path)
+    with nullcontext() if fits else pytest.raises(LoadError, match="more than 64 characters of one"):
+        load_tokenizer(tmp_path)
 
 
 class Watched:
