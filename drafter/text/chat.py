@@ -87,9 +87,7 @@ def _render(tokenizer: Any, template: str, arguments: dict[str, Any], now: datet
 
 def refuse_unread(tokenizer: Any, template: str, asked: Conversation) -> None:
     """Raise `RequestError` if a template names nowhere what it is given: it would have no effect."""
-    given = {"tools": asked.tools, "documents": asked.documents}
-    given["tool_calls"] = [message["tool_calls"] for message in asked.messages if message.get("tool_calls")]
-    names = [name for name, value in given.items() if value]
+    names = [name for name in ("tools", "documents") if getattr(asked, name)]
     names += [name for name in asked.chat_template_kwargs or {} if name not in TURN]
     for name in names:
         if name in tokenizer.special_tokens_map or not re.search(rf"\b{re.escape(name)}\b", template):
@@ -132,6 +130,10 @@ def _reading(tokenizer: Any, template: str, shape: str) -> tuple[str, tuple[int,
         except Exception:  # another form is right, or it happens again with the messages themselves
             continue
         place = _lost(arguments["conversation"], text.lower())
+        if place is None and "tool_calls" not in template and any(one.get("tool_calls") for one in messages):
+            arguments["conversation"] = [{**one, "tool_calls": None} for one in arguments["conversation"]]
+            if _render(tokenizer, template, arguments, _SOME_TIME) == text:
+                return form, None, "it reads no tool_calls, which would have no effect: leave them out"
         if place is None:
             return form, ids, None
         lost = lost or f"what message {place + 1} says, of the role {messages[place]['role']!r}, is not in the prompt"

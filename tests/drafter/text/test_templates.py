@@ -49,7 +49,8 @@ QWEN = (
     "{%- if message.role == 'assistant' %}{%- set thought = '' %}{%- if message.reasoning_content is string %}"
     "{%- set thought = message.reasoning_content %}{%- elif '</think>' in content %}"
     "{%- set thought = content.split('</think>')[0].split('<think>')[-1] %}"
-    "{%- set content = content.split('</think>')[-1] %}{%- endif %}<|start|>assistant\n{%- if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{%- endif %}"
+    "{%- set content = content.split('</think>')[-1] %}{%- endif %}<|start|>assistant\n"
+    "{%- if loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{%- endif %}"
     "{{ content.lstrip('\n') }}{%- for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
     "</tool_call>{%- endfor %}<|end|>\n{%- elif message.role == 'tool' %}<|start|>user\n<tool_response>{{ content }}"
     "</tool_response><|end|>\n{%- else %}<|start|>{{ message.role }}\n{{ content }}<|end|>\n{%- endif %}{%- endfor %}"
@@ -162,6 +163,10 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
             ],
             "tools": TOOLS,
         },
+    ),
+    "calls in whole messages": (
+        "{% for message in messages %}{{ message | tojson }}{% endfor %}",
+        {"messages": [*said("add"), {"role": "assistant", "tool_calls": [CALL]}, *said("2", roles="tool")]},
     ),
     "no system": ("gemma", {"messages": said("hi", "hello", "bye")}),
     "documents": ("rag", {"messages": said("who?"), "documents": [{"title": "a", "text": "it <was> me"}]}),

@@ -197,7 +197,8 @@ def test_what_templates_do_is_not_refused() -> None:
     tokenizer = panicking()
     tokenizer.chat_template = (
         "{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ '%3d|%s' % (7, 'x') }} {{ '{:>3}'.format(7) }} {{ 1700000000 }} "
-        "{{ {'at': 1700000000} | tojson }} {{ '%d' % 1700000000 }} {{ messages | map(attribute='content') | join(', ') }} "
+        "{{ {'at': 1700000000} | tojson }} {{ '%d' % 1700000000 }} "
+        "{{ messages | map(attribute='content') | join(', ') }} "
         "{{ 'a' ~ 1 ~ none ~ nothing }} {{ [1] + [2] }}"
     )
     wanted = '12 --- 1024   7|x   7 1700000000 {"at": 1700000000} 1700000000 hi a1None [1, 2]'
