@@ -242,8 +242,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestErro
     """Return the tokens of a chat in which no control token comes from a message, or the error."""
     control = _control_tokens(tokenizer, chat.template)
     found = tuple(token for token in ids if token in control)
-    said: list[str] = []
-    _with_texts(chat.arguments, lambda one: said.append(one) or one)
+    said = _texts(chat.arguments)
     inside = [control[token] for token in set(found) if any(control[token] in one for one in said)]
     if found == chat.written and not inside:
         return ids
@@ -265,9 +264,9 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestErro
         text = _render(tokenizer, chat.template, harmless, chat.now)
         written = _control_ids(tokenizer, chat.template, text)
         if inside:
+            settings = {"tokenize": True, "sanitize_control_tokens": True, "return_dict": False}
+            spelling = _spelling(tokenizer, chat.template)
             with refuse_panics():
-                settings = {"tokenize": True, "sanitize_control_tokens": True, "return_dict": False}
-                spelling = _spelling(tokenizer, chat.template)
                 ids = list(_render(spelling, chat.template, chat.arguments, chat.now, **settings))
     except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
@@ -291,7 +290,14 @@ def _without(said: str, texts: Sequence[str]) -> str:
     return said if _WORDS.fullmatch(said) else _NO_WORD.sub(_HARMLESS, said)
 
 
-def _with_texts(value: Any, change: Callable[[str], Any]) -> Any:
+def _texts(value: Any) -> list[str]:
+    """Return all texts in a value, keys included."""
+    found: list[str] = []
+    _with_texts(value, found.append)
+    return found
+
+
+def _with_texts(value: Any, change: Callable[[str], object]) -> Any:
     """Return a value in which every text, at any depth, keys included, is replaced by `change` of it."""
     if isinstance(value, str):
         return change(value)

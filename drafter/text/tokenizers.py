@@ -68,7 +68,8 @@ def _refuse_multiplying(normalizer: Any, name: str) -> None:
 
 def _steps(normalizer: Any) -> Iterator[Any]:
     if isinstance(normalizer, normalizers.Sequence):
-        for one in normalizer:
+        inner: Any = normalizer  # whose types leave out that it is iterated over
+        for one in inner:
             yield from _steps(one)
     elif isinstance(normalizer, normalizers.Normalizer):
         yield normalizer

@@ -131,6 +131,10 @@ def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
     if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
     if every := config.reading.chat_template_kwargs:
+        if prompts.kind == "text" and config.reading.chat is False:
+            raise InputError(
+                "reading.chat_template_kwargs is for chats, and reading.chat is false: leave out one of them"
+            )
         try:
             asked = Conversation([{"role": "user", "content": ""}], chat_template_kwargs=every)
             refuse_unread(tokenizer, tokenizer.get_chat_template(), asked)

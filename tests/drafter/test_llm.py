@@ -330,7 +330,7 @@ def test_a_text_is_the_users_message_in_a_chat(lm: SpeculativeLM) -> None:
         return x + 1
 
     for given in ({"tools": [add]}, {"documents": [{"text": "a"}]}, {"chat_template_kwargs": {"thinking": True}}):
-        (refused,) = lm.chat(QUESTION, **given)  # type: ignore[arg-type]
+        (refused,) = lm.chat(QUESTION, **given)
         assert refused.error is not None
         assert "the chat template does not take these messages: it reads no" in refused.error
     (bad,) = lm.chat([None], max_new_tokens=20)  # type: ignore[arg-type]

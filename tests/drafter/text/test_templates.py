@@ -192,13 +192,14 @@ def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
     begun = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     closed = tokenizer.apply_chat_template(messages, return_dict=False)
     assert tokenizer.decode(continued).endswith("The answer")
-    for settings, wanted in (
+    cases: list[tuple[dict[str, Any], list[int]]] = [
         ({}, continued),
         ({"continue_final_message": True}, continued),
         ({"continue_final_message": False}, begun),
         ({"add_generation_prompt": True}, begun),
         ({"add_generation_prompt": False}, closed),
-    ):
+    ]
+    for settings, wanted in cases:
         assert encode_chat(tokenizer, Conversation(messages, **settings)) == wanted
         kwargs = Conversation(messages, chat_template_kwargs=settings)
         assert encode_chat(tokenizer, kwargs) == wanted

@@ -100,7 +100,11 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
     requests, problems = stage._requests(pa.table({"messages": chats}), "messages")
     assert asked == [(Conversation(one), now) for one in chats]
     assert (len(requests), problems) == (2, {})
-    beside = {"tools": [{"name": "add"}], "documents": [{"text": "a"}], "chat_template_kwargs": {"thinking": False}}
+    beside: dict[str, Any] = {
+        "tools": [{"name": "add"}],
+        "documents": [{"text": "a"}],
+        "chat_template_kwargs": {"thinking": False},
+    }
     columns = {name: [value] for name, value in {"messages": chats[0], **beside}.items()}
     requests, problems = stage._requests(pa.table(columns), "messages")
     assert asked[2:] == [(Conversation(chats[0], **beside), now)]

@@ -33,7 +33,11 @@ def test_bad_messages(value: Any, message: str) -> None:
 
 def test_messages_as_lists_and_as_text_are_the_same() -> None:
     messages = [{"role": "user", "content": "x", "name": None}]
-    beside = {"tools": [{"name": "add"}], "documents": [{"text": "a"}], "chat_template_kwargs": {"thinking": False}}
+    beside: dict[str, Any] = {
+        "tools": [{"name": "add"}],
+        "documents": [{"text": "a"}],
+        "chat_template_kwargs": {"thinking": False},
+    }
     wanted = Conversation(messages, **beside)
     texts = {name: json.dumps(value) for name, value in {"m": messages, **beside}.items()}
     assert row_conversation({"m": messages, **beside}, "m") == row_conversation(texts, "m") == wanted
