@@ -144,17 +144,15 @@ def _in_form(messages: list[dict[str, Any]], form: str, more: Mapping[str, Any] 
     """Return messages with contents as they are, as text, or as parts (which have `more`)."""
 
     def changed(content: Any) -> Any:
+        if content is None:
+            return {"given": None, "text": "", "parts": []}[form]
         if isinstance(content, str):
             return [{"type": "text", "text": content, **(more or {})}] if form == "parts" else content
-        content = content or []
         if form == "text" and all(part["type"] == "text" for part in content):
             return "\n".join(part["text"] for part in content)
         return [{**part, **(more or {})} for part in content]
 
-    return [
-        {**message, "content": changed(message.get("content"))} if form != "given" or "content" in message else message
-        for message in messages
-    ]
+    return [{**message, "content": changed(message.get("content"))} for message in messages]
 
 
 def _lost(messages: list[dict[str, Any]], text: str) -> int | None:

@@ -168,6 +168,15 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         "{% for message in messages %}{{ message | tojson }}{% endfor %}",
         {"messages": [*said("add"), {"role": "assistant", "tool_calls": [CALL]}, *said("2", roles="tool")]},
     ),
+    "no content": (
+        "{% for message in messages %}{{ message.content is defined }}{{ message.content }}{{ message.tool_calls }}"
+        "{% endfor %}",
+        {"messages": [*said("add"), {"role": "assistant", "content": None, "tool_calls": [CALL]}, *said("and?")]},
+    ),
+    "no content where one is read": (
+        "{% for message in messages %}{{ message.role + ': ' + message.content }}{{ message.tool_calls }}{% endfor %}",
+        {"messages": [*said("add"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *said("and?")]},
+    ),
     "no system": ("gemma", {"messages": said("hi", "hello", "bye")}),
     "documents": ("rag", {"messages": said("who?"), "documents": [{"title": "a", "text": "it <was> me"}]}),
 }
@@ -181,6 +190,13 @@ def test_tokens_are_those_of_transformers(case: str) -> None:
     settings |= asked.get("chat_template_kwargs", {})
     wanted = tokenizer.apply_chat_template(asked["messages"], add_generation_prompt=True, return_dict=False, **settings)
     assert encode_chat(tokenizer, Conversation(**asked)) == wanted
+
+
+def test_no_content_is_an_empty_one_where_the_template_reads_one() -> None:
+    template, asked = ASKED["no content where one is read"]
+    tokenizer = tokenizer_of(template)
+    without = [{**message, "content": message["content"] or None} for message in asked["messages"]]
+    assert encode_chat(tokenizer, without) == encode_chat(tokenizer, asked["messages"])
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama", "qwen", "gemma", "vision"])
