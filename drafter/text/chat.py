@@ -8,6 +8,7 @@ import json
 import math
 import re
 import string
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _HARMLESS = "x"
 _WHOLE = "whole part"  # key of a part that appears only where a template writes a part as it is
 _MOST_SPELLED = 1000
 """Limit of special tokens' texts in a chat's messages. Each is encoded separately, in a tenth of a millisecond."""
+_SPELLING = threading.Lock()  # for the copy of a tokeniser that spells special tokens
 _NO_CHARACTER = "\U0010ffff"  # a code point that will never be a character: no vocabulary has it
 _SOME_TIME = datetime(2000, 1, 1)
 _CLOCK = "strftime_now"
@@ -264,7 +266,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestErro
         if inside:
             settings = {"tokenize": True, "sanitize_control_tokens": True, "return_dict": False}
             spelling = _spelling(tokenizer, chat.template)
-            with refuse_panics():
+            with _SPELLING, refuse_panics():
                 ids = list(_render(spelling, chat.template, chat.arguments, chat.now, **settings))
     except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
@@ -275,8 +277,11 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestErro
 
 @lru_cache(maxsize=4)
 def _spelling(tokenizer: Any, template: str) -> Any:
-    """Return the tokeniser, set so that `sanitize_control_tokens` encodes exactly the control tokens as text."""
-    own = copy.copy(tokenizer)
+    """Return a copy of the tokeniser of which `sanitize_control_tokens` encodes exactly the control tokens as text.
+
+    That sets how a tokeniser encodes, for all threads, so that no other work may be done with it.
+    """
+    own = copy.deepcopy(tokenizer)
     own.chat_control_tokens = list(_control_tokens(tokenizer, template).values())
     return own
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import string
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,7 +23,6 @@ from drafter.errors import LoadError, PromptTooLongError, RequestError, first_li
 from drafter.hub import local_only
 
 _MOST_WRITTEN = 64  # characters that a normaliser makes of one; the longest that tokenisers write is a token's text
-_ENCODING = threading.Lock()  # `sanitize_control_tokens` sets how a tokeniser encodes, for all threads
 _COMPOSED = 4  # most characters that a tokeniser's normaliser composes to one, with few exceptions
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 8  # most tokens of a character: UTF-8 has at most four bytes for one
@@ -121,10 +119,9 @@ def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
 
 @contextmanager
 def refuse_panics() -> Iterator[None]:
-    """Turn a tokeniser's panic in a `with` block, which one thread runs at a time, into a `RequestError`."""
+    """Turn a tokeniser's panic in a `with` block into a `RequestError`."""
     try:
-        with _ENCODING:
-            yield
+        yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # pyo3 makes the class, and gives it to no module
             raise
