@@ -115,7 +115,7 @@ def _mark(said: str, place: int, index: int) -> str:
     return f"x{place}x{index}x" if said.strip() else said
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _reading(tokenizer: Any, template: str, shape: str) -> tuple[str, tuple[int, ...] | None, str | None]:
     """Return the form of messages that a template reads, the control tokens that it writes, and what it leaves out."""
     arguments = json.loads(shape)
