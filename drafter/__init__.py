@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
     from drafter.llm import SpeculativeLM
     from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
+    from drafter.text.conversation import Conversation
 
 # Threads of an operation that wait for each other sleep, and do not spin. If another process has one of the cores, a
 # thread that spins keeps the one it waits for from running, and decoding becomes several times slower. OpenMP reads
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __version__ = "0.1.0"
 
 __all__ = [
+    "Conversation",
     "EngineConfig",
     "EngineError",
     "Generation",
@@ -38,5 +40,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     rest = "errors" if name.endswith("Error") else "requests"
-    module = {"EngineConfig": "engine.config", "SpeculativeLM": "llm"}.get(name, rest)
+    elsewhere = {"Conversation": "text.conversation", "EngineConfig": "engine.config", "SpeculativeLM": "llm"}
+    module = elsewhere.get(name, rest)
     return getattr(import_module(f"drafter.{module}"), name)

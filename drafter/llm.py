@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from transformers.utils import get_json_schema
 
 from drafter.acceptance.contract import Verifier, make_verifier
 from drafter.acceptance.settings import VerifierSettings
@@ -41,12 +42,12 @@ from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
+from drafter.text.conversation import Conversation, Messages
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, tokenise
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Messages | Conversation
 
 
 class SpeculativeLM:
@@ -184,7 +185,9 @@ class SpeculativeLM:
         return self.engine.max_length
 
     def encode(self, prompt: Prompt, *, special_tokens: bool = False, now: datetime | None = None) -> list[int]:
-        """Tokenise a text as it is, or chat messages by the chat template. Token ids stay as they are.
+        """Tokenise a text as it is, or a chat by the chat template, which gets messages, or all of a `Conversation`.
+
+        Token ids stay as they are.
 
         Args:
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
@@ -201,16 +204,12 @@ class SpeculativeLM:
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
         if is_tokens(prompt):
             return [int(token) for token in prompt]
-        if not is_chat(prompt):
+        if not (isinstance(prompt, Conversation) or is_chat(prompt)):
             raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
-        for place, message in enumerate(prompt, start=1):
-            if not {"role", "content"} <= message.keys():
-                raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
-        messages = [dict(message) for message in prompt]
         longest = self.max_length
-        return encode_chat(self.tokenizer, messages, special_tokens=special_tokens, max_length=longest, now=now)
+        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens, max_length=longest, now=now)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.
@@ -245,8 +244,8 @@ class SpeculativeLM:
         """Generate for one prompt or many, and wait for all. If the call is interrupted, its requests are cancelled.
 
         Args:
-            prompts: A text, which is continued as it is, token ids, or messages; or many of these, in a list, an
-                iterator, an array or a column.
+            prompts: A text, which is continued as it is, token ids, messages, or a `Conversation`; or many of these, in
+                a list, an iterator, an array or a column.
             sampling: `SamplingParams` or a mapping of its fields, or a sequence of these, one for each prompt. Unset
                 fields come from the model's `generation_config.json`, or else are greedy decoding of up to 256 tokens.
             n: Samples of each prompt, next to each other in the result. Their seeds follow from that of `sampling` and
@@ -265,18 +264,34 @@ class SpeculativeLM:
 
     def chat(
         self,
-        conversations: str | Sequence[Message] | Iterable[str | Sequence[Message]],
+        conversations: str | Messages | Iterable[str | Messages],
         sampling: Sampling | Iterable[Sampling] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         n: int = 1,
         special_tokens: bool = False,
         on_error: Literal["return", "raise"] = "return",
         use_tqdm: bool | None = None,
         **settings: Any,
     ) -> list[Generation]:
-        """Answer one conversation or many: messages, or a text as the user's message. Otherwise as `generate`."""
+        """Answer one conversation or many: messages, or a text as the user's message. Otherwise as `generate`.
+
+        Args:
+            tools: JSON schemas, or functions with types and a docstring; this and the next four are those of a
+                `Conversation`, for all conversations.
+        """
+        schemas = tools and [get_json_schema(one) if callable(one) else one for one in tools]
+        asked = (schemas, documents, chat_template_kwargs, add_generation_prompt, continue_final_message)
         made = self._as_completed(
-            lambda one: self.encode(as_chat(one), special_tokens=special_tokens), conversations, sampling, n, settings
+            lambda one: self.encode(as_chat(one, *asked), special_tokens=special_tokens),
+            conversations,
+            sampling,
+            n,
+            settings,
         )
         return in_order(made, conversations, n, on_error=on_error, use_tqdm=use_tqdm)
 

@@ -19,6 +19,7 @@ from drafter.engine.sequence import Handle
 from drafter.errors import QueueFullError, RequestError, shown, unknown_setting
 from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
+from drafter.text.conversation import Conversation
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def each_prompt(prompts: object) -> Iterator[object]:
     if any(hasattr(prompts, name) for name in ("columns", "column_names")):  # of pandas and Polars; Arrow and datasets
         raise RequestError(f"prompts must be one column of the {type(prompts).__name__}, such as table['prompt']")
     found = plain(prompts)
-    if isinstance(found, str) or is_tokens(found) or is_chat(found):
+    if isinstance(found, str | Conversation) or is_tokens(found) or is_chat(found):
         yield found
     elif isinstance(found, Mapping | bytes) or not isinstance(found, Iterable):
         raise RequestError(
@@ -63,13 +64,15 @@ def _is_list_of(kind: type, value: object) -> bool:
     return isinstance(value, list | tuple | range) and bool(value) and all(isinstance(one, kind) for one in value)
 
 
-def as_chat(prompt: object) -> list[Mapping[str, Any]]:
-    """Return messages as they are, and a text as a message of the user."""
+def as_chat(prompt: object, *settings: Any) -> Conversation:
+    """Return messages, or a text as a message of the user, with other fields of a `Conversation`."""
+    if isinstance(prompt, Conversation):
+        return prompt
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": prompt}]
     if not is_chat(prompt):
         raise RequestError(f"a conversation must be a text or a list of messages, not {shown(prompt)}")
-    return list(prompt)
+    return Conversation(prompt, *settings)
 
 
 def with_settings(sampling: Sampling | None, settings: Mapping[str, Any]) -> SamplingParams:

@@ -50,7 +50,10 @@ OURS = {
 }
 """Our names by theirs."""
 
+_TEMPLATE = "it is an argument of chat, a column of rows, and a field of a chat's body"
+
 ELSEWHERE = {
+    **dict.fromkeys(("chat_template_kwargs", "continue_final_message", "documents", "tools"), _TEMPLATE),
     "n": "it is an argument of generate and chat, n of an endpoint's body, and reading.samples of a job",
     "prompt_logprobs": "it is a field of Request, for SpeculativeLM.submit",
     "timeout": "it is a field of Request, for SpeculativeLM.submit",
@@ -63,7 +66,7 @@ NOT_SUPPORTED = {
         ("guided_choice", "guided_decoding", "guided_grammar", "guided_json", "guided_regex"), _CONSTRAINED
     ),
     **dict.fromkeys(("json_schema", "response_format", "structured_outputs"), _CONSTRAINED),
-    **dict.fromkeys(("function_call", "functions", "parallel_tool_calls", "tool_choice", "tools"), _TOOLS),
+    **dict.fromkeys(("function_call", "functions", "parallel_tool_calls", "tool_choice"), _TOOLS),
     **dict.fromkeys(("early_stopping", "length_penalty", "num_beams", "use_beam_search"), _BEAMS),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "mirostat", "top_h", "typical_p"), _FILTERS),
     **dict.fromkeys(("enable_lora", "lora_request", "max_loras"), _LORA),

@@ -324,6 +324,7 @@ def _readable(message: str, parser: JobParser) -> str:
             "float": "a finite number",
             "bool": "true or false",
             "tuple": "a list",
+            "dict": "an object",
         }
         kinds = [names.get(kind, kind) or "one of " + choices[1:-1].replace("'", "") for kind, choices in expected]
         return f"{key[1]} must be {' or '.join(kinds)}, not {given[1]}"

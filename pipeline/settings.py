@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
@@ -82,6 +82,8 @@ class WritingConfig:
         at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
+TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
+"""Columns beside chat messages that go to the chat template, as in TRL's datasets."""
 Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
 
 
@@ -101,6 +103,8 @@ class ReadingConfig:
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
         date: Date or time for chat templates, as in 2026-03-31 or 2026-03-31T12:00; by default that of the job's start.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
+        chat_template_kwargs: Settings that the chat template reads, such as {"enable_thinking": false}, for all rows;
+            those of a column of that name come first.
         skip: Leave out this many rows at the beginning.
         limit: Take at most this many rows.
         samples: Texts to generate for each row, each with its own seed, in rows named `ID#0`, `ID#1`, ….
@@ -116,6 +120,7 @@ class ReadingConfig:
     chat: bool | None = None
     date: str | None = None
     special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     skip: int = 0
     limit: int | None = None
     samples: int = 1

@@ -1,7 +1,7 @@
-"""A target model's tokeniser: loading, and guards around it and its chat template.
+"""A target model's tokeniser: loading, and guards around it.
 
-The guards make a failure affect one prompt only: a tokeniser in Rust panics, which is no `Exception`; a template may
-loop or grow without limit. Nothing here imports model code, which takes seconds.
+The guards make a failure affect one prompt only: a tokeniser in Rust panics, which is no `Exception`. Nothing here
+imports model code, which takes seconds.
 """
 
 from __future__ import annotations
@@ -9,37 +9,66 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-import time
+import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from resource import getpagesize
-from types import FrameType
 from typing import Any
 
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from drafter.errors import LoadError, PromptTooLongError, RequestError, first_line, one_line
 from drafter.hub import local_only
 
+_MOST_WRITTEN = 64  # characters that a normaliser makes of one; the longest that tokenisers write is a token's text
 _COMPOSED = 4  # most characters that a tokeniser's normaliser composes to one, with few exceptions
-_SECONDS = 5.0  # limit of a chat template's CPU time; a template of a hundred messages takes some milliseconds
-_BYTES = 1 << 30  # limit of the process's memory growth while a template runs
-_LOOK_SECONDS = 0.01  # interval of memory checks; doubling with every line of code copies some hundred megabytes in it
-_STATM = Path("/proc/self/statm")
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
     """Load the tokeniser of a target model, given by hub id or folder; raise `LoadError` if there is none."""
     name = os.path.expanduser(name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, local_files_only=local_files_only or local_only(name)
         )
     except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
         raise LoadError(f"no tokenizer at {name!r}: {first_line(error)}") from error
+    _refuse_multiplying(getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None), name)
+    return tokenizer
+
+
+def _refuse_multiplying(normalizer: Any, name: str) -> None:
+    """Raise `LoadError` for a normaliser that makes long texts of short ones."""
+    probes = list(string.printable)
+    text = string.printable
+    for step in _steps(normalizer):  # one by one: of a character all together may make gigabytes
+        state = json.loads(step.__getstate__())
+        probes.append(state.get("pattern", {}).get("String", ""))
+        text += probes[-1]
+        if len(state.get("content", "")) <= _MOST_WRITTEN and len(text) <= _MOST_WRITTEN * len(probes):
+            text = step.normalize_str(text)
+        else:
+            break
+    else:
+        if normalizer is None or all(
+            len(normalizer.normalize_str(one)) <= _MOST_WRITTEN * (len(one) or 1) for one in probes
+        ):
+            return
+    raise LoadError(
+        f"the tokenizer at {name!r} has a normalizer that makes more than {_MOST_WRITTEN} characters of one: a prompt "
+        "would take any time and memory"
+    )
+
+
+def _steps(normalizer: Any) -> Iterator[Any]:
+    if isinstance(normalizer, normalizers.Sequence):
+        inner: Any = normalizer  # whose types leave out that it is iterated over
+        for one in inner:
+            yield from _steps(one)
+    elif isinstance(normalizer, normalizers.Normalizer):
+        yield normalizer
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
@@ -97,36 +126,3 @@ def refuse_panics() -> Iterator[None]:
         raise RequestError(
             f"the tokenizer of the model fails on this text ({one_line(error, 200)}): change or leave out the text"
         ) from error
-
-
-@contextmanager
-def bounded_template() -> Iterator[None]:
-    """Limit the CPU time and memory growth of this thread's Python code in a `with` block, or raise `RequestError`.
-
-    Both are checked between two lines of code; a single operation is not interrupted.
-    """
-    before, start, memory = sys.gettrace(), time.thread_time(), _resident()
-    look = start + _LOOK_SECONDS
-
-    def watch(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal look
-        if (now := time.thread_time()) > look:
-            look = now + _LOOK_SECONDS
-            if now - start > _SECONDS:
-                raise RequestError(f"it takes more than {_SECONDS:g} seconds")
-            if _resident() - memory > _BYTES:
-                raise RequestError(f"it takes more than {_BYTES >> 20} MiB of memory")
-        return watch
-
-    sys.settrace(watch)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def _resident() -> int:
-    try:
-        return int(_STATM.read_text().split()[1]) * getpagesize()
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from drafter.text.chat import Chat, encode_chats, render_chat
 from pipeline.cacheback.config import CacheConfig
 from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, RowError
-from pipeline.generate.row_requests import row_messages
+from pipeline.generate.row_requests import row_conversation
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import InputListing, input_fingerprints, list_input
 from pipeline.io.reading import read_file
@@ -224,7 +224,8 @@ def _of_chats(values: list[Any], column: str, tokenizer: Any) -> Iterator[list[i
     chats: list[Chat | None] = []
     for value in values:
         try:
-            chats.append(render_chat(tokenizer, row_messages(value, column)))
+            asked = replace(row_conversation({column: value}, column), add_generation_prompt=False)
+            chats.append(render_chat(tokenizer, asked))
         except (RowError, RequestError):
             chats.append(None)
     encoded = iter(encode_chats(tokenizer, [chat for chat in chats if chat is not None]))

@@ -24,10 +24,10 @@ from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, fed
 from pipeline.errors import InputError, RowError
 from pipeline.generate.config import LoadingConfig
-from pipeline.generate.row_requests import row_messages, row_sampling
+from pipeline.generate.row_requests import row_conversation, row_sampling
 from pipeline.io.reading import without_nulls
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import LimitsConfig, ResourcesConfig, WritingConfig
+from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, ResourcesConfig, WritingConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
@@ -38,7 +38,7 @@ _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _SETTINGS = "sampling_params"
 _NAMES = ("request_id", "id")
 """Columns that tell rows apart: the seed of a row follows from the first that there is."""
-_READ = frozenset([*_PROMPTS, *_NAMES, _SETTINGS, "seed"])
+_READ = frozenset([*_PROMPTS, *TEMPLATE_COLUMNS, *_NAMES, _SETTINGS, "seed"])
 
 
 @naming_mistakes(InputError)
@@ -166,7 +166,7 @@ class Answers(EngineProcess):
         requests, problems = {}, {}
         for place, row in enumerate(map(without_nulls, rows)):
             try:
-                ids = self._encode(row.get(kind), kind)
+                ids = self._encode(row, kind)
                 name = self._name(row, place, ids)
                 sampling = row_sampling(self._sampling, name, row, _SETTINGS)
                 requests[place] = Request(ids, sampling, f"{place}:{name}", self._row_seconds)
@@ -174,10 +174,10 @@ class Answers(EngineProcess):
                 problems[place] = one_line(error)
         return requests, problems
 
-    def _encode(self, value: Any, kind: str) -> list[int]:
-        if value is None:
+    def _encode(self, row: Mapping[str, Any], kind: str) -> list[int]:
+        if row.get(kind) is None:
             raise RowError("BadPrompt", f"column {kind!r} is empty")
-        return self._lm.encode(row_messages(value, kind) if kind == "messages" else value, now=self._now)
+        return self._lm.encode(row_conversation(row, kind) if kind == "messages" else row[kind], now=self._now)
 
     @staticmethod
     def _name(row: Mapping[str, Any], place: int, ids: list[int]) -> str:
@@ -209,8 +209,9 @@ def build_processor(
     Nothing runs before the result is read.
 
     Args:
-        preprocess: Makes of a row one with a prompt: `messages` (chat messages), `prompt` (a text, continued as it is)
-            or `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
+        preprocess: Makes of a row one with a prompt: `messages` (chat messages, beside which `tools`, `documents` and
+            `chat_template_kwargs` go to the chat template), `prompt` (a text, continued as it is) or
+            `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
         postprocess: Makes the final row of a row with its answer.
     """
 

@@ -119,7 +119,8 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
 
 def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
     # It returns whether the chat template reads the clock.
-    from drafter.text.chat import reads_clock
+    from drafter.text.chat import reads_clock, refuse_unread
+    from drafter.text.conversation import Conversation
     from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import: no check before waits for it
 
     name = model_name(config.model)
@@ -129,6 +130,16 @@ def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
         raise InputError(str(error)) from error
     if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+    if every := config.reading.chat_template_kwargs:
+        if prompts.kind == "text" and config.reading.chat is False:
+            raise InputError(
+                "reading.chat_template_kwargs is for chats, and reading.chat is false: leave out one of them"
+            )
+        try:
+            asked = Conversation([{"role": "user", "content": ""}], chat_template_kwargs=every)
+            refuse_unread(tokenizer, tokenizer.get_chat_template(), asked)
+        except ValueError as error:
+            raise InputError(f"reading.chat_template_kwargs, for the chat template of {name}: {error}") from error
     return reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -19,6 +19,7 @@ import pyarrow as pa
 from drafter.errors import PromptTooLongError, RequestError, shown, unknown_setting
 from drafter.requests import SEEDS, SamplingParams, hashed_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
+from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
 from pipeline.errors import RowError, RowProblem
 from pipeline.io.column_types import whole
@@ -26,8 +27,8 @@ from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.io.staging import SAMPLE_COLUMN, SEED_COLUMN, sample_seed
 from pipeline.openai.batch import parse_line
-from pipeline.openai.requests import OpenAIError, Prompt, is_messages
-from pipeline.settings import ReadingConfig
+from pipeline.openai.requests import OpenAIError, Prompt
+from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _EXACT_FLOATS = 2**53  # integers below are exact as floats
@@ -116,10 +117,12 @@ def _row_request(
     else:
         sampling = row_sampling(settings.sampling, request_id, row, settings.reading.sampling_column, sample)
         prompt = _prompt_of(row, settings, tokenizer)
-    if not is_messages(prompt):
+    if not isinstance(prompt, Conversation):
         return prompt, sampling
+    every = settings.reading.chat_template_kwargs or {}
     try:
-        return render_chat(tokenizer, prompt, settings.now), sampling
+        asked = dataclasses.replace(prompt, chat_template_kwargs={**every, **(prompt.chat_template_kwargs or {})})
+        return render_chat(tokenizer, asked, settings.now), sampling
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error
 
@@ -128,11 +131,11 @@ def _prompt_of(row: dict[str, Any], settings: PromptSettings, tokenizer: Any) ->
     chat, column = settings.reading.chat, settings.source.column
     value = row.get(column)
     if settings.source.kind == "messages":
-        return row_messages(value, column)
+        return row_conversation(row, column)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
     through_template = tokenizer.chat_template is not None if chat is None else chat
-    return [{"role": "user", "content": value}] if through_template else value
+    return Conversation([{"role": "user", "content": value}]) if through_template else value
 
 
 def _batch_request(
@@ -148,40 +151,31 @@ def _batch_request(
     return asked.prompts[sample // asked.n], dataclasses.replace(sampling, seed=seed)
 
 
-def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Read a row's chat messages, a list or its JSON text, without null fields; `RowError` for anything else."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
-    if value is None or value == []:
+def row_conversation(row: Mapping[str, Any], column: str) -> Conversation:
+    """Return what a row asks of the chat template; `RowError` if it cannot be read.
+
+    Its messages, and the columns beside them, are lists and objects, or JSON texts of these.
+    """
+    messages = _from_json(row.get(column), column)
+    if messages is None or messages == []:
         raise RowError("BadPrompt", f"column {column!r} has no messages")
-    if not isinstance(value, list):
+    if not isinstance(messages, list):
         raise RowError(
-            "BadPrompt", f"column {column!r} must be a list of messages with role and content, not {shown(value)}"
+            "BadPrompt", f"column {column!r} must be a list of messages with role and content, not {shown(messages)}"
         )
-    messages: list[dict[str, Any]] = []
-    for number, given in enumerate(value, start=1):
-        if not isinstance(given, dict):
-            raise RowError("BadPrompt", f"message {number} must be an object with role and content, not {shown(given)}")
-        message = {name: field for name, field in given.items() if field is not None}
-        messages.append(message)
-        for name in ("role", "content"):
-            if name not in message:
-                raise RowError("BadPrompt", f"message {number} has no {name}")
-        if not isinstance(role := message["role"], str):
-            raise RowError("BadPrompt", f"role of message {number} must be text, not {shown(role)}")
-        if not _is_content(content := message["content"]):
-            what = "text or a list of typed parts"
-            raise RowError("BadPrompt", f"content of message {number} must be {what}, not {shown(content)}")
-    return messages
+    try:
+        return Conversation(messages, **{name: _from_json(row.get(name), name) for name in TEMPLATE_COLUMNS})
+    except RequestError as error:
+        raise RowError("BadPrompt", str(error)) from error
 
 
-def _is_content(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value)
-    return isinstance(value, str)
+def _from_json(value: Any, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
 
 
 # Tokens.

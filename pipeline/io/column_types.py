@@ -22,6 +22,7 @@ from pipeline.errors import InputError
 # Parquet reads 100 levels, and a list takes two. Arrow between processes reads 64, some taken by a part's own structs.
 _DEEPEST = 48
 _MOST_COLUMNS = 10_000  # also of an object's fields; each part has its own copy of their names
+_MOST_JOINED = 100  # fields of JSON objects that differ in them
 _EXACT_FLOATS = 2**53  # integers up to this are exact as float64
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
@@ -89,10 +90,13 @@ def text_column(column: pa.Array) -> pa.Array:
 
 
 def infer_column(values: Sequence[Any]) -> pa.Array:
-    """Make an Arrow column of JSON values; text if no type holds every value unchanged."""
+    """Make an Arrow column of JSON values; text if no type holds every value unchanged.
+
+    Its type may be one that only `unify` can make one of Parquet, as that of objects that all have no fields.
+    """
     try:
-        kind = stored_type(reduce(_COMMON_JSON, {_json_type(value) for value in values}, pa.null()))
-        return pa.array(values, kind)
+        kind = reduce(_COMMON_JSON, dict.fromkeys(map(_json_type, values)), pa.null())
+        return pa.array(values, kind if _is_moderate(kind) else pa.string())
     except (_NoCommonTypeError, pa.ArrowException, OverflowError, TypeError):
         return pa.array([as_text(value) for value in values], pa.string())
 
@@ -102,7 +106,7 @@ def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
         common = partial(_COMMON_JSON, in_object=in_object)
         return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
     if isinstance(value, dict):
-        if not value or len(value) > _MOST_COLUMNS:
+        if len(value) > _MOST_COLUMNS:
             raise _NoCommonTypeError
         return pa.struct([(name, _json_type(one, in_object=True)) for name, one in value.items()])
     return _SCALARS[type(value)]
@@ -145,8 +149,8 @@ def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
     """Return one field per column, in order of first appearance, whose type holds every value unchanged, or text.
 
     Args:
-        json_objects: Whether they come from JSON, where objects with different fields are different values. In tables,
-            a field that a file lacks is null there.
+        json_objects: Whether they come from JSON, where the order of an object's fields is kept, and the type of a
+            number in it. A field that an object or a file lacks is null there.
 
     Raises:
         InputError: There are too many columns, or one whose types neither a type nor text can hold.
@@ -186,8 +190,8 @@ def _unified(seen: Sequence[SeenType], *, json_objects: bool) -> pa.DataType:
 def _common_type(
     one: pa.DataType, other: pa.DataType, *, exact: bool, json_objects: bool, in_object: bool = False
 ) -> pa.DataType:
-    # JSON objects match only with the same fields in the same order. Numbers within them keep their types, because a
-    # chat template writes 1 and 1.0 as different texts.
+    # Fields of JSON objects keep their order, and numbers within them their types, because a chat template writes 1 and
+    # 1.0 as different texts.
     common = partial(_common_type, exact=exact, json_objects=json_objects)
     if one == other or pa.types.is_null(other):
         return one
@@ -196,11 +200,11 @@ def _common_type(
     if is_list(one) and is_list(other):
         item = common(one.value_type, other.value_type, in_object=in_object)
         return pa.large_list(item) if pa.types.is_large_list(one) or pa.types.is_large_list(other) else pa.list_(item)
-    if pa.types.is_struct(one) and pa.types.is_struct(other) and (not json_objects or one.names == other.names):
-        fields = {field.name: field.type for field in one}
-        for field in other:
-            fields[field.name] = common(fields.get(field.name, pa.null()), field.type, in_object=True)
-        return pa.struct(list(fields.items()))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        names = _in_both_orders(one.names, other.names) if json_objects else dict.fromkeys([*one.names, *other.names])
+        fields = [{field.name: field.type for field in kind} for kind in (one, other)]
+        kinds = ([some.get(name, pa.null()) for some in fields] for name in names)
+        return pa.struct([(name, common(*pair, in_object=True)) for name, pair in zip(names, kinds, strict=True)])
     if json_objects:
         if {one, other} == {pa.int64(), pa.float64()} and exact and not in_object:
             return pa.float64()
@@ -218,6 +222,22 @@ def _common_type(
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
     except pa.ArrowException as error:
         raise _NoCommonTypeError from error
+
+
+def _in_both_orders(one: list[str], other: list[str]) -> list[str]:
+    """Return the names of both lists, in the order of each."""
+    shared = [name for name in one if name in other]
+    if shared != [name for name in other if name in one]:
+        raise _NoCommonTypeError
+    names: list[str] = []
+    for name in [*shared, None]:
+        for some in (one, other):
+            end = some.index(name) if name is not None else len(some)
+            names += [each for each in some[:end] if each not in names]
+        names += [name] if name is not None else []
+    if len(names) > max(len(one), len(other), _MOST_JOINED):
+        raise _NoCommonTypeError
+    return names
 
 
 # Of the values of one array. Whether integers are exact as floats is left to Arrow, which refuses to convert others.
@@ -290,8 +310,10 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
     if pa.types.is_string(target) and not is_text(column.type):
         return text_column(column)
     try:
+        if is_text(column.type) and pa.types.is_nested(target):  # no object of this part has a field
+            return pa.array([text and json.loads(text) for text in column.to_pylist()], target)
         return column.cast(target)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError) as error:
         raise InputError(f"a value of type {column.type} cannot be kept as {target}: {error}") from error
 
 

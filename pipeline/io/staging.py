@@ -24,6 +24,7 @@ from pipeline.errors import InputError, JobError, ProblemType, RowProblem
 from pipeline.io.column_types import (
     SeenType,
     free_name,
+    is_text,
     refuse_many_columns,
     replace_column,
     seen_types,
@@ -36,7 +37,7 @@ from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, 
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.openai.requests import OpenAIError
-from pipeline.settings import ReadingConfig
+from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
 
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
@@ -111,6 +112,8 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     row_type = unify(seen, json_objects=listing.of_json)
     _say_what_is_text(row_type, seen)
     staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part, source=plan.source, revision=plan.revision)
+    if plan.prompts.kind == "messages" and listing.of_json:
+        _say_what_chats_are(staged, plan.prompts.column)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
     return staged
@@ -189,6 +192,8 @@ def _asked(
     kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
+    if prompts.kind == "messages":
+        kinds |= dict.fromkeys(TEMPLATE_COLUMNS, "BadPrompt")
     kinds[prompts.column] = "BadPrompt"
     rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
     for name, kind in kinds.items():
@@ -310,6 +315,16 @@ def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None
         if pa.types.is_string(row_type.field(name).type) and len(kinds) > 1:
             found = ", ".join(f"{kind} in {file}" for kind, file in list(kinds.items())[:_EXAMPLES])
             say(f"column {name!r} is kept as text: it has {found}")
+
+
+def _say_what_chats_are(staged: StagedInput, column: str) -> None:
+    index = staged.row_type.get_field_index(column)
+    if index < 0 or not is_text(staged.row_type.field(index).type):
+        return
+    path, filesystem = staged.file(staged.parts[0]).path, staged.folder.filesystem
+    asked = pa.parquet.read_table(path, columns=["asked"], filesystem=filesystem)["asked"].to_pylist()
+    if any(isinstance(json.loads(row).get(column), list) for row in asked if row is not None):
+        say(f"column {column!r} is kept as JSON text: no type holds its messages, as contents of both text and parts")
 
 
 def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypeIs
 
 from drafter.errors import RequestError
 from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
+from drafter.text.conversation import Conversation
 
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; a retry would overflow again."""
@@ -24,7 +24,7 @@ MOST_MESSAGES = 2048
 """Messages of a chat. Each becomes several tokens, even if it is empty."""
 _LONGEST_SHOWN = 80
 _LIMITS = ("min_tokens", "allowed_token_ids", "bad_words")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -42,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -133,9 +132,8 @@ def clipped(text: str) -> str:
 
 
 AnyBody = TypeVar("AnyBody", bound="Body")
-Messages = list[dict[str, Any]]
-Prompt = str | list[int] | Messages
-"""A text, token ids, or chat messages."""
+Prompt = str | list[int] | Conversation
+"""A text, token ids, or a chat."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class ParsedRequest:
 
     @property
     def is_chat(self) -> bool:
-        return is_messages(self.prompts[0])
+        return isinstance(self.prompts[0], Conversation)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -172,44 +170,57 @@ class ParsedRequest:
             raise bad_request(f"Invalid value: {error}", param, "invalid_value") from error
 
 
-def is_messages(prompt: Prompt) -> TypeIs[Messages]:
-    return isinstance(prompt, list) and isinstance(prompt[0], dict)
-
-
-def _chat_messages(messages: Any) -> Messages:
-    """Return messages in the form of chat templates: known roles, contents of text."""
+def _conversation(parsed: ChatBody, *, with_tools: bool) -> Conversation:
+    messages, tools = parsed.messages, parsed.tools
     if not isinstance(messages, list):
         raise _invalid("messages", "be a list of messages", messages)
     if not 1 <= len(messages) <= MOST_MESSAGES:
         must = f"have at least 1 and at most {MOST_MESSAGES} messages"
         raise _invalid("messages", must, len(messages), "invalid_value")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    said = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    if tools is not None and not (isinstance(tools, list) and all(map(_is_function, tools))):
+        raise _invalid("tools", 'be a list of tools of type "function"', tools)
+    asked = (parsed.documents, parsed.chat_template_kwargs, parsed.add_generation_prompt, parsed.continue_final_message)
+    try:
+        return Conversation(said, tools if tools and with_tools else None, *asked)
+    except RequestError as error:
+        raise bad_request(f"Invalid value: {error}.", str(error).split()[0], "invalid_value") from error
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:
+    """Return a message in the form of chat templates: with a known role, and arguments of tools as objects."""
     if not isinstance(message, dict):
         raise _invalid(path, "be an object", message)
     given = {name: value for name, value in message.items() if value is not None and value != []}
-    for name in given:
-        if name not in ("role", "content", "name"):
-            raise _not_supported(f"{path}.{clipped(name)}")
-    role, name = given.get("role"), given.get("name", "")
+    role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise _invalid(f"{path}.role", f"be one of {', '.join(_ROLES)}", role, "invalid_value")
-    if not isinstance(name, str):
-        raise bad_request(f"Invalid '{path}.name': it must be text.", f"{path}.name", "invalid_type")
-    content = _text(given.get("content"), f"{path}.content")
-    return {"role": _ROLES[role], "content": content, **({"name": name} if name else {})}
+    own = {"assistant": "tool_calls", "tool": "tool_call_id"}.get(role)
+    for name, value in given.items():
+        if name not in ("role", "content", "name", own):
+            raise _not_supported(f"{path}.{clipped(name)}")
+        if name in ("name", "tool_call_id") and not isinstance(value, str):
+            raise bad_request(f"Invalid '{path}.{name}': it must be text.", f"{path}.{name}", "invalid_type")
+    given["role"] = _ROLES[role]
+    if "tool_calls" not in given or "content" in given:
+        given["content"] = _content(given.get("content"), f"{path}.content")
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given["tool_calls"], f"{path}.tool_calls")
+    return {name: value for name, value in given.items() if value != "" or name == "content"}
 
 
-def _text(content: Any, path: str) -> str:
+def _content(content: Any, path: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if content is None:
         raise missing(path)
     if not isinstance(content, list):
         raise _invalid(path, "be text or a list of parts", content)
-    return "\n".join(_part(part, f"{path}[{place}]") for place, part in enumerate(content))
+    return [{"type": "text", "text": _part(part, f"{path}[{place}]")} for place, part in enumerate(content)]
 
 
 def _part(part: Any, path: str) -> str:
@@ -219,6 +230,24 @@ def _part(part: Any, path: str) -> str:
     if not isinstance(part.get("text"), str):
         raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
     return str(part["text"])
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(map(_is_function, calls)):
+        raise _invalid(path, 'be a list of calls of type "function"', calls)
+    return [call | {"function": _called(call["function"], f"{path}[{n}].function")} for n, call in enumerate(calls)]
+
+
+def _called(function: dict[str, Any], path: str) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # OpenAI's are JSON text, and those of templates objects
+        try:
+            arguments = parse_json(arguments.encode()) if arguments.strip() else {}
+        except OpenAIError:
+            arguments = None
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise _invalid(path, "have a name, and arguments that are an object as JSON text", function)
+    return {**function, "arguments": arguments}
 
 
 def _completion_prompts(value: Any) -> tuple[Prompt, ...]:
@@ -253,7 +282,7 @@ def parse_chat(body: dict[str, Any]) -> ParsedRequest:
         settings["max_new_tokens"] = parsed.max_completion_tokens
     if parsed.logprobs:
         settings["logprobs"] = parsed.top_logprobs or 0
-    return parsed.request((_chat_messages(parsed.messages),), settings)
+    return parsed.request((_conversation(parsed, with_tools=body.get("tool_choice") != "none"),), settings)
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:
@@ -344,6 +373,12 @@ class ChatBody(Body):
     """The body of a chat completion."""
 
     messages: Any
+    tools: Any = None
+    # vLLM's parameters for the chat template.
+    documents: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -85,14 +85,22 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": {"type": "object"}},
+    "required": ["type", "function"],
+}
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
         "name": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": _TOOL, "description": "Of the assistant's messages."},
+        "tool_call_id": {"type": ["string", "null"], "description": "Of the role `tool`."},
     },
-    "required": ["role", "content"],
+    "required": ["role"],
     "additionalProperties": False,
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MOST_MESSAGES}
@@ -113,7 +121,16 @@ _LOGIT_BIAS = {
 
 def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
     """Return the description of `/v1/chat/completions`."""
-    body = _body(ChatBody, models, limits, messages=_MESSAGES)
+    tools = {"type": "array", "items": _TOOL}
+    body = _body(
+        ChatBody,
+        models,
+        limits,
+        messages=_MESSAGES,
+        tools=tools,
+        documents=_OBJECTS,
+        chat_template_kwargs={"type": "object"},
+    )
     body["not"] = {
         "required": ["max_tokens", "max_completion_tokens"],
         "properties": {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")},

@@ -31,6 +31,7 @@ from drafter.errors import (
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
 from drafter.statistics import EngineState, mean_acceptance_length
+from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import refuse_long
 from pipeline.engines.models import EngineSpec
 from pipeline.io.staging import sample_seed
@@ -50,7 +51,7 @@ from pipeline.openai.answers import (
     response,
     token_text,
 )
-from pipeline.openai.requests import OpenAIError, Prompt, is_messages, not_finite, to_json
+from pipeline.openai.requests import OpenAIError, Prompt, not_finite, to_json
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.handles import Call, Failure, Reply, Snapshot, interrupted, keep_to_this_machine, overloaded
@@ -271,7 +272,7 @@ class Answers:
         requests = []
         for prompt in request.prompts:
             ids: Any = prompt
-            if isinstance(prompt, str) or is_messages(prompt):
+            if isinstance(prompt, str | Conversation):
                 ids = self._lm.encode(prompt, special_tokens=self._special_tokens)
             refuse_long(len(ids), self._lm.max_length)
             for choice in range(request.n):
@@ -315,8 +316,9 @@ def _characters(prompts: Sequence[Prompt]) -> int:
     for prompt in prompts:
         if isinstance(prompt, str):
             count += len(prompt)
-        elif is_messages(prompt):
-            count += sum(_MESSAGE + len(message["content"]) for message in prompt)
+        elif isinstance(prompt, Conversation):
+            count += sum(_MESSAGE + len(repr(message)) for message in prompt.messages)
+            count += len(repr((prompt.tools, prompt.documents, prompt.chat_template_kwargs)))
     return count
 
 

@@ -33,6 +33,7 @@ from drafter.methods.learning.settings import StartingHead
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import TokenDelta
 from drafter.target.model import BaseModel
+from drafter.text.conversation import Conversation
 from tests.support.models import SpellingTokenizer, random_model
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -436,6 +437,27 @@ def test_a_text_is_the_users_message_in_a_chat(lm: SpeculativeLM) -> None:
         (found,) = lm.chat(conversations, max_new_tokens=20)
         assert found.token_ids == expected.token_ids
         assert found.text
+    asked = [*messages, {"role": "assistant", "content": "It is"}]
+    continued, begun = (
+        lm.chat(asked, continue_final_message=continues, max_new_tokens=4)[0] for continues in (None, False)
+    )
+    assert continued.num_prompt_tokens == len(lm.encode(asked)) == begun.num_prompt_tokens - 2
+    assert (
+        lm.generate(Conversation(asked, add_generation_prompt=True), max_new_tokens=4)[0].token_ids == begun.token_ids
+    )
+
+    def add(x: int) -> int:
+        """Add one.
+
+        Args:
+            x: A number.
+        """
+        return x + 1
+
+    for given in ({"tools": [add]}, {"documents": [{"text": "a"}]}, {"chat_template_kwargs": {"thinking": True}}):
+        (refused,) = lm.chat(QUESTION, **given)
+        assert refused.error is not None
+        assert "the chat template does not take these messages: it reads no" in refused.error
     (bad,) = lm.chat([None], max_new_tokens=20)  # type: ignore[arg-type]
     assert bad.error == "a conversation must be a text or a list of messages, not None"
 
@@ -448,7 +470,7 @@ def test_parts_of_text_are_lines_of_a_message_and_other_parts_are_refused(lm: Sp
     assert lm.encode([message(first, second)]) == lm.encode([{"role": "user", "content": "2 + 3\n= ?"}])
     (image, none) = lm.chat([[message(first, {"type": "image_url"})], [{"role": "user", "content": None}]])
     assert image.error == "message 1 has a part of type 'image_url': only parts of text are read"
-    assert none.error == "content of message 1 must be text or a list of typed parts, not None"
+    assert none.error == "message 1 has no content"
 
 
 def test_bad_prompts_are_results_and_cost_the_others_nothing(lm: SpeculativeLM) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.errors import PromptTooLongError, RequestError
-from drafter.text import tokenizers
+from drafter.errors import LoadError, PromptTooLongError, RequestError
+from drafter.text import sandbox
 from drafter.text.chat import encode_chat, encode_chats, render_chat
+from drafter.text.sandbox import bounded_template
 from drafter.text.tokenizers import (
-    bounded_template,
+    load_tokenizer,
     refuse_endless,
     refuse_panics,
     tokenise,
@@ -68,8 +71,8 @@ def test_who_stops_the_program_is_not_held_up() -> None:
 def test_a_template_that_does_not_end_or_grows_is_stopped(
     template: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizers, "_SECONDS", 0.2 if template == LOOPS else 60.0)
-    monkeypatch.setattr(tokenizers, "_BYTES", 64 << 20)
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.2 if template == LOOPS else 60.0)
+    monkeypatch.setattr(sandbox, "_BYTES", 64 << 20)
     tokenizer, before = panicking(), sys.gettrace()
     tokenizer.chat_template = template
     with pytest.raises(RequestError, match=f"the chat template does not take these messages: it {why}"):
@@ -77,3 +80,70 @@ def test_a_template_that_does_not_end_or_grows_is_stopped(
     assert sys.gettrace() is before
     with bounded_template():
         assert sum(range(10)) == 45
+
+
+HUGE = "3000000000"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        f"'a' * {HUGE}",
+        f"[0] * {HUGE}",
+        f"10 ** {HUGE}",
+        f"'a'.center({HUGE})",
+        f"['a'] | map('center', {HUGE}) | list",
+        f"'%{HUGE}d' % 1",
+        f"'%*d' % ({HUGE}, 1)",
+        f"'{{:>{HUGE}}}'.format(1)",
+        f"'{{:>{{w}}}}'.format(1, w={HUGE})",
+        f"1 | tojson(indent={HUGE})",
+        "range(99999) | join('a' * 99999)",
+        "('a' * 99999).replace('a', 'b' * 99999)",
+        "big ~ big ~ big",
+        "big + big + big",
+        "[nested, nested, nested]",
+        "nested | tojson",
+        "looped()",
+    ],
+)
+def test_an_operation_that_makes_much_of_little_is_refused(operation: str) -> None:
+    tokenizer = panicking()
+    tokenizer.chat_template = (
+        "{% set big = 'a' * 60000000 %}{% set ns = namespace(nested=['a' * 100000]) %}{% for n in range(12) %}"
+        "{% set ns.nested = [ns.nested, ns.nested] %}{% endfor %}{% set nested = ns.nested %}"
+        "{% macro looped() %}{% for n in range(9) %}{{ big }}{% endfor %}{% endmacro %}{{ " + operation + " }}"
+    )
+    with pytest.raises(RequestError, match="it makes more than 128 million characters at once"):
+        render_chat(tokenizer, said("hi"))
+
+
+def test_what_templates_do_is_not_refused() -> None:
+    tokenizer = panicking()
+    tokenizer.chat_template = (
+        "{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ '%3d|%s' % (7, 'x') }} {{ '{:>3}'.format(7) }} {{ 1700000000 }} "
+        "{{ {'at': 1700000000} | tojson }} {{ '%d' % 1700000000 }} "
+        "{{ messages | map(attribute='content') | join(', ') }} "
+        "{{ 'a' ~ 1 ~ none ~ nothing }} {{ [1] + [2] }}"
+    )
+    wanted = '12 --- 1024   7|x   7 1700000000 {"at": 1700000000} 1700000000 hi a1None [1, 2]'
+    assert render_chat(tokenizer, said("hi")).text == wanted
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "fits"),
+    [
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFKC()]), True),
+        (normalizers.Sequence([normalizers.Replace("\n", "<n>"), normalizers.Replace("\t", "<|tab|>")]), True),
+        (normalizers.Replace("é", "e" * 1000), False),
+        (normalizers.Replace(Regex("[é]"), "e" * 1000), False),
+        (normalizers.Sequence([normalizers.Sequence([normalizers.Replace("a", "a" * 60)] * 2)] * 9), False),
+        (normalizers.Sequence([normalizers.Replace("é", "ab" * 9), normalizers.Replace("b", "e" * 50)]), False),
+    ],
+)
+def test_a_normaliser_that_multiplies_is_refused_at_once(normalizer: Any, *, fits: bool, tmp_path: Path) -> None:
+    tokenizer = panicking()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    tokenizer.save_pretrained(tmp_path)
+    with nullcontext() if fits else pytest.raises(LoadError, match="more than 64 characters of one"):
+        load_tokenizer(tmp_path)

@@ -17,6 +17,7 @@ import ray.data
 from ray.data.checkpoint import CheckpointConfig
 
 from drafter import SamplingParams, SpeculativeLM
+from drafter.text.conversation import Conversation
 from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
 from pipeline.errors import InputError
 from tests.pipeline.conftest import Run, read_rows, write_jsonl
@@ -97,8 +98,16 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
 
     chats = [chat({"city": "Paris", "days": 3}), chat({"unit": "C"})]
     requests, problems = stage._requests(pa.table({"messages": chats}), "messages")
-    assert asked == [(chats[0], now), (chats[1], now)]
+    assert asked == [(Conversation(one), now) for one in chats]
     assert (len(requests), problems) == (2, {})
+    beside: dict[str, Any] = {
+        "tools": [{"name": "add"}],
+        "documents": [{"text": "a"}],
+        "chat_template_kwargs": {"thinking": False},
+    }
+    columns = {name: [value] for name, value in {"messages": chats[0], **beside}.items()}
+    requests, problems = stage._requests(pa.table(columns), "messages")
+    assert asked[2:] == [(Conversation(chats[0], **beside), now)]
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ MESSAGES: dict[str, Kind] = {
     "list of null": messages([None], "message 1 must be an object with role and content, not None"),
     "empty message": messages([{}], "message 1 has no role"),
     "no content": messages([{"role": "user", "content": "x"}, {"role": "user"}], "message 2 has no content"),
-    "role number": messages([{"role": 5, "content": "x"}], "role of message 1 must be text, not 5"),
+    "role number": messages([{"role": 5, "content": "x"}], "message 1 has the role 5: a role is one word"),
     "content number": messages(
         [{"role": "user", "content": 5}],
         "content of message 1 must be text or a list of typed parts, not 5",
@@ -165,7 +165,7 @@ LINES: dict[str, Kind] = {
     "logit_bias": body("Invalid 'logit_bias", logit_bias=[1]),
     "stream": body("'stream' can only be false in a batch", stream=True),
     "unknown": body("Unknown parameter: 'heat'.", heat=1),
-    "tools": body("Unsupported parameter: 'tools' is not supported: an answer is text", tools=[{}]),
+    "tools": body("Invalid 'tools': it must be a list of tools of type \"function\", not [{}].", tools=[{}]),
     "body": line("The body of the request is not a JSON object.", body=5),
     "no body": line("Missing required parameter: 'body'.", body=None),
     "method": line("'method' can only be POST, not 5", method=5),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from drafter.text.conversation import Conversation
 from pipeline.errors import RowError
-from pipeline.generate.row_requests import row_messages
+from pipeline.generate.row_requests import row_conversation
 
 
 @pytest.mark.parametrize(
@@ -27,9 +28,23 @@ from pipeline.generate.row_requests import row_messages
 )
 def test_bad_messages(value: Any, message: str) -> None:
     with pytest.raises(RowError, match=message):
-        row_messages(value, "messages")
+        row_conversation({"messages": value}, "messages")
 
 
 def test_messages_as_lists_and_as_text_are_the_same() -> None:
     messages = [{"role": "user", "content": "x", "name": None}]
-    assert row_messages(messages, "m") == row_messages(json.dumps(messages), "m") == [{"role": "user", "content": "x"}]
+    beside: dict[str, Any] = {
+        "tools": [{"name": "add"}],
+        "documents": [{"text": "a"}],
+        "chat_template_kwargs": {"thinking": False},
+    }
+    wanted = Conversation(messages, **beside)
+    texts = {name: json.dumps(value) for name, value in {"m": messages, **beside}.items()}
+    assert row_conversation({"m": messages, **beside}, "m") == row_conversation(texts, "m") == wanted
+    assert row_conversation({"m": messages, "tools": None, "documents": " "}, "m") == Conversation(messages)
+
+
+def test_columns_of_the_template_are_objects() -> None:
+    for name, value in (("tools", "add"), ("tools", 5), ("documents", ["a"]), ("chat_template_kwargs", [1])):
+        with pytest.raises(RowError, match=name):
+            row_conversation({"m": [{"role": "user", "content": "x"}], name: value}, "m")

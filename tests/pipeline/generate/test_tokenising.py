@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.generate.row_requests import PromptSettings, make_requests
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import PROBLEM_TYPE
@@ -44,6 +45,42 @@ def test_prompts_go_through_the_template_where_there_is_one(model: Path, tmp_pat
     assert chat == [user, *bare, end, assistant]
     messages = [{"messages": [{"role": "user", "content": "how many"}]}]
     assert requests(model, messages, PromptSource("messages", "messages"))[0]["prompt_ids"] == chat
+
+
+def test_what_stands_beside_messages_goes_to_the_template(model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}{% for document in documents or [] %}"
+        "{{ document.text }} {% endfor %}{% for message in messages %}{{ message.content }} {% endfor %}"
+        "{% if thinking %}friend{% endif %}{% if add_generation_prompt %}be{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+
+    def prompts(*rows: dict[str, Any], **reading: Any) -> list[str]:
+        made = requests(tmp_path, list(rows), PromptSource("messages", "messages"), **reading)
+        return [tokenizer.decode(row["prompt_ids"]) if row["prompt_ids"] else row["problem"]["message"] for row in made]
+
+    user, answered = {"role": "user", "content": "how many"}, {"role": "assistant", "content": "apples"}
+    row: dict[str, Any] = {"messages": [user], "tools": [{"name": "pens"}], "documents": '[{"text": "she"}]'}
+    thinks, wrong = {"chat_template_kwargs": {"thinking": True}}, {"chat_template_kwargs": {"thinkin": True}}
+    assert prompts(row, row | thinks, {"messages": [user, answered]}) == [
+        "pens she how many be",
+        "pens she how many friendbe",
+        "how many apples",
+    ]
+    every = {"chat_template_kwargs": {"thinking": True, "add_generation_prompt": False}}
+    assert prompts(row, row | {"chat_template_kwargs": {"thinking": False}}, **every) == [
+        "pens she how many friend",
+        "pens she how many ",
+    ]
+    (refused,) = prompts(row | wrong)
+    assert "it reads no thinkin, which would have no effect" in refused
+    (text,) = requests(tmp_path, [{"prompt": "how many"}], PromptSource("prompt"), **every)
+    assert tokenizer.decode(text["prompt_ids"]) == "how many friend"
+    body = {"model": "m", "messages": [user], "tools": [{"type": "function", "function": {}, "name": "pens"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": json.dumps(body), "sample": 0}
+    (batch,) = requests(tmp_path, [line], PromptSource("body", "openai"), **every)
+    assert tokenizer.decode(batch["prompt_ids"]) == "pens how many friend"
 
 
 @pytest.mark.parametrize("chat", [False, True])

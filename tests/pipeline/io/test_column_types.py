@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.errors import InputError
 from pipeline.io.column_types import conform, free_name, infer_column, python_values, seen_types, stored_type, unify
+from pipeline.io.reading import without_nulls
 
 
 def together(*columns: pa.Array, json_objects: bool = False) -> list[Any]:
@@ -71,13 +72,21 @@ def test_what_parquet_can_hold_stays_as_it_is(values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "kept"),
     [
-        ([{"city": "Paris", "days": 3}, {"unit": "C"}], ['{"city": "Paris", "days": 3}', '{"unit": "C"}']),
+        (
+            [{"city": "Paris", "days": 3}, {"unit": "C"}, {}],
+            [
+                {"city": "Paris", "days": 3, "unit": None},
+                {"city": None, "days": None, "unit": "C"},
+                {"city": None, "days": None, "unit": None},
+            ],
+        ),
         ([{"days": 3}, {"days": 2.5}], ['{"days": 3}', '{"days": 2.5}']),
         ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], ['{"a": 1, "b": 2}', '{"b": 2, "a": 1}']),
         (
             [[{"type": "text"}], [{"type": "image", "url": "u"}]],
-            ['[{"type": "text"}]', '[{"type": "image", "url": "u"}]'],
+            [[{"type": "text", "url": None}], [{"type": "image", "url": "u"}]],
         ),
+        ([{"content": "x"}, {"content": ["x"]}], ['{"content": "x"}', '{"content": ["x"]}']),
         ([2**53 + 1, 0.5], ["9007199254740993", "0.5"]),
         ([2**53, 0.5], [float(2**53), 0.5]),
         ([2**64, 1], ["18446744073709551616", "1"]),
@@ -91,6 +100,25 @@ def test_values_of_json_keep_what_they_are(values: list[Any], kept: list[Any]) -
     """In one chunk of rows, and in one for each row."""
     assert infer_column(values).to_pylist() == kept
     assert together(*(infer_column([value]) for value in values), json_objects=True) == kept
+
+
+def test_objects_with_different_fields_are_together_in_the_order_of_each() -> None:
+    call = {"id": "a1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    chats = [
+        [{"role": "user", "content": "x"}],
+        [{"role": "user", "name": "Ann", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        [{"role": "tool", "tool_call_id": "a1", "content": "3"}],
+    ]
+    for found in (
+        infer_column(chats).to_pylist(),
+        together(*(infer_column([chat]) for chat in chats), json_objects=True),
+    ):
+        assert [json.dumps(without_nulls(chat)) for chat in found] == [
+            json.dumps(without_nulls(chat)) for chat in chats
+        ]
+    many = [{f"k{n}": 1} for n in range(101)]
+    assert infer_column(many[:100]).type.num_fields == 100
+    assert infer_column(many).to_pylist()[-1] == '{"k100": 1}'
 
 
 SECONDS = pa.array([1, None], pa.timestamp("ms"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,9 +15,12 @@ from hypothesis import strategies as st
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed
 from pipeline.generate.row_requests import row_sampling
-from pipeline.io.listing import NoIdsError
-from pipeline.io.parts import PROBLEM_TYPE
-from pipeline.io.staging import cut, expand, sample_seed
+from pipeline.io.column_types import unify
+from pipeline.io.files import locate
+from pipeline.io.listing import NoIdsError, find_prompts, list_input
+from pipeline.io.parts import PROBLEM_TYPE, StagedInput
+from pipeline.io.staging import StagingPlan, _say_what_chats_are, cut, expand, sample_seed, stage_files
+from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.staging import staged, write_input
 
@@ -162,3 +167,16 @@ def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None
 
     # Another number of samples is another meaning.
     assert "reading.samples was 2, is now 1" in run(source, "--sampling.temperature", 1, "--sampling.logprobs", 1).error
+
+
+def test_chats_that_no_type_holds_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    user = {"role": "user", "content": "x"}
+    chats: list[Any] = [[user], [user | {"content": [{"type": "text", "text": "x"}]}]]
+    inputs = {"one": (chats[:1], False), "texts": ([json.dumps(chats[0])], False), "mixed": (chats, True)}
+    for name, (rows, told) in inputs.items():
+        listing = list_input(str(write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": chat} for chat in rows])))
+        plan = StagingPlan(locate(str(tmp_path / name)), ReadingConfig(), find_prompts(listing, ReadingConfig()), 9)
+        plan.folder.make_folder()
+        parts, seen = stage_files(listing, "00000", plan)
+        _say_what_chats_are(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=True)), "messages")
+        assert ("column 'messages' is kept as JSON text" in capfd.readouterr().err) == told

@@ -12,6 +12,7 @@ import pytest
 
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
+from drafter.text.conversation import Conversation
 from pipeline.openai.answers import logprobs_format, long_answer, response
 from pipeline.openai.requests import OpenAIError, ParsedRequest, Prompt
 
@@ -21,7 +22,7 @@ def generation(tokens: int, logprob: float = -0.25) -> Generation:
     return Generation("", list(range(tokens)), "é" * tokens, "stop", 3, DecodeCounts(), logprobs)
 
 
-CHAT: Prompt = [{"role": "user", "content": "x"}]
+CHAT: Prompt = Conversation([{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize("prompt", [CHAT, "x"])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams
+from drafter.text.conversation import Conversation
 from pipeline.openai.requests import OpenAIError, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -47,7 +48,7 @@ def test_a_chat_with_every_parameter() -> None:
         )
     )
     assert parsed.model == "gpt-4o-mini"
-    assert parsed.prompts == (HELLO,)
+    assert parsed.prompts == (Conversation(HELLO),)
     assert parsed.settings == {
         "max_new_tokens": 7,
         "temperature": 0.0,
@@ -90,7 +91,8 @@ def test_null_is_not_set() -> None:
         "tool_calls": None,
         "annotations": [],
     }
-    assert parse_chat(chat(messages=[*HELLO, copied])).prompts[0][1] == {"role": "assistant", "content": "Hi"}
+    (asked,) = parse_chat(chat(messages=[*HELLO, copied])).prompts
+    assert asked == Conversation([*HELLO, {"role": "assistant", "content": "Hi"}])
 
 
 def test_messages_of_every_kind() -> None:
@@ -98,9 +100,39 @@ def test_messages_of_every_kind() -> None:
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
-    assert parse_chat(chat(messages=messages)).prompts == (
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb", "name": "Ann"}],
-    )
+    wanted: list[Any] = [{"role": "system", "content": "Be brief."}, messages[1]]
+    assert parse_chat(chat(messages=messages)).prompts == (Conversation(wanted),)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    call = {"id": "a1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def test_a_history_with_calls_of_tools() -> None:
+    """Templates read arguments as objects, as vLLM gives them."""
+    result = {"role": "tool", "tool_call_id": "a1", "content": "3"}
+    (asked,) = parse_chat(chat(messages=[*HELLO, called('{"x": 1, "y": [2]}'), result], tools=TOOLS)).prompts
+    call = called({"x": 1, "y": [2]})
+    del call["content"]
+    assert asked == Conversation([*HELLO, call, result], tools=TOOLS)
+    (asked,) = parse_chat(chat(messages=[called(""), result])).prompts
+    assert asked == Conversation([{**call, "tool_calls": called({})["tool_calls"]}, result])
+    assert parse_chat(chat(tools=TOOLS, tool_choice="none")).prompts == (Conversation(HELLO),)
+
+
+def test_what_goes_to_the_chat_template() -> None:
+    asked: dict[str, Any] = {
+        "tools": TOOLS,
+        "documents": [{"title": "a", "text": "b"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    assert parse_chat(chat(**asked)).prompts == (Conversation(HELLO, **asked),)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +195,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
 @pytest.mark.parametrize(
     ("body", "param", "code", "words"),
     [
-        (chat(tools=[{"type": "function"}]), "tools", "unsupported_parameter", "'tools' is not supported"),
+        (chat(tools=[{"type": "function"}]), "tools", "invalid_type", 'tools of type "function"'),
+        (chat(tools={"type": "function"}), "tools", "invalid_type", 'tools of type "function"'),
+        (chat(documents=["a"]), "documents", "invalid_value", "a list of objects"),
+        (chat(chat_template_kwargs=[1]), "chat_template_kwargs", "invalid_value", "must be an object"),
+        (chat(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs", "invalid_value", "'chat_template'"),
+        (chat(continue_final_message="yes"), "continue_final_message", "invalid_type", "boolean"),
         (chat(tool_choice="required"), "tool_choice", "unsupported_value", "required"),
         (chat(response_format={"type": "json_schema"}), "response_format", "unsupported_value", "json_schema"),
         (chat(response_format={"type": "json_object"}), "response_format", "unsupported_value", "json_object"),
@@ -198,7 +235,26 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         (chat(repetition_penalty=0), "repetition_penalty", "invalid_value", "0.01"),
         (chat(min_tokens=-1), "min_tokens", "invalid_value", "-1"),
         (chat(min_token=3), "min_token", "unknown_parameter", "'min_token'"),
-        (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].role", "invalid_value", '"tool"'),
+        (chat(messages=[{"role": "function", "content": "x"}]), "messages[0].role", "invalid_value", '"function"'),
+        (
+            chat(messages=[{"role": "tool", "content": "x", "tool_call_id": 1}]),
+            "messages[0].tool_call_id",
+            "invalid_type",
+            "text",
+        ),
+        (
+            chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]),
+            "messages[0].tool_calls",
+            "unsupported_parameter",
+            "",
+        ),
+        (chat(messages=[called("{")]), "messages[0].tool_calls[0].function", "invalid_type", "an object as JSON text"),
+        (
+            chat(messages=[called("[1]")]),
+            "messages[0].tool_calls[0].function",
+            "invalid_type",
+            "an object as JSON text",
+        ),
         (chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter", "content"),
         (chat(messages=[{"role": "user", "content": 5}]), "messages[0].content", "invalid_type", "5"),
         (
@@ -210,8 +266,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         (
             chat(messages=[{"role": "assistant", "tool_calls": [{}]}]),
             "messages[0].tool_calls",
-            "unsupported_parameter",
-            "tool_calls",
+            "invalid_type",
+            'calls of type "function"',
         ),
         (chat(temperature=2.5), "temperature", "invalid_value", "less than or equal to 2"),
         (chat(temperature="0.5"), "temperature", "invalid_type", "number"),

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
+from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.openai.answers import (
     chat_logprobs,
@@ -31,7 +32,7 @@ def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int)
 
 
 def test_a_chat_of_two_choices() -> None:
-    request = ParsedRequest("gpt", ([{"role": "user", "content": "x"}],), {}, n=2)
+    request = ParsedRequest("gpt", (Conversation([{"role": "user", "content": "x"}]),), {}, n=2)
     made = [generation("a", 4, 10, 2, 9), generation("b", 3, 10, 1, 5)]
     body = response(request, made, "chatcmpl-1", 1700000000, str)
     parsed = ChatCompletion.model_validate(body, strict=True)

@@ -369,6 +369,22 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("some/other")
 
 
+def test_a_last_message_of_the_assistant_is_continued(client: OpenAI, plain: SpeculativeLM) -> None:
+    messages = [*chat("Janet has 7 ducks. She sells 2."), {"role": "assistant", "content": "She has"}]
+    for continues in (None, True, False):
+        (wanted,) = plain.chat([messages], continue_final_message=continues, max_new_tokens=6)
+        found = client.chat.completions.create(
+            model=NAME,
+            messages=messages,
+            temperature=0,
+            max_tokens=6,
+            extra_body={"continue_final_message": continues},
+        )
+        assert found.choices[0].message.content == wanted.text
+        assert found.usage is not None
+        assert found.usage.prompt_tokens == wanted.num_prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [
@@ -377,7 +393,7 @@ def test_models(client: OpenAI) -> None:
         ({"extra_body": {"best_guess": 4}}, "best_guess", "unknown_parameter"),
         ({"extra_body": {"speculation": "yes"}}, "speculation", "invalid_type"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None, "invalid_value"),
         ({"n": 17}, "n", "invalid_value"),
         ({"logit_bias": {"100000": 1}}, None, "invalid_value"),
         ({"messages": chat("a" * 3000)}, None, "context_length_exceeded"),
