@@ -55,7 +55,7 @@ class EngineThread:
                     self._calls.get()
                 else:
                     self._engine.step()
-        except Exception as error:  # whatever it is, it must reach the waiting requests
+        except BaseException as error:  # whatever it is, also a tokeniser's panic, it must reach the waiting requests
             self._engine.fail(error)
         else:
             self._engine.fail(EngineError("the engine is closed: load the model again"))
