@@ -17,7 +17,7 @@ from pipeline.dataset.processor import ProcessorConfig
 HERE = {field.name for kind in (SamplingParams, EngineConfig, ProcessorConfig, Request) for field in fields(kind)}
 HERE |= {
     name
-    for method in ("from_pretrained", "generate")
+    for method in ("from_pretrained", "generate", "chat")
     for name in inspect.signature(getattr(SpeculativeLM, method)).parameters
 }
 
