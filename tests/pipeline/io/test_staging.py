@@ -17,6 +17,7 @@ from pipeline.io.listing import NoIdsError
 from pipeline.io.parts import PROBLEM_TYPE
 from pipeline.io.staging import cut, expand, sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
+from tests.support.damage import end_reader
 from tests.support.staging import staged, write_input
 
 # Rows of all files become parts of one size, the same every time.
@@ -89,6 +90,15 @@ def test_parts_hold_the_same_rows_however_they_come(tables: list[list[int]], row
     # None could have taken the next one's first row.
     for part, following in pairwise(parts):
         assert part.num_rows == rows or part.nbytes + following.slice(0, 1).nbytes > nbytes
+
+
+@pytest.mark.slow
+def test_a_file_that_ends_the_workers_that_stage_it(run: Run, tmp_path: Path) -> None:
+    write_input(tmp_path / "in" / "a.parquet", [{"prompt": "whole"}])
+    end_reader(tmp_path / "in" / "b.parquet")
+    done = run(tmp_path / "in")
+    assert done.code == 2
+    assert "/b.parquet cannot be read: a process that tried ended by SIGABRT" in done.error
 
 
 # Several texts a row, each with its own name and seed.
