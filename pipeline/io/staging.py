@@ -90,7 +90,7 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     prefix = f"{plan.revision:03d}-" if plan.revision else ""
     listings = [InputListing(listing.filesystem, tuple(files)) for files in groups]
     work = [task.remote(files, f"{prefix}{index:05d}", plan) for index, files in enumerate(listings)]
-    done = [_staged_group(task, files) for task, files in zip(work, listings, strict=True)]
+    done = [staged_group(task, files) for task, files in zip(work, listings, strict=True)]
     parts = tuple(part for parts, _ in done for part in parts)
     if not parts:
         raise InputError("the input has no rows")
@@ -110,7 +110,8 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     return staged
 
 
-def _staged_group(task: ray.ObjectRef, files: InputListing) -> tuple[list[Part], list[SeenType]]:
+def staged_group(task: ray.ObjectRef, files: InputListing) -> tuple[list[Part], list[SeenType]]:
+    """Return what a task of `stage_files` returns. If its workers crashed, the files are read apart to find which."""
     try:
         staged: tuple[list[Part], list[SeenType]] = ray.get(task)
         return staged
@@ -119,7 +120,7 @@ def _staged_group(task: ray.ObjectRef, files: InputListing) -> tuple[list[Part],
             raise error.cause from None
         raise JobError(f"the input cannot be staged: {one_line(error.cause)}") from error
     except ray.exceptions.WorkerCrashedError as error:
-        read_apart(files)  # is it a file?
+        read_apart(files)
         raise JobError(f"the input cannot be staged: {one_line(error)}") from error
 
 

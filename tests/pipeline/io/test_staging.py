@@ -9,13 +9,16 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import WorkerCrashedError
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed
+from pipeline.errors import InputError, JobError
 from pipeline.generate.row_requests import row_sampling
-from pipeline.io.listing import NoIdsError
+from pipeline.io.apart import apart
+from pipeline.io.listing import NoIdsError, list_input
 from pipeline.io.parts import PROBLEM_TYPE
-from pipeline.io.staging import cut, expand, sample_seed
+from pipeline.io.staging import cut, expand, sample_seed, staged_group
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.damage import end_reader
 from tests.support.staging import staged, write_input
@@ -90,6 +93,20 @@ def test_parts_hold_the_same_rows_however_they_come(tables: list[list[int]], row
     # None could have taken the next one's first row.
     for part, following in pairwise(parts):
         assert part.num_rows == rows or part.nbytes + following.slice(0, 1).nbytes > nbytes
+
+
+def test_workers_that_crash_are_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashed(_: object) -> None:
+        raise WorkerCrashedError
+
+    monkeypatch.setattr("ray.get", crashed)
+    monkeypatch.setattr("pipeline.io.listing.apart", apart)
+    write_input(tmp_path / "a.parquet", [{"prompt": "whole"}])
+    with pytest.raises(JobError, match="the input cannot be staged: The worker died"):
+        staged_group(None, list_input(str(tmp_path)))
+    end_reader(tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"/b\.parquet cannot be read: a process that tried ended by SIGABRT"):
+        staged_group(None, list_input(str(tmp_path)))
 
 
 @pytest.mark.slow
