@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 
@@ -40,6 +41,23 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
 
 
+_SECRETS = (
+    (re.compile(r"://[^\s/?#@'\"]+(?::(?!\d+/)[^\s@'\"]*)?@"), "://***@"),
+    (
+        re.compile(r"([?&][^=&\s]*(?:secret|token|sig|password|credential|key)[^=&\s]*=)[^&\s'\"]+", re.IGNORECASE),
+        r"\1***",
+    ),
+    (re.compile(r"\bhf_[A-Za-z0-9]{20,}"), "hf_***"),
+)
+
+
+def without_secrets(text: str) -> str:
+    """Hide the credentials of URIs, in front of the host or in the query, and tokens of the hub."""
+    for pattern, hidden in _SECRETS:
+        text = pattern.sub(hidden, text)
+    return text
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""
     return printable((str(error).strip() or type(error).__name__).split("\n")[0])
@@ -52,7 +70,7 @@ def printable(text: str) -> str:
 
 def one_line(error: BaseException | str, limit: int = 500) -> str:
     """Return an error's message on one line of at most `limit` printable characters."""
-    text = printable(" ".join(str(error).split())) or type(error).__name__
+    text = without_secrets(printable(" ".join(str(error).split()))) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from jsonargparse import ArgumentParser, Namespace
 
-from drafter.errors import one_line
+from drafter.errors import one_line, without_secrets
 from drafter.other_names import NOT_SUPPORTED, OURS
 from pipeline.errors import InputError, JobError, JobStopped
 
@@ -76,13 +76,13 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
 
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
-    """Return the command that repeats a job."""
-    return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
+    """Return the command that repeats a job, without credentials."""
+    return without_secrets(shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)]))
 
 
 def say(line: str) -> None:
     """Print a status line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    print(without_secrets(line), file=sys.stderr, flush=True)
 
 
 def program(module: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from drafter.errors import without_secrets
+
 ProblemType = Literal[
     "BadRow", "BadRequest", "BadPrompt", "BadSampling", "Refused", "TimedOut", "NotFinite", "EngineDied"
 ]
@@ -17,6 +19,9 @@ ProblemType = Literal[
 
 class InputError(ValueError):
     """The configuration or the input cannot be used: exit code 2. One line: which input, what is wrong, what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(message))
 
 
 class JobError(RuntimeError):

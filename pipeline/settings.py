@@ -95,7 +95,7 @@ class ReadingConfig:
         format: Format of the input files. `auto` goes by their names (.jsonl, .parquet, .csv, .txt, .arrow; also .gz
             and the like) and recognises JSON lines that are an OpenAI batch; `openai` says that they are one.
         split: Split of a Hugging Face dataset, such as `train`; by default the only one.
-        subset: Subset of a Hugging Face dataset; by default the only one, or `default`.
+        subset: Subset of a Hugging Face dataset; by default the only one, or the one that its README makes the default.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
         id_column: Column of unique row names; by default `id`, where it has them, or else a row's file and line.

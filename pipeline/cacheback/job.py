@@ -22,7 +22,7 @@ from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_conversation
 from pipeline.io.files import Location, locate
-from pipeline.io.listing import InputListing, input_fingerprints, list_input
+from pipeline.io.listing import InputListing, input_fingerprints, list_input, read_apart
 from pipeline.io.reading import read_file
 from pipeline.output.folder import OutputFolder, read_run, versions
 
@@ -146,6 +146,7 @@ def open_corpus(config: CacheConfig) -> Corpus:
     if is_output:
         uri = f"{uri.rstrip('/')}/data"
     listing = list_input(uri, reading.format, reading.split, reading.subset)
+    read_apart(listing)
     columns: tuple[tuple[str | None, Kind], ...] = (
         (reading.text_column, "text"),
         (reading.messages_column, "messages"),

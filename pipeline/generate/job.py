@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import ray
 
-from drafter.errors import one_line
+from drafter.errors import one_line, without_secrets
 from pipeline.cluster.ray_cluster import (
     HELPER_CPUS,
     ActorResources,
@@ -93,7 +93,7 @@ def generate(config: GenerateConfig) -> None:
                 output.delete_temporary()
         rows, errors = count_rows(output)
         found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
-        print(f"nothing is left to do: {found}; they are in {config.output}", flush=True)
+        print(f"nothing is left to do: {found}; they are in {without_secrets(config.output)}", flush=True)
         return
     with stopping, lease, StatusFile(output.status_file) as status:
         if take_output(config.output, output, job.meaning):
@@ -189,7 +189,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     base = job.engine_facts()["base_fingerprint"]
     ledger = start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
     board = start_beside_driver(StatusBoard)
-    viewers = [display(), status, job_metrics(job.config.output)]
+    viewers = [display(), status, job_metrics(without_secrets(job.config.output))]
     learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look
     watch = ProgressWatch(board, _tally(job, work, unfinished), partial(_note_facts, job), viewers, look)
@@ -242,7 +242,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         "traits": _run_traits(job, work.staged.row_type),
         "ledger": ledger,
         "progress": board,
-        "run": config.output,
+        "run": without_secrets(config.output),
         "others": OtherTexts(job.output.data, shared=work.most_engines > 1),
         "learner": learner,
     }
@@ -273,9 +273,9 @@ def _start_learner(job: Job, begins: Beginning) -> JobLearner:
     from pipeline.learning.job_learner import JobLearner
 
     config, loading = job.config, job.config.loading
-    model = model_name(config.model)
+    model, run = model_name(config.model), without_secrets(config.output)
     return JobLearner(
-        LearnerSpec(config.learning, begins, job.output, config.output, model, loading.dtype, loading.trust_remote_code)
+        LearnerSpec(config.learning, begins, job.output, run, model, loading.dtype, loading.trust_remote_code)
     )
 
 

@@ -24,7 +24,7 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.io.files import Location
-from pipeline.io.listing import NoIdsError
+from pipeline.io.listing import NoIdsError, read_apart
 from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type
 from pipeline.io.staging import StagingPlan, read_rows
 from pipeline.output.batch_results import batch_bytes
@@ -304,6 +304,7 @@ def _carry(
 def dry_run(job: Job) -> Changes:
     """Compare the input with the output's, without writing anything."""
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
+    read_apart(job.listing)
     try:
         now = _read_asked(job, plan)
     except NoIdsError:

@@ -66,6 +66,8 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(translated, flags=re.DOTALL)
 
 
+_GOOGLE = ("gs://", "gcs://")
+_RETRY_SECONDS = 10
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _READERS = 16
 _COPY_BYTES = 8 << 20
@@ -323,6 +325,8 @@ def locate(uri: str) -> Location:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:
         path, query = split_query(uri)
+        if uri.startswith(_GOOGLE) and "retry_limit_seconds" not in query:  # by default, a quarter of an hour
+            query = f"{query or '?'}&retry_limit_seconds={_RETRY_SECONDS}"
         plain = uri.startswith("hf://")  # the hub's client takes paths as they are, without URI quoting
         filesystem, path = fs.FileSystem.from_uri(uri if plain else quote(path, safe="/:@%") + query)
     except (OSError, ValueError, NotImplementedError) as error:

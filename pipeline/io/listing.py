@@ -1,203 +1,78 @@
-"""Input: its files, the splits of datasets, and where a row has its prompt."""
+"""Input: its files, and where a row has its prompt."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pyarrow as pa
-import yaml
+import pyarrow.dataset
 from pyarrow import fs
 
 from drafter.errors import one_line
+from pipeline.command_line import say
 from pipeline.errors import InputError
+from pipeline.io.apart import apart
 from pipeline.io.column_types import is_list, is_text
 from pipeline.io.files import Location, in_parallel, is_pattern, locate, pattern_base, pattern_regex
-from pipeline.io.reading import InputFile, read_file
+from pipeline.io.reading import COMPRESSIONS, HUB_FILES, InputFile, read_file, read_through
+from pipeline.io.splits import METADATA, UNREAD, refuse_missing_shards, split_files
 from pipeline.settings import Format, ReadingConfig
 
 _SAMPLE_BYTES = 1 << 20
+_HASH_BYTES = 4 << 20
 
 
 def input_fingerprints(listing: InputListing) -> list[list[Any]]:
-    """Return each file's name, size, and 16 hex digits for a sample of its content, or raise `InputError`."""
+    """Return each file's name, size, and 16 hex digits for its content, or raise `InputError`.
+
+    A large file of a store is known by a sample, and by the time or the number that the store gives each content.
+    """
 
     def fingerprint(one: InputFile) -> list[Any]:
         try:
-            with listing.filesystem.open_input_file(one.path) as file:
-                return [one.name, one.size, hashlib.sha256(_sample(file, one.size)).hexdigest()[:16]]
+            return [one.name, one.size, _content(listing.filesystem, one).hexdigest()[:16]]
         except OSError as error:
             raise InputError(f"input {one.path} cannot be read: {one_line(error)}") from error
 
     return in_parallel(fingerprint, listing.files)
 
 
-def _sample(file: Any, size: int) -> bytes:
-    if size <= 2 * _SAMPLE_BYTES:
-        return bytes(file.read())
-    beginning = bytes(file.read(_SAMPLE_BYTES))
-    file.seek(size - _SAMPLE_BYTES)
-    return beginning + bytes(file.read())
-
-
-# Hugging Face datasets: the files of a split.
-
-HUB = "hf://"
-_KEYWORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-_SHARD = re.compile(r"(?:.*/)?([\w.]+?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.[\w.]+")
-_NUMBERED = re.compile(r"(.+?)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?\.[\w.]+")
-_SAVE_AGAIN = "Copy the whole folder, or save the dataset again"
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
-
-
-def dataset_files(
-    uri: str, root: Location, names: Sequence[str], split: str | None, subset: str | None
-) -> list[str] | None:
-    """List those of a folder's files `names` that belong to a dataset's split; None if the folder just holds files.
-
-    Raises:
-        InputError: There is no such split or subset, there are several and none was requested, or files are missing.
-    """
-    if "dataset_dict.json" in names:
-        _refuse_subset(uri, subset)
-        folder = _choose(uri, "split", json.loads((root / "dataset_dict.json").read_text())["splits"], split)
-        return _saved_files(uri, root, names, f"{folder}/")
-    if "state.json" in names:
-        _refuse_subset(uri, subset)
-        own = json.loads((root / "state.json").read_text()).get("_split")
-        if split is not None and split != own:
-            raise InputError(f"input {uri} is one split, {own or 'which has no name'}: leave out reading.split")
-        return _saved_files(uri, root, names)
-    subsets = _declared_subsets(root) if "README.md" in names else {}
-    if subsets:
-        chosen = subsets[_choose(uri, "subset", subsets, subset)]
-        patterns = chosen[_choose(uri, "split", chosen, split)]
-        listed: set[str] = set()
-        for pattern in patterns:
-            matching = list(filter(pattern_regex(pattern).fullmatch, names))
-            if not matching:
-                raise InputError(
-                    f"input {uri} has no {pattern}, which its README.md lists: fetch all files of the split"
-                )
-            listed.update(matching)
-        return [name for name in names if name in listed]
-    _refuse_subset(uri, subset)
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if (its_split := split_of(name)) is not None:
-            found.setdefault(its_split, []).append(name)
-    # A folder on disk may just hold files; on the hub, a repository with several splits is never meant as a whole.
-    if split is None and not (uri.startswith(HUB) and len(found) > 1):
-        return None
-    chosen_split = found[_choose(uri, "split", found, split)]
-    _refuse_missing_shards(uri, chosen_split)
-    return chosen_split
-
-
-def _saved_files(uri: str, root: Location, names: Sequence[str], folder: str = "") -> list[str]:
-    if f"{folder}state.json" not in names:
-        raise InputError(f"input {uri} is incomplete: it has no {folder}state.json. {_SAVE_AGAIN}")
-    state = json.loads((root / f"{folder}state.json").read_text())
-    listed = [f"{folder}{one['filename']}" for one in state["_data_files"]]
-    if missing := sorted(set(listed).difference(names)):
-        raise InputError(
-            f"input {uri} is incomplete: it has no {missing[0]}, and {len(missing)} of the {len(listed)} files that "
-            f"state.json lists are missing. {_SAVE_AGAIN}"
-        )
-    return listed
-
-
-def _refuse_missing_shards(uri: str, names: Sequence[str]) -> None:
-    shards: dict[tuple[str, int], set[int]] = {}
-    for name in names:
-        if numbered := _NUMBERED.fullmatch(name):
-            shards.setdefault((numbered[1], int(numbered[3])), set()).add(int(numbered[2]))
-    for (prefix, count), there in shards.items():
-        if missing := sorted(set(range(count)).difference(there)):
-            raise InputError(
-                f"input {uri} is incomplete: it has no {prefix}-{missing[0]:05d}-of-{count:05d}, and {len(missing)} of "
-                f"{count} such files are missing. Fetch them, or give a pattern of the files that are meant"
-            )
-
-
-def split_of(name: str) -> str | None:
-    """Return a file's split by its path in a repository; None if the path does not tell."""
-    if shard := _SHARD.fullmatch(name):
-        return _split_in(shard[1]) or shard[1]
-    folder, _, file = name.rpartition("/")
-    return _split_in(file) or _split_in(folder)
-
-
-def _split_in(text: str) -> str | None:
-    words = re.split(r"[^A-Za-z0-9]+", text)
-    return next((split for split, keywords in _KEYWORDS.items() if any(word in keywords for word in words)), None)
-
-
-def _declared_subsets(root: Location) -> dict[str, dict[str, list[str]]]:
-    try:
-        matter = _FRONT_MATTER.match((root / "README.md").read_text())
-        configs = yaml.safe_load(matter[1])["configs"] if matter else None
-    except (ValueError, LookupError, TypeError, yaml.YAMLError):  # a README of something else
-        configs = None
-    subsets = {}
-    for config in configs if isinstance(configs, list) else []:
-        if isinstance(config, dict) and (splits := _declared_splits(config)):
-            subsets[str(config.get("config_name", "default"))] = splits
-    return subsets
-
-
-def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    # Patterns by split. `data_files` may be one pattern, several, or several with their splits.
-    folder = str(config.get("data_dir", "")).strip("/")
-    files = config.get("data_files", "**" if folder else None)
-    entries = files if isinstance(files, list) else [files]
-    splits: dict[str, list[str]] = {}
-    for entry in entries:
-        split, paths = (entry.get("split", "train"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
-        for path in paths if isinstance(paths, list) else [paths]:
-            if isinstance(path, str):
-                splits.setdefault(split, []).append(f"{folder}/{path}" if folder else path)
-    return splits
-
-
-def _choose(uri: str, what: str, choices: Collection[str], asked: str | None) -> str:
-    if asked is None and len(choices) == 1:
-        return next(iter(choices))
-    if asked is None and what == "subset" and "default" in choices:
-        return "default"
-    names = ", ".join(choices) or "none"
-    if asked is None:
-        raise InputError(f"input {uri} has several {what}s ({names}): set reading.{what}")
-    if asked not in choices:
-        raise InputError(f"input {uri} has no {what} {asked!r} (there are: {names})")
-    return asked
-
-
-def _refuse_subset(uri: str, subset: str | None) -> None:
-    if subset is not None:
-        raise InputError(f"input {uri} does not declare subsets: leave out reading.subset, and give the files' folder")
+def _content(filesystem: fs.FileSystem, one: InputFile) -> Any:
+    with filesystem.open_input_file(one.path) as file:
+        if isinstance(filesystem, fs.LocalFileSystem) or one.size <= 2 * _SAMPLE_BYTES:
+            content = hashlib.sha256()
+            while data := file.read(_HASH_BYTES):
+                content.update(data)
+            return content
+        content = hashlib.sha256(file.read(_SAMPLE_BYTES))
+        file.seek(one.size - _SAMPLE_BYTES)
+        content.update(file.read())
+    changed = filesystem.get_file_info(one.path).mtime_ns
+    if changed is None and isinstance(filesystem, fs.PyFileSystem):
+        changed = filesystem.handler.fs.info(one.path).get("blob_id")  # the hub's
+    content.update(str(changed).encode())
+    return content
 
 
 _SUFFIXES: dict[Format, tuple[str, ...]] = {
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "parquet": (".parquet", ".pq"),
-    "csv": (".csv",),
+    "jsonl": (".jsonl", ".ndjson", ".json", ".jsonlines", ".jl"),
+    "parquet": (".parquet", ".pq", ".parq"),
+    "csv": (".csv", ".tsv"),
     "text": (".txt", ".text"),
-    "arrow": (".arrow",),
+    "arrow": (".arrow", ".feather", ".ipc"),
 }
-_COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
-_UNREADABLE = (".xz", ".zip", ".br", ".7z")
+_UNREADABLE = (".xz", ".zip", ".br", ".7z", ".lzma")
 """Compressions of files that would otherwise be missed without a word among others of a folder."""
+_LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi", "metadata": "Iceberg"}
+_ICEBERG = re.compile(r"(?:(.*)/)?metadata/[^/]*\.metadata\.json")
+_MOST_FOLDERS = 100_000
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -211,101 +86,196 @@ class InputListing:
     def of_json(self) -> bool:
         return any(file.format == "jsonl" for file in self.files)
 
+    @property
+    def of_arrays(self) -> bool:
+        """Whether a damaged file may crash the process that reads it."""
+        return any(file.format in ("parquet", "arrow") for file in self.files)
+
+
+@dataclass(frozen=True)
+class _Found:
+    # The input's root, its files by their path below it, without hidden ones, and the folders of tables with a log.
+    root: Location
+    is_folder: bool
+    files: dict[str, fs.FileInfo]
+    tables: dict[str, str]
+
 
 def list_input(uri: str, format: str = "auto", split: str | None = None, subset: str | None = None) -> InputListing:
     """List the files of an input, without those that have a path part that begins with `.` or `_`.
+
+    A line on stderr names files of a folder that are left out.
 
     Raises:
         InputError: The input does not exist, holds no readable file, or its names do not tell their format.
     """
     wanted = "jsonl" if format == "openai" else format
-    root, is_folder, found = _find(uri)
-    of_split = None
-    if is_folder:
-        there = [name for name, info in found.items() if info.type == fs.FileType.File or format_of(name)]
-        with _errors_name(uri):
-            of_split = dataset_files(uri, root, there, split, subset)
-    elif split is not None or subset is not None:
-        raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
-    if of_split is not None:
-        chosen_names = set(of_split)
-        found = {name: info for name, info in found.items() if name in chosen_names}
-    files = []
-    for name, info in found.items():
+    with _errors_name(uri):
+        found = _find(uri)
+        there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
+        meant = set(there)
+        if found.is_folder:
+            data = [name for name in there if name.rpartition("/")[2] not in METADATA and format_of(name)]
+            of_split = split_files(uri, found.root, there, data, split, subset)
+            meant = set(data if of_split is None else of_split)
+        elif split is not None or subset is not None:
+            raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
+        files, left_out = _chosen(found, meant, wanted)
+        if found.is_folder:
+            refuse_missing_shards(uri, [file.name for file in files])
+        _refuse_tables(uri, found, [file.name for file in files])
+        folders = _folder_columns([file.name for file in files])
+    files = [replace(file, folders=folders.get(file.name, ())) for file in files]
+    if not files:
+        suffixes = [suffix for one, some in _SUFFIXES.items() if wanted in ("auto", one) for suffix in some]
+        looked = f"holds no readable file (looked for {', '.join(suffixes)})"
+        raise InputError(f"input {uri} {looked if found.is_folder else 'matches no file'}")
+    formats = sorted({file.format for file in files})
+    if found.is_folder and len(formats) > 1:
+        raise InputError(f"input {uri} holds files of several formats ({', '.join(formats)}): set reading.format")
+    if left_out:
+        more = f", and {len(left_out) - _EXAMPLES} more" if len(left_out) > _EXAMPLES else ""
+        say(f"input {uri}: left out, as no {formats[0]} by name: {', '.join(left_out[:_EXAMPLES])}{more}")
+    return InputListing(found.root.filesystem, tuple(files))
+
+
+def _chosen(found: _Found, meant: Collection[str], wanted: str) -> tuple[list[InputFile], list[str]]:
+    # The files that are read, and the names of those that are left out.
+    files, left_out = [], []
+    for name, info in found.files.items():
         guess = format_of(name)
         chosen = guess if wanted == "auto" else wanted
         may_be_folder = info.type == fs.FileType.NotFound and "." not in info.base_name
-        if is_folder and of_split is None and (guess is None or guess != chosen) and not may_be_folder:
-            continue  # a folder may hold other files beside its data
+        if found.is_folder and not may_be_folder and (name not in meant or guess != chosen):
+            if (guess is None or name in meant) and info.base_name not in METADATA:
+                left_out.append(name)
+            continue
         if info.type != fs.FileType.File:
             what = "is a link to nothing" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
             raise InputError(f"input {info.path} {what}: put the file there, or take the name away")
         if name.lower().endswith(_UNREADABLE):
             raise InputError(
-                f"input {info.path} cannot be unpacked ({', '.join(_COMPRESSIONS)} can): compress it like these"
+                f"input {info.path} cannot be unpacked ({', '.join(COMPRESSIONS)} can): compress it like these"
             )
         if chosen is None:
             raise InputError(f"the name of input {info.path} does not tell its format: set reading.format")
         files.append(InputFile(info.path, name, info.size, chosen))  # type: ignore[arg-type]
-    if not files:
-        suffixes = [suffix for one, some in _SUFFIXES.items() if wanted in ("auto", one) for suffix in some]
-        looked = f"holds no readable file (looked for {', '.join(suffixes)})"
-        raise InputError(f"input {uri} {looked if is_folder else 'matches no file'}")
-    formats = sorted({file.format for file in files})
-    if is_folder and len(formats) > 1:
-        raise InputError(f"input {uri} holds files of several formats ({', '.join(formats)}): set reading.format")
-    return InputListing(root.filesystem, tuple(files))
+    return files, left_out
+
+
+def read_apart(listing: InputListing) -> None:
+    """Raise `InputError` if one of the files cannot be read, or crashes the process that tries."""
+    if listing.of_arrays:
+        apart(read_through, listing.filesystem, listing.files, what=f"input {listing.files[0].path}")
 
 
 def format_of(name: str) -> Format | None:
     """Return a file's format by its name; None if the name does not tell."""
     lower = name.lower()
-    for compression in (*_COMPRESSIONS, *_UNREADABLE):
+    for compression in (*COMPRESSIONS, *_UNREADABLE):
         lower = lower.removesuffix(compression)
     return next((found for found, suffixes in _SUFFIXES.items() if lower.endswith(suffixes)), None)
 
 
-def _find(uri: str) -> tuple[Location, bool, dict[str, fs.FileInfo]]:
-    # The root, whether the URI names a folder, and the files by their path below the root, without hidden ones.
+def _find(uri: str) -> _Found:
     by_pattern = is_pattern(uri) and ("://" in uri or locate(uri).type == fs.FileType.NotFound)
     root = locate(pattern_base(uri) if by_pattern else uri)
-    with _errors_name(uri):
-        info = root.info
-        if info.type == fs.FileType.NotFound:
-            raise InputError(f"input {uri} does not exist")
-        if info.type == fs.FileType.File:
-            return root, False, {root.name: info}
-        if info.type != fs.FileType.Directory:
-            raise InputError(f"input {uri} is neither a file nor a folder")
-        infos = _below(root)
+    info = root.info
+    if info.type == fs.FileType.NotFound:
+        raise InputError(f"input {uri} does not exist")
+    if info.type == fs.FileType.File:
+        return _Found(root, False, {root.name: info}, {})
+    if info.type != fs.FileType.Directory:
+        raise InputError(f"input {uri} is neither a file nor a folder")
     pattern = pattern_regex(locate(uri).path) if by_pattern else None
-    files = {}
-    for info in sorted(infos, key=lambda info: str(info.path)):
-        name = str(info.path[len(root.path) :].lstrip("/"))
-        hidden = any(part[0] in "._" for part in name.split("/"))
-        if info.type != fs.FileType.Directory and not hidden and (pattern is None or pattern.fullmatch(info.path)):
-            files[name] = info
-    return root, not by_pattern, files
+    files, tables = {}, _tables_above(root)
+    for info in sorted(_below(root), key=lambda info: str(info.path)):
+        name = str(info.path[len(root.path) :]).removeprefix("/")
+        *above, last = name.rstrip("/").split("/")
+        if last in _LOGS and last != "metadata":
+            tables["/".join(above)] = _LOGS[last]
+        elif iceberg := _ICEBERG.fullmatch(name):
+            tables[iceberg[1] or ""] = _LOGS["metadata"]
+        elif name == UNREAD and not by_pattern:
+            raise InputError(f"input {uri} declares its splits in {UNREAD}, which is not read: give a pattern")
+        hidden = any(part.startswith((".", "_")) for part in (*above, last))
+        if info.type == fs.FileType.Directory or hidden or (pattern is not None and not pattern.fullmatch(info.path)):
+            continue
+        if "" in above:
+            raise InputError(f"input {info.path} has nothing between two slashes, and cannot be opened: rename it")
+        files[name] = info
+    return _Found(root, not by_pattern, files, tables)
 
 
 def _below(root: Location) -> list[fs.FileInfo]:
     if not isinstance(root.filesystem, fs.LocalFileSystem):
         return list(root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True)))
-
     # On a local disk, pyarrow leaves out broken links, and follows circular ones again and again.
-    def refuse(error: OSError) -> NoReturn:
-        raise error
-
     paths: list[str] = []
-    for folder, folders, files in os.walk(root.path, onerror=refuse, followlinks=True):
-        # Hidden folders are left out, and need not be readable.
-        folders[:] = [name for name in folders if name[0] not in "._"]
-        for name in folders:
-            path = os.path.join(folder, name)
-            if os.path.islink(path) and f"{os.path.realpath(folder)}/".startswith(f"{os.path.realpath(path)}/"):
-                raise InputError(f"input {path} is a link to a folder that it is in: its rows would have no end")
-        paths += [os.path.join(folder, name) for name in files]
+    left: list[tuple[str, frozenset[tuple[int, int]]]] = [(root.path, frozenset())]
+    count = 0
+    while left:
+        folder, above = left.pop()
+        status = os.stat(folder)
+        here, count = (status.st_dev, status.st_ino), count + 1
+        if here in above:
+            raise InputError(f"input {folder} is a link to a folder that it is in: its rows would have no end")
+        if count > _MOST_FOLDERS:
+            raise InputError(
+                f"input {root.path} has more than {_MOST_FOLDERS} folders, such as {folder}: give one of them"
+            )
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                is_folder = entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+                if is_folder and entry.name[0] not in "._":
+                    left.append((entry.path, above | {here}))
+                elif not is_folder or entry.name in _LOGS:  # other hidden folders need not even be readable
+                    paths.append(entry.path)
     return list(root.filesystem.get_file_info(paths))
+
+
+def _tables_above(root: Location) -> dict[str, str]:
+    # A table that the input lies in, as one at the input itself: all of its files are the table's.
+    if root.filesystem.type_name == HUB_FILES:  # which has no folder above a repository
+        return {}
+    above, place = [], root
+    while (place := place.parent).path != "/":
+        above += [place / log for log in _LOGS]
+    with suppress(OSError):  # what lies above may be hidden from us
+        for log, info in zip(above, root.filesystem.get_file_info([log.path for log in above]), strict=True):
+            if info.type == fs.FileType.Directory and (
+                log.name != "metadata" or any(".metadata.json" in one.base_name for one in log.children())
+            ):
+                return {"": _LOGS[log.name]}
+    return {}
+
+
+def _refuse_tables(uri: str, found: _Found, names: Sequence[str]) -> None:
+    logs = {kind: log for log, kind in _LOGS.items()}
+    for table, kind in found.tables.items():
+        if any(name.startswith(f"{table}/" if table else "") for name in names):
+            how = "DeltaTable(path).to_pyarrow_dataset() of deltalake" if kind == "Delta" else f"a reader for {kind}"
+            raise InputError(
+                f"input {uri} is of a table ({kind}{f', in {table}' if table else ''}), and only its log "
+                f"({logs[kind]}) tells which rows are current: write these to Parquet, with {how}, and give that"
+            )
+
+
+def _folder_columns(names: Sequence[str]) -> dict[str, tuple[tuple[str, pa.DataType, Any], ...]]:
+    """Return the columns that Hive folders (`lang=en/`) name, with types over all files, as in `pyarrow.dataset`."""
+    if not any("=" in name.rpartition("/")[0] for name in names):
+        return {}
+    hive = pa.dataset.FileSystemFactoryOptions(
+        partitioning=pa.dataset.HivePartitioning.discover(), exclude_invalid_files=False
+    )
+    # No file is opened: their format does not matter.
+    some = pa.dataset.FileSystemDatasetFactory(fs.LocalFileSystem(), list(names), pa.dataset.ParquetFileFormat(), hive)
+    schema = some.inspect(fragments=0)
+    columns = {}
+    for fragment in some.finish(schema).get_fragments():
+        values = pa.dataset.get_partition_keys(fragment.partition_expression)
+        columns[fragment.path] = tuple((field.name, field.type, values.get(field.name)) for field in schema)
+    return columns
 
 
 @contextmanager
@@ -316,7 +286,7 @@ def _errors_name(uri: str) -> Iterator[None]:
         raise
     except Exception as error:
         # The hub's client raises errors of its own. Elsewhere these four come from files that only look like a dataset.
-        if not uri.startswith(HUB) and not isinstance(error, (OSError, ValueError, LookupError, TypeError)):
+        if not uri.startswith("hf://") and not isinstance(error, (OSError, ValueError, LookupError, TypeError)):
             raise
         raise InputError(f"input {uri} cannot be listed: {one_line(error)}") from error
 
@@ -356,6 +326,12 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
     """Find the prompts by the first rows; `InputError` if there are none, or a column is missing or unusable."""
     if config.format == "openai":
         return BATCH
+    if listing.of_arrays:
+        return apart(_look, listing, config, what=f"input {listing.files[0].path}")
+    return _look(listing, config)
+
+
+def _look(listing: InputListing, config: ReadingConfig) -> PromptSource:
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, _LOOK_ROWS):
             if _is_batch(file, chunk.columns.column_names, config):

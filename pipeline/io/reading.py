@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
+from io import StringIO
 from itertools import chain
+from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError, RowProblem
-from pipeline.io.column_types import as_text, infer_column, refuse_many_columns, text_column
+from pipeline.io.apart import at
+from pipeline.io.arrays import largest_row, plain, refuse_unsafe
+from pipeline.io.column_types import as_text, infer_column, refuse_many_columns
 from pipeline.io.files import batches
 from pipeline.settings import Format
+
+HUB_FILES = "py::fsspec+hf"
+"""Name of the hub's file system."""
 
 
 @dataclass(frozen=True)
 class InputFile:
+    """A file of an input; `folders` are the columns that its Hive folders (`lang=en/`) name, with type and value."""
+
     path: str
     name: str
     size: int
     format: Format
+    folders: tuple[tuple[str, pa.DataType, Any], ...] = ()
 
 
 class UnreadableValueError(ValueError):
@@ -97,18 +106,18 @@ def without_nulls(value: Any) -> Any:
 # Tables: Parquet, CSV and Arrow. Either all of their rows can be read, or none.
 
 _CSV_BLOCK_BYTES = 32 << 20  # also the longest row
+_TRIAL_ROWS = 1024
 _BATCH_BYTES = 64 << 20  # approximately; a single row may be larger
 _LARGEST_DICTIONARY = 256 << 20
 _SMALL_COLUMN = 512 << 10  # such a column chunk needs no second look, another request in an object store
 _PAGE_HEADER_BYTES = 32
 _NEXT_INT32 = b"\x15"  # in Thrift's compact protocol: the next field, an int32
-_VIEW_BYTES = 16
 _ARROW_FILE = b"ARROW1"  # first bytes of Arrow's file format; its stream format has none
 
 
 def _read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
     with filesystem.open_input_file(file.path) as stream:
-        parquet = pa.parquet.ParquetFile(stream)
+        parquet = pa.parquet.ParquetFile(stream, page_checksum_verification=True)
         refuse_many_columns(parquet.metadata.num_columns, file.path)
         _check_names(file, parquet.schema_arrow.names)
         yield from _chunks(_parquet_batches(file, parquet, stream, rows), rows)
@@ -173,12 +182,18 @@ def _read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator
     if file.size == 0:
         return
     read = pa.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES)
-    parse = pa.csv.ParseOptions(newlines_in_values=True)
-    with filesystem.open_input_stream(file.path, compression="detect") as stream:
+    suffixes = [suffix.lower() for suffix in PurePosixPath(file.path).suffixes]
+    parse = pa.csv.ParseOptions(delimiter="\t" if ".tsv" in suffixes else ",", newlines_in_values=True)
+    with _unpacked(filesystem, file) as stream:
+        # Arrow needs 9 KB for each column before it tells their number. It skips blank lines.
+        header = bytes(stream.read(_CSV_BLOCK_BYTES)).lstrip(b"\r\n")[:_BUFFER_BYTES].decode("utf-8", "replace")
+        with suppress(csv.Error):
+            refuse_many_columns(len(next(csv.reader(StringIO(header), delimiter=parse.delimiter), ())), file.path)
+    with _unpacked(filesystem, file) as stream:
         names = pa.csv.open_csv(stream, read, parse).schema.names
     _check_names(file, names)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
-    with filesystem.open_input_stream(file.path, compression="detect") as stream:
+    with _unpacked(filesystem, file) as stream:
         yield from _chunks(pa.csv.open_csv(stream, read, parse, convert), rows)
 
 
@@ -191,8 +206,13 @@ def _check_names(file: InputFile, names: list[str]) -> None:
 
 def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
     first = 1
+    valid: dict[int, pa.Array] = {}  # dictionaries, which all batches may share
     for batch in batches:
-        step = max(1, min(rows, _BATCH_BYTES // max(sum(map(_largest_row, batch.columns)), 1)))
+        for index, column in enumerate(batch.columns):
+            refuse_unsafe(column, valid.get(index))
+            if pa.types.is_dictionary(column.type):
+                valid[index] = column.dictionary
+        step = max(1, min(rows, _BATCH_BYTES // max(sum(map(largest_row, batch.columns)), 1)))
         for start in range(0, batch.num_rows, step):
             some = batch.slice(start, step)
             table = pa.table([plain(column) for column in some.columns], some.schema.names)
@@ -200,92 +220,51 @@ def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
             first += table.num_rows
 
 
-def _largest_row(column: pa.Array) -> int:
-    # The approximate size of a decoded row; 0 where the encoding repeats nothing.
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _largest_value(column.dictionary)
-    if pa.types.is_run_end_encoded(kind):
-        return _largest_value(column.values)
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        return _largest_value(column)
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        longest = pa.compute.max(pa.compute.list_value_length(column)).as_py() or 0
-        return int(longest * column.values.nbytes // max(len(column.values), 1))
-    if pa.types.is_struct(kind) and kind.num_fields:
-        return sum(map(_largest_row, column.flatten()))
-    return 0
+# Compressed files.
+
+COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+_BUFFER_BYTES = 1 << 20
+_ALWAYS_READ = 1 << 30
+_MOST_EXPANDED = 1000  # bytes of rows per byte of file; beyond it a decompression bomb would fill the disk
 
 
-def _largest_value(values: pa.Array) -> int:
-    kind = values.type
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        views = values.buffers()[1]  # of 16 bytes each, which begin with the value's length as an int32
-        lengths = np.frombuffer(views, np.int32)[:: _VIEW_BYTES // 4][values.offset : values.offset + len(values)]
-        return int(lengths.max(initial=0))
-    if kind in (pa.binary(), pa.large_binary(), pa.string(), pa.large_string()):
-        return pa.compute.max(pa.compute.binary_length(values)).as_py() or 0
-    return int(values.nbytes)
+@contextmanager
+def _unpacked(filesystem: fs.FileSystem, file: InputFile) -> Iterator[pa.NativeFile]:
+    codec = COMPRESSIONS.get(PurePosixPath(file.path).suffix.lower())
+    with filesystem.open_input_stream(file.path, compression=codec, buffer_size=_BUFFER_BYTES) as stream:
+        yield stream if codec is None else pa.PythonFile(_Bounded(stream, file), mode="r")
 
 
-def plain(column: pa.Array) -> pa.Array:
-    """Decode dictionaries and run ends, which differ between files, and views, which Arrow cannot filter, at any depth.
+class _Bounded:
+    """A decompressed stream that ends with an `InputError` at what only a decompression bomb holds."""
 
-    Seconds become milliseconds, as in Parquet, or text where these overflow.
-    """
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return plain(column.dictionary_decode())
-    if pa.types.is_run_end_encoded(kind):
-        return plain(pa.compute.run_end_decode(column))
-    if pa.types.is_string_view(kind):
-        return column.cast(pa.string())
-    if pa.types.is_binary_view(kind):
-        return column.cast(pa.binary())
-    if pa.types.is_timestamp(kind) and kind.unit == "s":
-        try:
-            return column.cast(pa.timestamp("ms", kind.tz))
-        except pa.ArrowInvalid:
-            return text_column(column)
-    if not pa.types.is_nested(kind) or pa.types.is_union(kind) or (pa.types.is_struct(kind) and not kind.num_fields):
-        return column
-    if pa.types.is_struct(kind):
-        fields = [plain(one) for one in column.flatten()]
-        if all(one.type == field.type for one, field in zip(fields, kind, strict=True)):
-            return column
-        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=column.is_null())
-    if pa.types.is_map(kind):
-        return column.cast(pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type)))
-    if pa.types.is_fixed_size_list(kind):
-        return column.cast(pa.list_(_plain_type(kind.value_type), kind.list_size))
-    large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
-    values = plain(column.flatten())
-    if values.type == kind.value_type and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return column
-    offsets = _offsets(column, pa.int64() if large else pa.int32())
-    return (pa.LargeListArray if large else pa.ListArray).from_arrays(offsets, values)
+    closed = False
+
+    def __init__(self, stream: pa.NativeFile, file: InputFile) -> None:
+        self._stream, self._file, self._size = stream, file, 0
+
+    def read(self, size: int) -> bytes:
+        data = bytes(self._stream.read(size))
+        self._size += len(data)
+        refuse_bomb(self._file, self._size)
+        return data
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    return plain(pa.nulls(0, kind)).type
-
-
-def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    # `[N + 1]`, with null for a null list.
-    lengths = pa.compute.list_value_length(lists)
-    ends = pa.compute.cumulative_sum(pa.compute.fill_null(lengths.cast(kind), 0))
-    begins = pa.concat_arrays([pa.array([0], kind), ends])
-    known = pa.concat_arrays([lengths.is_valid(), pa.array([True])])
-    return pa.compute.if_else(known, begins, pa.scalar(None, kind))
+def refuse_bomb(file: InputFile, size: int) -> None:
+    if size > max(_ALWAYS_READ, _MOST_EXPANDED * file.size):
+        raise InputError(
+            f"{file.path} has {file.size} bytes and expands to more than {size >> 20} MiB of rows, which looks "
+            "like a decompression bomb: split the file, or store the repeated column once"
+        )
 
 
 # Files of lines: JSON lines and plain text. An invalid line becomes a row with a problem.
 
 _TEXT_COLUMN = "prompt"
-_BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 32 << 20  # a chunk this large takes no further line
 _LONGEST_LINE = 256 << 20  # Arrow's text columns end at 2 GiB, and a row is held in memory several times
 _KEPT_OF_LINE = 1 << 20  # if it is too long
+_MOST_BLANK = 10_000_000
 _DEEPEST = 200  # levels of objects and lists; Python's JSON reader and writer fail at about 1000
 
 
@@ -293,7 +272,14 @@ def _read_lines(
     filesystem: fs.FileSystem, file: InputFile, rows: int, parse: Callable[[bytes], dict[str, Any]]
 ) -> Iterator[Chunk]:
     names: dict[str, None] = {}
-    for some in batches(_numbered_lines(filesystem, file), lambda one: len(one[1]), _CHUNK_BYTES, rows):
+    lines = _numbered_lines(filesystem, file)
+    if (first := next(lines, None)) is None:
+        return
+    if file.format == "jsonl" and first[1].strip() in (b"[", b"{"):
+        raise InputError(
+            f"{file.path} is one JSON value over many lines: write one object a line, as `jq -c '.[]'` does for a list"
+        )
+    for some in batches(chain([first], lines), lambda one: len(one[1]), _CHUNK_BYTES, rows):
         records: list[dict[str, Any]] = []
         problems = {}
         for index, (number, line) in enumerate(some):
@@ -316,8 +302,8 @@ def _read_lines(
 
 def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tuple[int, bytes]]:
     # Lines are numbered from 1, and blank ones left out. One that is too long is cut, above `_LONGEST_LINE`.
-    with filesystem.open_input_stream(file.path, compression="detect", buffer_size=_BUFFER_BYTES) as stream:
-        number, line = 0, bytearray()
+    with _unpacked(filesystem, file) as stream:
+        number, told, line = 0, 0, bytearray()
         while data := stream.read(_BUFFER_BYTES):
             *ends, rest = bytes(data).split(b"\n")
             for end in ends:
@@ -325,7 +311,12 @@ def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tupl
                 line += end
                 if text := line.strip(b"\r"):
                     yield number, bytes(text)
+                    told = number
                 line.clear()
+            if number - told > _MOST_BLANK:
+                raise InputError(
+                    f"{file.path} has more than {_MOST_BLANK} blank lines after line {told}: leave them out"
+                )
             if len(line) <= _LONGEST_LINE:
                 line += rest
         if text := line.strip(b"\r"):
@@ -343,7 +334,7 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
     except RecursionError as error:
         raise ValueError(f"the line is nested too deeply: more than {_DEEPEST} levels") from error
     if not isinstance(record, dict):
-        raise ValueError("the line is not a JSON object")
+        raise ValueError("the line is not a JSON object: write one object a line")
     if text.count("{") + text.count("[") > _DEEPEST and _levels(record) > _DEEPEST:
         raise ValueError(f"the line is nested too deeply: more than {_DEEPEST} levels")
     if "\\ud" in text.lower():
@@ -374,10 +365,6 @@ def _decode(line: bytes) -> str:
         raise ValueError(f"the line is not UTF-8: byte {error.start + 1} is {line[error.start]:#04x}") from error
 
 
-_ALWAYS_READ = 1 << 30
-_MOST_EXPANDED = 1000  # bytes of rows per byte of file; beyond it a decompression bomb would fill the disk
-
-
 def read_file(
     filesystem: fs.FileSystem,
     file: InputFile,
@@ -394,6 +381,7 @@ def read_file(
     Raises:
         InputError: The file is damaged or is not of its format.
     """
+    at(file.path)
     try:
         parse = partial(_parse_json, text_column=text_column, json_column=json_column)
         readers: dict[Format, Callable[..., Iterator[Chunk]]] = {
@@ -406,16 +394,32 @@ def read_file(
         size = 0
         for chunk in readers[file.format](filesystem, file, rows):
             size += chunk.columns.nbytes
-            if size > max(_ALWAYS_READ, _MOST_EXPANDED * file.size):
-                raise InputError(
-                    f"{file.path} has {file.size} bytes and expands to more than {size >> 20} MiB of rows, which looks "
-                    "like a decompression bomb: split the file, or store the repeated column once"
-                )
-            yield chunk
+            refuse_bomb(file, size)
+            yield _with_folders(file, chunk)
     except InputError:
         raise
     except Exception as error:
-        on_hub = filesystem.type_name == "py::fsspec+hf"  # its client raises errors of its own
-        if not isinstance(error, (OSError, pa.ArrowException, EOFError)) and not on_hub:
+        on_hub = filesystem.type_name == HUB_FILES  # its client raises errors of its own
+        if not isinstance(error, (OSError, pa.ArrowException, EOFError, UnicodeDecodeError)) and not on_hub:
             raise
         raise InputError(f"{file.path} cannot be read as {file.format}: {one_line(error, 300)}") from error
+
+
+def _with_folders(file: InputFile, chunk: Chunk) -> Chunk:
+    for name, kind, value in file.folders:
+        if name in chunk.columns.column_names:
+            raise InputError(
+                f"{file.path} has a column {name!r}, and its folder sets {name!r}, too: leave one of them out"
+            )
+        column = pa.array([value] * len(chunk.numbers), kind)
+        chunk.columns = chunk.columns.append_column(name, column)
+        for record in chunk.records or ():
+            record[name] = value
+    return chunk
+
+
+def read_through(filesystem: fs.FileSystem, files: Iterable[InputFile]) -> None:
+    """Read files to their ends; for `apart`, which names the one that a process dies of."""
+    for file in files:
+        for _ in read_file(filesystem, file, _TRIAL_ROWS):
+            pass

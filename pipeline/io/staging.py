@@ -32,7 +32,7 @@ from pipeline.io.column_types import (
     whole,
 )
 from pipeline.io.files import Location, batches
-from pipeline.io.listing import InputListing, NoIdsError, PromptSource, check_types
+from pipeline.io.listing import InputListing, NoIdsError, PromptSource, check_types, read_apart
 from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, with_row_type
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
@@ -45,6 +45,7 @@ SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
 _MOST_SETTINGS = 1 << 20  # bytes of a row's own sampling settings
 _GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
+_TASK_RETRIES = 3  # a file that kills its reader does so each time
 _EXAMPLES = 3
 
 
@@ -83,21 +84,14 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
 
 def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None) -> StagedInput:
     plan.folder.make_folder()
-    task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
+    task = ray.remote(num_cpus=_TASK_CPUS, max_retries=_TASK_RETRIES)(stage_files)
     # `skip` and `limit` count rows over all files, so one task has to read them all.
     one_task = plan.reading.limit or plan.reading.skip
     groups = batches(listing.files, lambda file: file.size, sys.maxsize if one_task else _GROUP_BYTES)
     prefix = f"{plan.revision:03d}-" if plan.revision else ""
-    work = [
-        task.remote(InputListing(listing.filesystem, tuple(files)), f"{prefix}{index:05d}", plan)
-        for index, files in enumerate(groups)
-    ]
-    try:
-        done = ray.get(work)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise JobError(f"the input cannot be staged: {one_line(error.cause)}") from error
+    listings = [InputListing(listing.filesystem, tuple(files)) for files in groups]
+    work = [task.remote(files, f"{prefix}{index:05d}", plan) for index, files in enumerate(listings)]
+    done = [staged_group(task, files) for task, files in zip(work, listings, strict=True)]
     parts = tuple(part for parts, _ in done for part in parts)
     if not parts:
         raise InputError("the input has no rows")
@@ -117,6 +111,20 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
     return staged
+
+
+def staged_group(task: ray.ObjectRef, files: InputListing) -> tuple[list[Part], list[SeenType]]:
+    """Return what a task of `stage_files` returns. If its workers crashed, the files are read apart to find which."""
+    try:
+        staged: tuple[list[Part], list[SeenType]] = ray.get(task)
+        return staged
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise JobError(f"the input cannot be staged: {one_line(error.cause)}") from error
+    except ray.exceptions.WorkerCrashedError as error:
+        read_apart(files)
+        raise JobError(f"the input cannot be staged: {one_line(error)}") from error
 
 
 def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pyarrow import fs
 from safetensors import SafetensorError, safe_open
 
-from drafter.errors import one_line
+from drafter.errors import one_line, without_secrets
 from drafter.source_commit import source_commit
 from pipeline.errors import InputError
 from pipeline.io.files import (
@@ -135,10 +135,10 @@ def mend_run(run_file: Location) -> None:
 
 
 def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], **facts: Any) -> None:
-    """Write `run.json`. `meant` is everything that determines the results; see `job_meaning`."""
+    """Write `run.json`, without credentials. `meant` is everything that determines the results; see `job_meaning`."""
     run = {
         "format": FORMAT,
-        "config": config,
+        "config": json.loads(without_secrets(json.dumps(config))),
         "meaning": meant,
         "versions": versions(),
         "git_commit": source_commit(),

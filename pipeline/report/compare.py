@@ -10,6 +10,7 @@ from heapq import nsmallest
 from itertools import zip_longest
 from typing import Any
 
+from drafter.errors import without_secrets
 from drafter.statistics import PairedSums
 from pipeline.command_line import say
 from pipeline.engines.models import model_name
@@ -154,10 +155,10 @@ def _compare(config: CompareConfig, second_uri: str) -> None:
     if (tokenizer := local_tokenizer(model)) is None:
         say(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     rows = [(row, row.texts(tokenizer)) for row in found.shown]
-    names = config.first, second_uri
+    names = without_secrets(config.first), without_secrets(second_uri)
     text = render("comparison.html.jinja", names=names, comparison=found, scorer=config.scorer, rows=rows)
     path = write_page(config.page_uri, text)
-    print("\n".join([*_summary(found, config), path]), flush=True)
+    print(without_secrets("\n".join([*_summary(found, config), path])), flush=True)
 
 
 def _summary(found: Comparison, config: CompareConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from tqdm import tqdm
 
-from drafter.errors import LoadError, one_line
+from drafter.errors import LoadError, one_line, without_secrets
 from drafter.statistics import (
     DecodeCounts,
     acceptance_by_depth,
@@ -68,7 +68,7 @@ def report(config: ReportConfig) -> None:
     examples, not_shown = make_examples(drawn[: config.examples], model_name(run["config"]["model"]))
     text = render(
         "page.html.jinja",
-        name=config.output,
+        name=without_secrets(config.output),
         run=run,
         status=status,
         rows=rows,
@@ -152,7 +152,7 @@ def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Seq
     tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
     both = [row for row in drawn if row["request_id"] in tokens]
     return {
-        "name": uri,
+        "name": without_secrets(uri),
         "rows": other_rows,
         "cost": _cost(read_status(output.status_file), other_rows, read_errors(output, 0).rows),
         "same_tokens": sum(row["token_ids"] == tokens[row["request_id"]] for row in both),

@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
+
 Damage = Callable[[Path], None]
 
 
@@ -31,3 +34,15 @@ def tear(folder: Path, files: str, first: Damage) -> None:
     for name, damage in zip(files.split(), ways, strict=False):
         (file,) = folder.glob(name)
         damage(file)
+
+
+def end_reader(path: Path) -> None:
+    """Write a Parquet file that ends the process that reads it: its schema says that no prompt is null.
+
+    The levels that its footer counts do not fit that, by which Arrow ends the process.
+    """
+    pa.parquet.write_table(pa.table({"prompt": ["text"]}), path)
+    optional, required = (b"\x25" + repetition + b"\x18\x06prompt" for repetition in (b"\x02", b"\x00"))
+    content = path.read_bytes()
+    assert content.count(optional) == 1
+    path.write_bytes(content.replace(optional, required))

@@ -24,16 +24,16 @@ def write_input(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if ".parquet" in path.name:
         pa.parquet.write_table(pa.Table.from_pylist(rows), path)
-    elif ".csv" in path.name:
+    elif ".csv" in path.name or ".tsv" in path.name:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if ".tsv" in path.name else ",")
             writer.writeheader()
             writer.writerows(rows)
-    elif ".txt" in path.name:
+    elif ".txt" in path.name.lower():
         path.write_text("".join(row["prompt"] + "\n" for row in rows))
     else:
         write_jsonl(path, rows)
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         path.write_bytes(gzip.compress(path.read_bytes()))
     return path
 

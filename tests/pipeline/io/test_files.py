@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pyarrow.parquet
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
+from pipeline.errors import InputError
 from pipeline.io.files import (
     Location,
     is_copy,
@@ -30,6 +33,7 @@ from pipeline.io.files import (
     read_either,
     write_twice,
 )
+from pipeline.io.listing import list_input
 from pipeline.output.folder import OutputFolder
 from tests.pipeline.conftest import TIMING_COLUMNS, Run
 from tests.support.damage import Damage, cut, empty, files_below
@@ -113,6 +117,28 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     same = [name for name in written.column_names if name not in TIMING_COLUMNS]
     assert again.column_names == written.column_names
     assert again.select(same).equals(written.select(same))
+
+
+@pytest.mark.slow
+def test_a_key_with_nothing_between_two_slashes(bucket: str) -> None:
+    """Only another client can write such a key: pyarrow cannot, and cannot read it."""
+    port = bucket.partition("127.0.0.1:")[2].partition("&")[0]
+    for key in ("empty//a.jsonl", "empty/b.jsonl"):
+        with urlopen(Request(f"http://127.0.0.1:{port}/bucket/{key}", b'{"prompt": "x"}\n', method="PUT")):
+            pass
+    with pytest.raises(InputError, match=r"^input bucket/empty//a\.jsonl has nothing between two slashes"):
+        list_input(bucket.format("empty"))
+    with pytest.raises(InputError, match=r"^input s3://\*\*\*@bucket/empty//a\.jsonl\?.* cannot be listed: Empty path"):
+        list_input(bucket.format("empty//a.jsonl"))
+    assert [file.name for file in list_input(bucket.format("empty/*.jsonl")).files] == ["b.jsonl"]
+
+
+def test_a_store_that_does_not_answer_is_waited_for_a_short_time() -> None:
+    place = locate("gs://bucket/in")
+    assert place.path == "bucket/in"
+    for uri, seconds in (("gs://bucket/in", 10), ("gs://bucket/in?retry_limit_seconds=60", 60)):
+        settings = locate(uri).filesystem.__reduce__()[1][0]
+        assert settings["retry_time_limit"] == timedelta(seconds=seconds)
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
 from pipeline.errors import InputError
-from pipeline.io.listing import list_input, split_of
-from tests.support.staging import staged
+from pipeline.io.apart import apart
+from pipeline.io.listing import list_input
+from tests.support.staging import staged, write_input
 
 datasets.disable_progress_bars()
 
@@ -94,49 +95,61 @@ def repository(folder: Path, *files: str, readme: str | None = None) -> Path:
     return folder
 
 
+SHARDS = [
+    "data/train-00000-of-00002.parquet",
+    "data/train-00001-of-00002.parquet",
+    "data/test-00000-of-00001.parquet",
+]
+
+
 def test_a_repository_by_the_names_of_its_files(tmp_path: Path) -> None:
-    shards = [
-        "data/train-00000-of-00002.parquet",
-        "data/train-00001-of-00002.parquet",
-        "data/test-00000-of-00001.parquet",
-    ]
-    source = repository(tmp_path / "repository", *shards, readme="---\nlicense: mit\n---\n# Questions\n")
-    assert names(source, split="train") == shards[:2]
-    assert names(source, split="test") == shards[2:]
-    assert names(source) == sorted(shards)  # a folder on disk is its files, unless a split is asked for
+    source = repository(tmp_path / "repository", *SHARDS, readme="---\nlicense: mit\n---\n# Questions\n")
+    assert names(source, split="train") == SHARDS[:2]
+    assert names(source, split="test") == SHARDS[2:]
+    with pytest.raises(InputError, match=r"has several splits \(train, test\): set reading\.split"):
+        list_input(str(source))
     with pytest.raises(InputError, match="does not declare subsets"):
         list_input(str(source), subset="main")
     with pytest.raises(InputError, match=r"leave out reading\.split"):
         list_input(f"{source}/data/*.parquet", split="train")
+    assert names(f"{source}/data/*.parquet") == sorted(shard.removeprefix("data/") for shard in SHARDS)
 
 
-def test_a_split_without_one_of_its_files(tmp_path: Path) -> None:
-    files = ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"]
+def test_splits_are_those_of_the_library(tmp_path: Path) -> None:
+    """What the library resolves for the same folder, with its own finder of files."""
+    files = ["questions/train/a.jsonl", "questions/train/b.jsonl", "questions/dev/eval-notes.jsonl", "my_test.jsonl"]
+    for name in files:
+        write_input(tmp_path / "in" / name, rows(name))
+    builder = datasets.load_dataset_builder(str(tmp_path / "in"), cache_dir=str(tmp_path / "cache"))
+    for split, paths in builder.config.data_files.items():
+        theirs = [str(Path(path).relative_to(tmp_path / "in")) for path in paths]
+        assert names(tmp_path / "in", split=str(split)) == sorted(theirs)
+    with pytest.raises(InputError, match="several splits"):
+        list_input(str(tmp_path / "in"))
+
+
+def test_files_beside_the_only_split_are_asked_about(tmp_path: Path) -> None:
+    source = repository(tmp_path / "repository", "train.parquet", "other.parquet")
+    with pytest.raises(InputError, match=r"has the split train by .*, and others beside it, such as other"):
+        list_input(str(source))
+    assert names(source, split="train") == ["train.parquet"]
+    assert names(f"{source}/*") == ["other.parquet", "train.parquet"]
+
+
+def test_a_folder_whose_names_tell_no_split_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.io.splits.apart", None)
+    source = repository(tmp_path / "repository", "a.parquet", "deep/b.parquet", readme="---\nlicense: mit\n---\n")
+    assert names(source) == ["a.parquet", "deep/b.parquet"]
+
+
+def test_a_folder_without_one_of_its_shards(tmp_path: Path) -> None:
+    files = ["data/part-00000-of-00003.parquet", "data/part-00002-of-00003.parquet"]
     source = repository(tmp_path / "repository", *files)
-    with pytest.raises(InputError, match=r"has no data/train-00001-of-00003, and 1 of 3 such files are missing"):
-        list_input(str(source), split="train")
-    # Who gives a folder or a pattern means the files that are there.
-    assert names(source) == files
-    assert names(f"{source}/data/train-*.parquet") == [file.removeprefix("data/") for file in files]
-
-
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("data/train-00000-of-00002.parquet", "train"),
-        ("data/train-00000-of-00002-0123abcd.parquet", "train"),
-        ("data/my_split-00000-of-00001.parquet", "my_split"),
-        ("data/valid-00000-of-00001.parquet", "validation"),
-        ("my_train_file.csv", "train"),
-        ("training.jsonl.gz", "train"),
-        ("dev/one.jsonl", "validation"),
-        ("eval/train-notes.txt", "train"),
-        ("trainer.jsonl", None),
-        ("data.parquet", None),
-    ],
-)
-def test_splits_by_name(name: str, split: str | None) -> None:
-    assert split_of(name) == split
+    for place in (source, source / "data"):
+        with pytest.raises(InputError, match=r"has no (data/)?part-00001-of-00003, and 1 of 3 such files are missing"):
+            list_input(str(place))
+    # Who gives a pattern means the files that are there.
+    assert names(f"{source}/data/part-*.parquet") == [file.removeprefix("data/") for file in files]
 
 
 CONFIGS = """\
@@ -162,7 +175,7 @@ def test_a_repository_that_declares_subsets_and_splits(tmp_path: Path) -> None:
     assert names(source, subset="main", split="train") == ["main/train-1.parquet"]
     assert names(source, subset="main", split="test") == ["main/t1.parquet", "main/t2.parquet"]
     assert names(source, subset="socratic") == ["socratic/x.parquet"]
-    assert names(source, subset="whole") == ["main/t1.parquet", "main/t2.parquet", "main/train-1.parquet"]
+    assert names(source, subset="whole", split="train") == ["main/train-1.parquet"]
     with pytest.raises(InputError, match=r"several subsets \(main, socratic, whole\): set reading.subset"):
         list_input(str(source))
     with pytest.raises(InputError, match="several splits"):
@@ -174,13 +187,58 @@ def test_a_repository_that_declares_subsets_and_splits(tmp_path: Path) -> None:
         list_input(str(source), subset="main", split="test")
 
 
-@pytest.mark.parametrize("readme", ["# No front matter", "---\nconfigs: 5\n---\n", "---\n[\n---\n", "---\nx\n---\n"])
+def test_the_subset_that_says_it_is_the_default(tmp_path: Path) -> None:
+    readme = "---\nconfigs:\n- config_name: a\n  data_dir: p\n- config_name: b\n  data_dir: q\n  default: true\n---\n"
+    source = repository(tmp_path / "repository", "p/x.parquet", "q/x.parquet", readme=readme)
+    assert names(source) == ["q/x.parquet"]
+    assert names(source, subset="a") == ["p/x.parquet"]
+
+
+def test_splits_that_are_declared_elsewhere_are_not_missed(tmp_path: Path) -> None:
+    source = repository(tmp_path / "repository", "a.parquet")
+    (source / ".huggingface.yaml").write_text("configs: []")
+    with pytest.raises(InputError, match=r"declares its splits in \.huggingface\.yaml, which is not read"):
+        list_input(str(source))
+    assert names(f"{source}/*.parquet") == ["a.parquet"]
+
+
+@pytest.mark.parametrize("readme", ["# No front matter", "---\nlicense: mit\n---\n", "---\nx\n---\n"])
 def test_other_readmes_say_nothing(tmp_path: Path, readme: str) -> None:
     source = repository(tmp_path / "repository", "a.parquet", readme=readme)
     assert names(source) == ["a.parquet"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"splits": 5}', "{"])
+DEEP = "[" * 20_000
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("configs", "reason"),
+    [
+        ("configs: 5", "whose front matter `datasets` refuses"),
+        ("configs: [", "whose front matter `datasets` refuses"),
+        (f"configs: {DEEP}", "whose front matter `datasets` refuses"),
+        (f"{LAUGHS}configs: *a11", "cannot be read within 3 seconds|MemoryError"),
+        (f"configs:\n- config_name: x\n  data_files: '{'**/*' * 12}z'", "cannot be listed|its README.md lists"),
+        (f"configs:\n- config_name: x\n  data_files: '{'**/*a*/' * 12}z'", "its README.md lists|within"),
+        ("configs:\n- config_name: x\n  data_files: https://example.com/x.parquet", "outside of it"),
+        ("configs:\n- config_name: x\n  data_files: /etc/passwd", "outside of it"),
+        ("configs:\n- config_name: x\n  data_files: ../b.parquet", r"has no \.\./b\.parquet, which its README"),
+    ],
+    ids=["no list", "no YAML", "deep", "laughs", "stars", "more stars", "URL", "absolute", "above"],
+)
+@pytest.mark.slow
+def test_hostile_readmes_are_refused(
+    configs: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.io.splits.apart", apart)
+    monkeypatch.setattr("pipeline.io.splits._SECONDS", 3 if configs.startswith("a0") else 60)
+    source = repository(tmp_path / "repository", "a" * 30 + ".parquet", "b.parquet", readme=f"---\n{configs}\n---\n")
+    with pytest.raises(InputError, match=reason):
+        list_input(str(source))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"splits": 5}', "{", "[" * 20_000])
 def test_a_damaged_dataset(tmp_path: Path, content: str) -> None:
     source = repository(tmp_path / "repository", "a.parquet")
     (source / "dataset_dict.json").write_text(content)
@@ -205,7 +263,7 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(_registry, "hf", Stub)
     uri = "hf://datasets/owner/name"
-    with pytest.raises(InputError, match=r"several splits \(test, train\): set reading.split"):
+    with pytest.raises(InputError, match=r"several splits \(train, test\): set reading.split"):
         list_input(uri)
     ids, read, _ = staged(uri, tmp_path / "staged", split="train")
     assert ids == [["data/train-00000-of-00001.parquet:1"]]

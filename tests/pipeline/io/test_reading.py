@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from tests.support.staging import staged, write_input
 PROMPTS = [f"prompt {number}" for number in range(7)]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.txt", "a.jsonl.gz", "a.csv.gz", "a.txt.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.parquet", "a.csv", "a.tsv", "a.txt", "a.jsonl.gz", "a.csv.gz", "A.TXT.GZ"]
+)
 def test_every_format_gives_the_same_rows_and_names(tmp_path: Path, name: str) -> None:
     path = write_input(tmp_path / name, [{"prompt": prompt} for prompt in PROMPTS])
     ids, rows, problems = staged(path, tmp_path / "staged")
@@ -172,3 +175,91 @@ def test_a_dictionary_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: 
     pa.parquet.write_table(pa.table({"prompt": ["x"], "image": ["a" * (2 << 20)]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"column 'image' of .*a\.parquet has a dictionary of 2 MiB, and up to 1 MiB"):
         staged(tmp_path / "a.parquet", tmp_path / "staged")
+
+
+# Hostile files.
+
+
+def rewritten(path: Path, table: pa.Table) -> Iterator[Path]:
+    """The table's file, with one byte at a time changed, between its schema and its footer."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    schema = 16 + int.from_bytes(content[12:16], "little")
+    for place in range(schema, content.rindex(b"\xff\xff\xff\xff")):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        yield path
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+def test_a_changed_arrow_file_gives_its_own_bytes_or_an_error(kind: pa.DataType, tmp_path: Path) -> None:
+    """Each byte is changed in turn. A crash would end this process."""
+    texts = [f"prompt number {number}, which is long" for number in range(4)]
+    values = pa.array(texts).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(texts)
+    table = pa.table({"prompt": values.cast(kind)})
+    refused = 0
+    for path in rewritten(tmp_path / "a.arrow", table):
+        listing = list_input(str(path))
+        content = path.read_bytes()
+        try:
+            chunks = list(read_file(listing.filesystem, listing.files[0], 10))
+        except InputError:
+            refused += 1
+            continue
+        for value in (value for chunk in chunks for value in chunk.values("prompt")):
+            assert not isinstance(value, str) or value.encode() in content
+    assert refused > 50
+
+
+def test_a_value_that_cannot_be_is_no_damage(tmp_path: Path) -> None:
+    """At any depth: it is judged row by row."""
+    digits, moment = (pa.array([2**62, 1]).view(kind) for kind in (pa.decimal64(3), pa.date64()))
+    texts = pa.array([b"caf\xe9", b"x"]).view(pa.string())
+    columns = {
+        "prompt": pa.array(["a", "b"]),
+        "text": texts,
+        "view": texts.view(pa.binary()).cast(pa.binary_view()).view(pa.string_view()),
+        "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, 1]), texts, safe=False),
+        "list": pa.ListArray.from_arrays([0, 1, 2], texts),
+        "fixed": pa.FixedSizeListArray.from_arrays(texts, 1),
+        "struct": pa.StructArray.from_arrays([texts], ["x"]),
+        "map": pa.MapArray.from_arrays([0, 1, 2], texts, texts),
+        "json": pa.ExtensionArray.from_storage(pa.json_(), texts),
+        "numbers": pa.StructArray.from_arrays([digits, moment], ["decimal", "date"]),
+    }
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        table = pa.table(columns)
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    listing = list_input(str(tmp_path / "a.arrow"))
+    (chunk,) = read_file(listing.filesystem, listing.files[0], 10)
+    assert chunk.values("prompt") == ["a", "b"]
+    assert [isinstance(value, str) for value in chunk.values("text")] == [False, True]
+
+
+def test_columns_of_a_csv_are_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyarrow.csv.open_csv", None)
+    (tmp_path / "a.csv").write_text("\n\n" + ",".join(f"c{n}" for n in range(10_001)))
+    with pytest.raises(InputError, match=r"a\.csv has more than 10000 different columns"):
+        staged(tmp_path / "a.csv", tmp_path / "staged")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.gzip", "a.csv.gz"])
+def test_what_expands_without_end_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.io.reading._ALWAYS_READ", 20 << 20)
+    codec = "zstd" if name.endswith("zst") else "gzip"
+    with pa.CompressedOutputStream(str(tmp_path / name), codec) as stream:
+        stream.write(b"prompt\n")
+        for _ in range(64):
+            stream.write(b"\n" * (1 << 20))
+    listing = list_input(str(tmp_path / name))
+    with pytest.raises(InputError, match=r"looks like a decompression bomb|10000000 blank lines after line 1"):
+        list(read_file(listing.filesystem, listing.files[0], 10))
+
+
+@pytest.mark.parametrize("text", ['[\n {"prompt": "x"},\n {"prompt": "y"}\n]', '{\n "prompt": "x"\n}'])
+def test_one_json_value_over_many_lines_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(InputError, match=r"a\.json is one JSON value over many lines: write one object a line"):
+        staged(tmp_path / "a.json", tmp_path / "staged")

@@ -11,17 +11,21 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import WorkerCrashedError
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed
+from pipeline.errors import InputError, JobError
 from pipeline.generate.row_requests import row_sampling
+from pipeline.io.apart import apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import NoIdsError, find_prompts, list_input
 from pipeline.io.parts import PROBLEM_TYPE, StagedInput
-from pipeline.io.staging import StagingPlan, _say_what_chats_are, cut, expand, sample_seed, stage_files
+from pipeline.io.staging import StagingPlan, _say_what_chats_are, cut, expand, sample_seed, stage_files, staged_group
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
+from tests.support.damage import end_reader
 from tests.support.staging import staged, write_input
 
 # Rows of all files become parts of one size, the same every time.
@@ -94,6 +98,29 @@ def test_parts_hold_the_same_rows_however_they_come(tables: list[list[int]], row
     # None could have taken the next one's first row.
     for part, following in pairwise(parts):
         assert part.num_rows == rows or part.nbytes + following.slice(0, 1).nbytes > nbytes
+
+
+def test_workers_that_crash_are_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashed(_: object) -> None:
+        raise WorkerCrashedError
+
+    monkeypatch.setattr("ray.get", crashed)
+    monkeypatch.setattr("pipeline.io.listing.apart", apart)
+    write_input(tmp_path / "a.parquet", [{"prompt": "whole"}])
+    with pytest.raises(JobError, match="the input cannot be staged: The worker died"):
+        staged_group(None, list_input(str(tmp_path)))
+    end_reader(tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"/b\.parquet cannot be read: a process that tried ended by SIGABRT"):
+        staged_group(None, list_input(str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_file_that_ends_the_workers_that_stage_it(run: Run, tmp_path: Path) -> None:
+    write_input(tmp_path / "in" / "a.parquet", [{"prompt": "whole"}])
+    end_reader(tmp_path / "in" / "b.parquet")
+    done = run(tmp_path / "in")
+    assert done.code == 2
+    assert "/b.parquet cannot be read: a process that tried ended by SIGABRT" in done.error
 
 
 # Several texts a row, each with its own name and seed.

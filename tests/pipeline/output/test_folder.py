@@ -24,6 +24,15 @@ RESULTS = [
 ]
 
 
+def test_credentials_are_not_kept(tmp_path: Path) -> None:
+    file = locate(str(tmp_path)) / "run.json"
+    save_run(file, {"input": "s3://KEY:SECRET@bucket/in", "reading": {"format": "auto"}}, {}, state="running")
+    for name in ("run.json", "run.json.copy"):
+        kept = (tmp_path / name).read_text()
+        assert '"input": "s3://***@bucket/in"' in kept
+        assert "SECRET" not in kept
+
+
 def make(kind: str, root: Path, *files: str) -> Any:
     """Make the output of a job that means `THEIRS`, and put files into it."""
     folder = FOLDERS[kind](locate(str(root)))
