@@ -115,7 +115,7 @@ class Answers(EngineProcess):
     def __init__(
         self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any, now: datetime
     ) -> None:
-        self._sampling, self._ledger_actor, self._now = sampling, ledger, now
+        self._sampling, self._now = sampling, now
         super().__init__(spec, limits, ledger)
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
@@ -146,7 +146,7 @@ class Answers(EngineProcess):
         # A task that is tried again has the same id, and finds the rows that the engine before had finished.
         part = ray.get_runtime_context().get_task_id()
         outcomes = self._outcomes(part, {one.request_id: one for one in requests.values()}, lambda _: None)
-        self._ledger_actor.commit.remote(part)
+        self._ledger.commit(part)
         found = [outcomes.get(requests[place].request_id) if place in requests else None for place in range(len(block))]
         for place, one in enumerate(found):
             if one is not None and one.problem is not None:

@@ -37,7 +37,7 @@ from pipeline.output.batch_results import batch_bytes, write_batch
 from pipeline.output.columns import RunTraits, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
-from pipeline.output.part_files import PartsDatasink, compact
+from pipeline.output.part_files import commit_part, compact
 from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
@@ -243,6 +243,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         "ledger": ledger,
         "progress": board,
         "run": config.output,
+        "commit": partial(commit_part, job.output),
         "others": OtherTexts(job.output.data, shared=work.most_engines > 1),
         "learner": learner,
     }
@@ -265,7 +266,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         num_gpus=resources.gpus,
         fn_constructor_kwargs=engine,
     )
-    generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
+    generated.materialize()
 
 
 def _start_learner(job: Job, begins: Beginning) -> JobLearner:

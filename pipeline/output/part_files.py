@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
-from ray.data.datasource import Datasink
 
 from drafter.errors import printable
 from pipeline.command_line import say
 from pipeline.io.column_types import free_name, python_rows, whole
 from pipeline.io.files import Location, batches, in_parallel, parquet_rows, write_twice
-from pipeline.io.parts import Part, unpack
+from pipeline.io.parts import Part
 from pipeline.output.folder import CompactionPlan, OutputFolder
 
 ERROR_SCHEMA = pa.schema(
@@ -37,20 +35,6 @@ ERROR_SCHEMA = pa.schema(
     ]
 )
 """Columns of `errors/`: `input` is the row as it was read (JSON), `attempts` how often an engine had it."""
-
-
-@dataclass
-class PartsDatasink(Datasink[None]):
-    """Ray Data sink that commits the parts in its blocks, and calls `committed` with the name of each."""
-
-    output: OutputFolder
-    committed: Callable[[str], None] = lambda part: None
-
-    def write(self, blocks: Iterable[pa.Table], ctx: Any) -> None:
-        for block in blocks:
-            for part, rows in unpack(block):
-                commit_part(self.output, part, rows)
-                self.committed(part)
 
 
 def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:

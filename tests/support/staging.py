@@ -14,7 +14,7 @@ from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput, StagedParts, unpack
-from pipeline.io.staging import StagingPlan, stage_files
+from pipeline.io.staging import StagingPlan, stage_files, told_apart
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 
@@ -40,12 +40,17 @@ def write_input(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def staged_table(source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any) -> list[pa.Table]:
     """Stage an input in this process: the rows of each part, as the generation job reads them."""
+    return read_parts(staged_input(source, folder, rows_per_part, **settings))
+
+
+def staged_input(source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any) -> StagedInput:
+    """Stage an input in this process."""
     reading = ReadingConfig(**settings)
     listing = list_input(str(source), reading.format, reading.split, reading.subset)
     plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
     folder.mkdir(exist_ok=True)
     parts, seen = stage_files(listing, "00000", plan)
-    return read_parts(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)))
+    return told_apart(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)), plan)
 
 
 def staged(

@@ -74,10 +74,13 @@ def test_an_output_with_a_result_is_refused(kind: str, result: str, tmp_path: Pa
 @pytest.mark.slow
 def test_a_generation_that_failed_on_its_settings_is_mended_in_place(run: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}", "id": 1} for n in range(3)])
-    refused = run(source, "--reading.id_column", "id")
+    refused = run(source)
     assert "1 ids stand for several rows" in refused.error
-    mended = run(source)
+    mended = run(source, "--reading.id_column", "")
     assert mended.code == 0, mended.stderr
     assert [row["request_id"] for row in mended.rows] == [f"in.jsonl:{line}" for line in (1, 2, 3)]
     # Now there are results.
-    assert "sampling.temperature was 0.0, is now 0.5" in run(source, "--sampling.temperature", 0.5).error
+    assert (
+        "sampling.temperature was 0.0, is now 0.5"
+        in run(source, "--reading.id_column", "", "--sampling.temperature", 0.5).error
+    )

@@ -15,10 +15,9 @@ from pyarrow import fs
 
 from pipeline.io.column_types import replace_column
 from pipeline.io.files import Location, locate
-from pipeline.io.parts import Part, pack
+from pipeline.io.parts import Part
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import (
-    PartsDatasink,
     ResultFile,
     commit_part,
     compact,
@@ -128,18 +127,6 @@ def test_a_part_of_only_errors_is_committed_too(output: OutputFolder, tmp_path: 
     commit_part(output, "p1", generated_rows("p1", [{"prompt": ""}], [BAD_PROMPT]))
     assert output.committed() == {"p1"}
     assert read_rows(tmp_path / "data" / "p1.parquet") == []
-
-
-def test_the_writer_commits_every_part_and_says_so(output: OutputFolder) -> None:
-    rows = [{"prompt": "a"}]
-    blocks = [
-        pack([("p1", generated_rows("p1", rows, [None])), ("p2", generated_rows("p2", rows, [None]))]),
-        pack([("p3", generated_rows("p3", rows, [None]))]),
-    ]
-    told: list[str] = []
-    PartsDatasink(output, told.append).write(blocks, None)
-    assert output.committed() == {"p1", "p2", "p3"}
-    assert told == ["p1", "p2", "p3"]
 
 
 # Torn files are found by footers and sums, and no whole part is made again.
