@@ -34,6 +34,22 @@ LEASE_FILE = "_lease.json"
 HEAD_CONFIG = "config.json"
 
 
+_CARD = """\
+---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+---
+
+# Generated rows
+
+`data/` has the rows of a generation job: the columns of its input, and what the model answered. `run.json` says how
+they were made. `errors/` has the rows that failed, with the reasons.
+"""
+
+
 @dataclass(frozen=True)
 class CompactionPlan:
     """Plan of merging parts' files, by the name of the merged file; all names are without suffixes."""
@@ -65,6 +81,7 @@ class OutputFolder:
     lease = _Below(LEASE_FILE)
     compaction_file = _Below("_compaction.json")
     run_file = _Below(RUN_FILE)
+    card = _Below("README.md")
     status_file = _Below("status.json")
     learner_state = _Below("_learner.safetensors")  # for resuming; its record is `learning_file`
     learning_file = _Below("learning.json")
@@ -74,6 +91,15 @@ class OutputFolder:
     def create(self) -> None:
         """Make the folders, or raise `InputError`."""
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
+
+    def describe(self) -> None:
+        """Write the card by which `datasets` and the hub find the rows, unless there is a README."""
+        if not self.card.exists:
+            self.card.write_text(_CARD)
+
+    def name_of(self, place: Location) -> str:
+        """Return a file's path within the output."""
+        return place.path.removeprefix(f"{self.root.path.rstrip('/')}/")
 
     def delete_temporary(self) -> None:
         """Delete partially written files of earlier submissions. The caller must hold the lease."""

@@ -90,10 +90,20 @@ class ResultFile:
 
 
 def is_whole(output: OutputFolder, parts: Sequence[Part]) -> bool:
-    """Return whether an output holds all rows of all parts undamaged."""
-    files = result_files(output)
+    """Return whether an output holds all rows of all parts undamaged and once.
+
+    A process of an earlier submission that was cut off may have written a part again after it was merged or replaced.
+    """
+    files, rows = result_files(output), _rows(parts)
     committed = {part for file in files if file.commits for part in file.parts}
-    return not torn_files(files, _rows(parts)) and committed.issuperset(part.name for part in parts)
+    once = sum(file.rows or 0 for file in files) == sum(rows.values())
+    return once and committed >= rows.keys() and not torn_files(files, rows)
+
+
+def foreign_files(output: OutputFolder, parts: Sequence[Part]) -> list[str]:
+    """Return the names of files in `data/` and `errors/` that belong to no part."""
+    known = _rows(parts).keys()
+    return [output.name_of(file.place) for file in result_files(output) if not file.parts <= known]
 
 
 def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
@@ -101,7 +111,7 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
     torn = torn_files(result_files(output), _rows(parts))
     if not torn:
         return
-    names = ", ".join(file.place.path.removeprefix(f"{output.root.path}/") for file in torn[:_SHOWN])
+    names = ", ".join(output.name_of(file.place) for file in torn[:_SHOWN])
     more = f" and {len(torn) - _SHOWN} others" if len(torn) > _SHOWN else ""
     say(f"results that are not whole are made again: {printable(names)}{more}")
     for file in torn:
