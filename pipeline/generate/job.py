@@ -102,7 +102,6 @@ def generate(config: GenerateConfig) -> None:
     with stopping, lease, StatusFile(output.status_file) as status:
         if take_output(config.output, output, job.meaning):
             job.save_run("running")
-        output.describe()
         last = _finish(job, stopping, status)
     said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
     print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds, said), flush=True)
@@ -135,6 +134,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
         facts[SPECULATION] = speculation_record(last.choices)
     if last.learning is not None:
         facts[LEARNING] = asdict(last.learning)
+    output.describe()
     job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
     return last
 

@@ -22,6 +22,7 @@ import ray
 from drafter.errors import one_line
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowProblem
+from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
     free_name,
@@ -173,7 +174,7 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
             "place": pa.array(places, pa.string()),
             "seed_name": pa.array(seed_names, pa.string()),
             "asked": pa.array(asked, pa.string()),
-            "row": whole(chunk.columns.to_struct_array()),
+            "row": whole(with_column_notes(chunk.columns).to_struct_array()),
             "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
         }
     )

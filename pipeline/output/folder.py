@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,6 +40,7 @@ _CARD = """\
 ---
 configs:
 - config_name: default
+  description: rows of -
   data_files:
   - split: train
     path: data/*.parquet
@@ -48,6 +51,7 @@ configs:
 `data/` has the rows of a generation job: the columns of its input, and what the model answered. `run.json` says how
 they were made. `errors/` has the rows that failed, with the reasons.
 """
+_EDITION = re.compile(r"(?m)^(  description: rows of ).*$")
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,16 @@ class OutputFolder:
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
 
     def describe(self) -> None:
-        """Write the card by which `datasets` and the hub find the rows, unless there is a README."""
-        if not self.card.exists:
-            self.card.write_text(_CARD)
+        """Write the card by which `datasets` and the hub find the rows; a README of the user's own stays as it is."""
+        # The cache of `datasets` knows a folder with a card by its name and card alone, whatever the files hold.
+        edition = f"{datetime.now(UTC).isoformat(timespec='seconds')} {uuid.uuid4().hex[:8]}"
+        try:
+            text = self.card.read_text() if self.card.exists else _CARD
+        except ValueError:  # it is no text
+            return
+        new = _EDITION.sub(rf"\g<1>{edition}", text)
+        if new != text:
+            self.card.write_text(new)
 
     def name_of(self, place: Location) -> str:
         """Return a file's path within the output."""

@@ -20,6 +20,7 @@ import pyarrow.parquet
 
 from drafter.errors import printable
 from pipeline.command_line import say
+from pipeline.io.column_notes import with_schema_notes
 from pipeline.io.column_types import free_name, python_rows, whole
 from pipeline.io.files import Location, batches, in_parallel, parquet_rows, write_twice
 from pipeline.io.parts import Part
@@ -49,7 +50,7 @@ def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
 
 
 def data_table(rows: pa.Table) -> pa.Table:
-    """Return the finished rows, flat: `request_id`, the input's columns, the generated ones.
+    """Return the finished rows, flat: `request_id`, the input's columns with notes about them, the generated ones.
 
     An input column with another one's name becomes `input_NAME`.
     """
@@ -57,10 +58,11 @@ def data_table(rows: pa.Table) -> pa.Table:
     given, generated = whole(finished["row"]), whole(finished["generated"])
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
     taken = {"request_id", *ours}
+    fields = [field.with_name(free_name(field.name, taken, theirs)) for field in given.type]
     columns = {"request_id": finished["request_id"]}
-    columns |= zip((free_name(name, taken, theirs) for name in theirs), given.flatten(), strict=True)
+    columns |= zip((field.name for field in fields), given.flatten(), strict=True)
     columns |= zip(ours, generated.flatten(), strict=True)
-    return pa.table(columns)
+    return with_schema_notes(pa.table(columns), fields)
 
 
 def error_table(rows: pa.Table) -> pa.Table:
