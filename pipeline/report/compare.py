@@ -164,12 +164,12 @@ def compare_or_audit(config: CompareConfig) -> int:
 def _compare(config: CompareConfig, second_uri: str) -> None:
     outputs = [open_output(uri) for uri in (config.first, second_uri)]
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
-    columns = _COLUMNS if scorer is None else None
-    found = compare_rows(*(rows_of(output, columns) for output in outputs), scorer, config.examples)
+    first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
+    found = compare_rows(first, second, scorer, config.examples)
     if not found.rows:
-        columns = None if columns is None else (*columns, _PROMPT)
-        rows = (paired_by_prompt(rows_of(output, columns)) for output in outputs)
-        found = compare_rows(*rows, scorer, config.examples, by=_PAIR)
+        columns = None if scorer else (*_COLUMNS, _PROMPT)
+        first, second = (paired_by_prompt(rows_of(output, columns)) for output in outputs)
+        found = compare_rows(first, second, scorer, config.examples, by=_PAIR)
         if not found.rows:
             raise InputError(
                 f"{config.first} and {second_uri} have no row in common, by its name (request_id) or its prompt's "

@@ -114,7 +114,8 @@ def lm(model: Path) -> Iterator[SpeculativeLM]:
 
 def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, now: datetime) -> Answers:
     """A stage in this process, whose engine answers each prompt with its number of tokens."""
-    stage: Any = Answers.__new__(Answers)
+    made = Answers.__new__(Answers)
+    stage: Any = made
     stage.failure, stage._lm, stage._now, stage._row_seconds = None, lm, now, None
     stage._sampling, stage._columns = (
         SamplingParams(),
@@ -132,7 +133,7 @@ def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, now: datetime
     stage._outcomes = outcomes
     context = SimpleNamespace(get_task_id=lambda: "part")
     monkeypatch.setattr("pipeline.dataset.processor.ray.get_runtime_context", lambda: context)
-    return stage
+    return made
 
 
 def test_token_ids_are_prompts(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM) -> None:
