@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from drafter.requests import hashed_seed
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput, StagedParts, unpack
-from pipeline.io.staging import StagingPlan, stage_files, told_apart
+from pipeline.io.staging import StagingPlan, content_hash, stage_files, told_apart
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 
@@ -61,6 +63,11 @@ def staged(
     whole = pa.concat_tables(tables).to_pylist()
     problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}
     return [table["request_id"].to_pylist() for table in tables], [row["row"] for row in whole], problems
+
+
+def content_seed(seed: int, **asked: Any) -> int:
+    """The seed of a row without an id, by what it asks for."""
+    return hashed_seed(seed, content_hash(json.dumps(asked, ensure_ascii=False)).hex())
 
 
 def read_parts(staged: StagedInput) -> list[pa.Table]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 from pyarrow import fs
 
@@ -172,27 +170,6 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
     done = run(source, *settings, output=out)
     assert f"{len(prompts) - 25 * second} of {len(prompts)} rows to generate" in done.stderr
     assert_whole(done, lm, prompts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("raylet", "the raylet"), ("gcs_server", "the GCS")])
-def test_a_job_whose_ray_ends_says_so(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")  # a cluster of its own
-    source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS * 20]), tmp_path / "out"
-    command = ["-m", "jobs.generate", "--input", source, "--output", out, "--model", model, "--drafter", "none"]
-    command += ["--writing.rows_per_file", "10", "--engine.max_num_seqs", "2", "--engine.num_draft_tokens", "0"]
-    with driver(*command, stderr=subprocess.PIPE) as job:
-        wait_until(lambda: job.poll() is not None or committed(out) >= 2, "two files")
-        (process,) = [one for one in psutil.Process(job.pid).children(recursive=True) if one.name() == name]
-        process.kill()
-        printed = job.communicate(timeout=PATIENCE)[1]
-    assert job.returncode == 1, printed
-    last = printed.splitlines()[-1]
-    assert last.startswith("error: the job failed: Ray's ")
-    assert last.endswith(f"({what}) has ended; submit it again to go on")
-    assert json.loads((out / "status.json").read_text())["state"] == "failed"
 
 
 def committed(out: Path) -> int:
