@@ -43,7 +43,7 @@ from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
 from drafter.text.conversation import Conversation, Messages
-from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, tokenise
+from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_half_characters, tokenise
 
 logger = logging.getLogger(__name__)
 
@@ -199,11 +199,12 @@ class SpeculativeLM:
                 or the tokeniser cannot take a special token's text in a message as text.
         """
         prompt = cast(Prompt, plain(prompt))
+        if is_tokens(prompt):
+            return [int(token) for token in prompt]
+        refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
         if isinstance(prompt, str):
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
-        if is_tokens(prompt):
-            return [int(token) for token in prompt]
         if not (isinstance(prompt, Conversation) or is_chat(prompt)):
             raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
         if self.tokenizer.chat_template is None:

@@ -67,6 +67,11 @@ def hashed_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") % SEEDS
 
 
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of a sample of a prompt with a seed of its own, which is the first sample's."""
+    return hashed_seed(seed, f"#{sample}") if sample else seed
+
+
 Settings = TypeVar("Settings")
 
 

@@ -65,7 +65,7 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except (JobError, OSError) as error:  # the latter is storage that is full, or cannot be reached
-        print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
+        say(failure_line(error))
         return 1
     except JobStopped as stopped:
         print(f"stopped: {one_line(stopped)}; submit the job again to go on", file=sys.stderr)
@@ -73,6 +73,11 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
     except KeyboardInterrupt:
         print("interrupted; submit the job again to go on", file=sys.stderr)
         return 130
+
+
+def failure_line(error: Exception | str) -> str:
+    """Return the last line of a job that failed on the way: exit code 1."""
+    return f"error: the job failed: {one_line(error)}; submit it again to go on"
 
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:

@@ -98,7 +98,8 @@ class ReadingConfig:
         subset: Subset of a Hugging Face dataset; by default the only one, or the one that its README makes the default.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
-        id_column: Column of unique row names; by default `id`, where it has them, or else a row's file and line.
+        id_column: Column of unique row names, by default `id`. Where there is none, and with an empty text, rows are
+            named by file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
         date: Date or time for chat templates, as in 2026-03-31 or 2026-03-31T12:00; by default that of the job's start.

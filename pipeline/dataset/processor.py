@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -18,6 +19,7 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import RequestError, one_line, unknown_setting
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
+from drafter.text.tokenizers import refuse_half_characters
 from pipeline.cluster.ray_cluster import Cluster, connect, share_out
 from pipeline.engines.engine_actor import EngineProcess, engine_pool
 from pipeline.engines.ledger import Ledger
@@ -25,7 +27,7 @@ from pipeline.engines.models import EngineSpec, fed
 from pipeline.errors import InputError, RowError
 from pipeline.generate.config import LoadingConfig
 from pipeline.generate.row_requests import row_conversation, row_sampling
-from pipeline.io.reading import without_nulls
+from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, ResourcesConfig, WritingConfig
 
@@ -116,7 +118,7 @@ class Answers(EngineProcess):
     def __init__(
         self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any, now: datetime
     ) -> None:
-        self._sampling, self._ledger_actor, self._now = sampling, ledger, now
+        self._sampling, self._now = sampling, now
         super().__init__(spec, limits, ledger)
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
@@ -147,12 +149,12 @@ class Answers(EngineProcess):
         # A task that is tried again has the same id, and finds the rows that the engine before had finished.
         part = ray.get_runtime_context().get_task_id()
         outcomes = self._outcomes(part, {one.request_id: one for one in requests.values()}, lambda _: None)
-        self._ledger_actor.commit.remote(part)
+        self._ledger.commit(part)
         found = [outcomes.get(requests[place].request_id) if place in requests else None for place in range(len(block))]
         for place, one in enumerate(found):
             if one is not None and one.problem is not None:
                 problems[place] = one.problem["message"]
-        generated = pa.array([None if one is None else one.generated for one in found], columns_type(self._columns))
+        generated = pa.array([None if one is None else one.generated for one in found], added)
         if "seed" in block.column_names:
             block = block.drop_columns(["seed"])
         for column, values in zip(added, generated.flatten(), strict=True):  # null where the row is
@@ -162,12 +164,19 @@ class Answers(EngineProcess):
 
     def _requests(self, block: pa.Table, kind: str) -> tuple[dict[int, Request], dict[int, str]]:
         """Return requests and errors by the rows' places."""
-        rows = block.select([name for name in block.column_names if name in _READ]).to_pylist()
+        chunk = Chunk(block, list(range(len(block))))
+        columns = {name: chunk.values(name) for name in block.column_names if name in _READ}
         requests, problems = {}, {}
-        for place, row in enumerate(map(without_nulls, rows)):
+        prompts = Counter[str]()
+        for place in range(len(block)):
+            row = {name: values[place] for name, values in columns.items()}
             try:
+                for name, value in row.items():
+                    if isinstance(value, UnreadableValueError):
+                        raise RowError("BadPrompt", f"column {name!r} cannot be read: {value}")
+                refuse_half_characters(row)
                 ids = self._encode(row, kind)
-                name = self._name(row, place, ids)
+                name = self._name(row, ids, prompts)
                 sampling = row_sampling(self._sampling, name, row, _SETTINGS)
                 requests[place] = Request(ids, sampling, f"{place}:{name}", self._row_seconds)
             except (RowError, RequestError) as error:
@@ -180,12 +189,14 @@ class Answers(EngineProcess):
         return self._lm.encode(row_conversation(row, kind) if kind == "messages" else row[kind], now=self._now)
 
     @staticmethod
-    def _name(row: Mapping[str, Any], place: int, ids: list[int]) -> str:
-        """Return what a row's seed follows from: its name, or its place in the batch and its prompt."""
+    def _name(row: Mapping[str, Any], ids: list[int], prompts: Counter[str]) -> str:
+        """Return what a row's seed follows from: its name, or its prompt and the number of such rows in `prompts`."""
         given = next((row[name] for name in _NAMES if row.get(name) is not None), None)
         if given is not None:
             return str(given)
-        return f"{place}#{hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()}"
+        prompt = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()
+        prompts[prompt] += 1
+        return f"{prompt}+{prompts[prompt] - 1}"
 
     def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
         return column_values(generation, request, self._traits, self._columns)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: parts of requests in, parts of generated rows out.
+"""An engine in a process of its own: parts of requests in, committed parts of generated rows out.
 
 The feeder keeps slightly more rows in the engine than there are slots, starts long rows first, and runs rows that may
 have killed an engine alone. One thread submits rows after the ledger has recorded them, so the ledger's rows inside an
@@ -31,7 +31,7 @@ from pipeline.engines.ledger import RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import JobError, ProblemType, RowError
-from pipeline.io.parts import pack, unpack, with_problems
+from pipeline.io.parts import unpack, with_problems
 from pipeline.learning.job_learner import find_learner
 from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
 from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
@@ -119,7 +119,13 @@ class EngineProcess:
 
 
 class EngineActor(EngineProcess):
-    """Turns parts of requests into parts of generated rows. `learner` names a `LearnerActor`, which may start later."""
+    """Generates and commits parts of requests.
+
+    Args:
+        commit: Writes a part's rows for good. The engine does it itself: a stage of Ray Data for it would wait until
+            the stages before it leave it a core, and fall behind by more parts than it has written.
+        learner: Name of a `LearnerActor`, which may start later.
+    """
 
     def __init__(
         self,
@@ -129,13 +135,14 @@ class EngineActor(EngineProcess):
         ledger: Any,
         progress: Any,
         run: str,
+        commit: Callable[[str, pa.Table], None],
         others: OtherTexts,
         learner: str | None = None,
     ) -> None:
         from drafter.evaluation.environment import device_name
         from pipeline.learning.feed import LearningFeed
 
-        self._progress = progress
+        self._progress, self._commit = progress, commit
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
         super().__init__(spec, limits, ledger)
         if self.failure is not None:
@@ -157,15 +164,24 @@ class EngineActor(EngineProcess):
             LearningFeed(self._lm, partial(find_learner, learner)).start()
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Generate the parts in a block, or raise `LoadError` or `JobError` if no other process could, either."""
+        """Generate and commit the parts in a block, and return their names.
+
+        Raises:
+            LoadError: The models cannot be loaded, by no other process either.
+            JobError: The engine's process ends again and again.
+            OSError: A part cannot be written.
+        """
         if self.failure is not None:
             raise self.failure
-        return pack((part, self._generate(part, rows)) for part, rows in unpack(block))
+        for part, rows in unpack(block):
+            self._generate(part, rows)
+        return block.select(["part"])
 
-    def _generate(self, part: str, rows: pa.Table) -> pa.Table:
+    def _generate(self, part: str, rows: pa.Table) -> None:
         problems = rows["problem"].to_pylist()
         errors = sum(problem is not None for problem in problems)
-        outcomes = self._outcomes(part, self._requests(rows, problems), partial(self._report, part, errors))
+        report = partial(self._report, part, errors)
+        outcomes = self._outcomes(part, self._requests(rows, problems), report)
         found = [outcomes.get(name) for name in rows["request_id"].to_pylist()]
         problems = [one.problem if one else before for one, before in zip(found, problems, strict=True)]
         for problem in filter(None, problems):
@@ -173,7 +189,9 @@ class EngineActor(EngineProcess):
         generated = pa.array([one.generated if one else None for one in found], columns_type(self._columns))
         self._beat()  # the job may end before the next one
         rows = with_problems(rows, problems).drop_columns(["prompt_ids", "sampling"])
-        return rows.append_column("generated", generated)
+        self._commit(part, rows.append_column("generated", generated))
+        self._ledger.commit(part)
+        report(outcomes)
 
     def _requests(self, rows: pa.Table, problems: list[Any]) -> dict[str, Request]:
         columns = (rows[name].to_pylist() for name in ("request_id", "prompt_ids", "sampling"))
@@ -189,7 +207,7 @@ class EngineActor(EngineProcess):
         return column_values(generation, request, self._traits, self._columns)
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:
-        """Report a part's progress; the engine never sees the `errors` among its rows."""
+        """Report a part's progress, the whole part once it is committed; `errors` are rows no engine ever sees."""
         generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
         rows = errors + len(outcomes)
         tokens, steps = (sum(row[name] for row in generated) for name in ("num_output_tokens", "num_decode_steps"))
@@ -303,7 +321,7 @@ class Feeder:
         """Generate a part, and return outcomes by `request_id`. Thread-safe.
 
         Args:
-            report: Called now and then with the outcomes so far, and once with all.
+            report: Called now and then with the outcomes so far, but not with all of them.
 
         Raises:
             JobError: The part is being generated already: its rows would never all come back to both calls.
@@ -336,15 +354,15 @@ class Feeder:
             self._changed.notify_all()
 
     def _wait(self, opened: _OpenPart, report: Report) -> dict[str, RowOutcome]:
-        done = False
-        while not done:
+        while True:
             with self._changed:
                 self._changed.wait_for(lambda: opened.done or self._failure is not None, _REPORT_SECONDS)
                 if self._failure is not None:
                     raise self._failure
                 outcomes, done = dict(opened.outcomes), opened.done
+            if done:
+                return outcomes
             report(outcomes)
-        return outcomes
 
     def _run(self) -> None:
         try:

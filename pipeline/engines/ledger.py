@@ -158,7 +158,7 @@ def _too_many_deaths(deaths: int) -> RowProblem:
 
 
 class RemoteLedger:
-    """Client of the `Ledger` actor for this process's engine; every call waits for the answer."""
+    """Client of the `Ledger` actor for this process's engine; calls wait for the answer."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -177,6 +177,10 @@ class RemoteLedger:
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
         outcomes, deaths = ray.get(self._actor.open_part.remote(part, wanted))
         return outcomes, deaths
+
+    def commit(self, part: str) -> None:
+        """Forget a part that is written for good; the one call that waits for no answer."""
+        self._actor.commit.remote(part)
 
     def exchange(self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]) -> bool:
         return bool(ray.get(self._actor.exchange.remote(self._engine, left, entering)))

@@ -53,6 +53,11 @@ class Job:
         """True if an input row may become several, named `ID#0`, `ID#1`, …."""
         return self.prompts.kind == "openai" or self.config.reading.samples > 1
 
+    @property
+    def drawn(self) -> bool:
+        """True if a row's tokens may depend on its seed."""
+        return "draw" in self.meaning
+
     def engine_facts(self) -> dict[str, Any]:
         """Read the engines' facts from `run.json`; all None before an engine has reported."""
         run = read_run(self.output.run_file)

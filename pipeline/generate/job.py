@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,17 +14,19 @@ import pyarrow as pa
 import pyarrow.dataset
 import ray
 
-from drafter.errors import one_line, without_secrets
+from drafter.errors import one_line, printable, without_secrets
 from pipeline.cluster.ray_cluster import (
     HELPER_CPUS,
     ActorResources,
+    Cluster,
     connect,
     quiet_ray_data,
     share_out,
     start_beside_driver,
     takes,
+    watched,
 )
-from pipeline.command_line import say
+from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
 from pipeline.engines.models import EngineSpec, fed, model_name
 from pipeline.errors import InputError, JobError
@@ -37,7 +40,7 @@ from pipeline.output.batch_results import batch_bytes, write_batch
 from pipeline.output.columns import RunTraits, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
-from pipeline.output.part_files import PartsDatasink, compact
+from pipeline.output.part_files import commit_part, compact, foreign_files
 from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
@@ -50,6 +53,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
 
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,11 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     compact(output, None if compact_mb is None else int(compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
-        found = f"{rows} finished and {errors} failed rows"
-        raise JobError(f"output {job.config.output} has {found} instead of {staged.rows} in all: choose another output")
+        foreign = ", ".join(map(printable, foreign_files(output, staged.parts)[:_SHOWN]))
+        raise JobError(
+            f"output {job.config.output} has {rows} finished and {errors} failed rows instead of {staged.rows} in all"
+            + (f", some in files that are no part of it: take {foreign} away" if foreign else "")
+        )
     # Some reports may have been lost, so the files tell how many rows there are.
     before = staged.rows - last.rows
     status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
@@ -127,6 +134,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
         facts[SPECULATION] = speculation_record(last.choices)
     if last.learning is not None:
         facts[LEARNING] = asdict(last.learning)
+    output.describe()
     job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
     return last
 
@@ -134,10 +142,25 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
 def _stage_and_generate(
     job: Job, staged: StagedInput | None, stopping: Stopping, status: StatusFile
 ) -> tuple[StagedInput, Progress]:
-    learning = job.config.learning
     job.save_run("running", **job.engine_facts())
     cluster = connect()
     stopping.take_over()
+    with watched(cluster, partial(_give_up, status)):
+        return _on_cluster(job, staged, cluster, stopping, status)
+
+
+def _give_up(status: StatusFile, why: str) -> None:
+    # Without Ray no `with` block could be left in order: each would ask it for something. Committed parts stay.
+    error = JobError(why)
+    say(failure_line(error))
+    status.end(error)
+    os._exit(1)
+
+
+def _on_cluster(
+    job: Job, staged: StagedInput | None, cluster: Cluster, stopping: Stopping, status: StatusFile
+) -> tuple[StagedInput, Progress]:
+    learning = job.config.learning
     begins = None
     if learning.enabled:
         from pipeline.learning.config import beginning
@@ -243,6 +266,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         "ledger": ledger,
         "progress": board,
         "run": without_secrets(config.output),
+        "commit": partial(commit_part, job.output),
         "others": OtherTexts(job.output.data, shared=work.most_engines > 1),
         "learner": learner,
     }
@@ -265,7 +289,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         num_gpus=resources.gpus,
         fn_constructor_kwargs=engine,
     )
-    generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
+    generated.materialize()
 
 
 def _start_learner(job: Job, begins: Beginning) -> JobLearner:

@@ -7,12 +7,11 @@ The new list is one file, so the change is atomic; the next submission deletes r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -24,9 +23,9 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.io.files import Location
-from pipeline.io.listing import NoIdsError, read_apart
-from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type
-from pipeline.io.staging import StagingPlan, read_rows
+from pipeline.io.listing import read_apart
+from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
+from pipeline.io.staging import StagingPlan, content_hash, read_rows, refuse_shared_ids, repeats
 from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type
 from pipeline.output.folder import OutputFolder, read_run
@@ -70,17 +69,21 @@ def reopen(job: Job) -> StagedInput | None:
     mend_list(output.staged)
     delete_strays(output, staged)
     discard_torn(output, staged.parts)
-    if staged.format != STAGED_FORMAT and staged.without(output.committed()):
+    if staged.format != STAGED_FORMAT and (staged.source != job.source or staged.without(output.committed())):
         if output.has_results():
-            raise InputError(
-                f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
-                "go on with that release, or choose another output"
-            )
+            raise _older(job)
         return None  # nothing is lost by staging the input again
     if staged.source != job.source and not output.has_results():
         output.forget_job()
         return None
     return staged
+
+
+def _older(job: Job) -> InputError:
+    return InputError(
+        f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
+        "go on with that release, or choose another output"
+    )
 
 
 def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
@@ -104,9 +107,15 @@ def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
 
 @dataclass(frozen=True)
 class AskedRow:
-    """Identity of a row's request. `key` is a hash of its prompt, its own settings and its sample number."""
+    """A row's request.
+
+    Args:
+        seed_name: What its seed follows from; None where it has a problem.
+        key: A hash of its prompt, its own settings and its sample number.
+    """
 
     name: str
+    seed_name: str | None
     key: bytes
 
 
@@ -129,27 +138,28 @@ class Changes:
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
     """Yield the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, …."""
-    columns = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
-    for name, asked, problem in zip(*columns, strict=True):
+    columns = (rows[name].to_pylist() for name in ("request_id", "seed_name", "asked", "problem"))
+    for name, seed_name, asked, problem in zip(*columns, strict=True):
         sample = name.rpartition("#")[2] if several else ""
-        text = f"{sample} {json.dumps(problem) if asked is None else asked}"
-        yield AskedRow(name, hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+        yield AskedRow(name, seed_name, content_hash(f"{sample} {json.dumps(problem) if asked is None else asked}"))
 
 
-def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | None]:
-    """Match each current row to an old one with the same request, at best of the same name. Each index is used once."""
-    by_name = {row.name: index for index, row in enumerate(before)}
-    named = [(by_name.get(row.name), row) for row in now]
-    found = [index if index is not None and before[index].key == row.key else None for index, row in named]
-    taken = set(found)
-    free: dict[bytes, deque[int]] = defaultdict(deque)
-    for index, row in enumerate(before):
-        if index not in taken:
-            free[row.key].append(index)
-    return [
-        free[row.key].popleft() if index is None and free.get(row.key) else index
-        for index, row in zip(found, now, strict=True)
-    ]
+def match(before: Sequence[AskedRow], now: Sequence[AskedRow], *, drawn: bool) -> list[int | None]:
+    """Match each current row to an old one with the same request, at best of the same seed. Each index is used once.
+
+    Where tokens are `drawn`, another seed would give others, so that only a row of the same seed matches.
+    """
+    found: list[int | None] = [None] * len(now)
+    identities: list[Callable[[AskedRow], Hashable]] = [lambda row: (row.seed_name, row.key), lambda row: row.key]
+    for identity in identities[:1] if drawn else identities:
+        taken, free = set(found), defaultdict[Hashable, deque[int]](deque)
+        for index, row in enumerate(before):
+            if index not in taken:
+                free[identity(row)].append(index)
+        for place, row in enumerate(now):
+            if found[place] is None and free.get(identity(row)):
+                found[place] = free[identity(row)].popleft()
+    return found
 
 
 def compare(
@@ -237,9 +247,11 @@ def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
 def staged_rows(staged: StagedInput, *, several: bool) -> list[AskedRow]:
     """Read the requests of all staged rows, without those of damaged parts."""
     damaged = {part.name for part in staged.damaged(staged.parts)}
-    columns = ["request_id", "asked", "problem"]
-    whole = (staged.file(part) for part in staged.parts if part.name not in damaged)
-    return [row for file in whole for row in asked_rows(file.read_parquet(columns), several=several)]
+    columns = ["request_id", "seed_name", "asked", "problem"]
+    tables = (
+        with_repeats(staged.file(part).read_parquet(columns), part) for part in staged.parts if part.name not in damaged
+    )
+    return [row for table in tables for row in asked_rows(table, several=several)]
 
 
 def grow(job: Job, before: StagedInput, now: StagedInput, columns: Sequence[OutputColumn]) -> None:
@@ -254,7 +266,7 @@ def grow(job: Job, before: StagedInput, now: StagedInput, columns: Sequence[Outp
     """
     output, results = job.output, Results(job.output, before)
     rows_before, rows_now = (staged_rows(one, several=job.several) for one in (before, now))
-    found = match(rows_before, rows_now)
+    found = match(rows_before, rows_now, drawn=job.drawn)
     changes = compare(rows_before, rows_now, found, results.done)
     if not changes.kept and results.done:
         raise InputError(
@@ -305,18 +317,24 @@ def dry_run(job: Job) -> Changes:
     """Compare the input with the output's, without writing anything."""
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
     read_apart(job.listing)
-    try:
-        now = _read_asked(job, plan)
-    except NoIdsError:
-        now = []
-    if len({row.name for row in now}) < len(now) or not now:
-        now = _read_asked(job, replace(plan, prompts=replace(job.prompts, id_column=None)))
+    now = _read_asked(job, plan)
     before = StagedInput.load(job.output.staged)
     if before is None:
         return compare([], now, [None] * len(now), ())
+    if before.format != STAGED_FORMAT:
+        raise _older(job)
     rows = staged_rows(before, several=job.several)
-    return compare(rows, now, match(rows, now), Results(job.output, before).done)
+    return compare(rows, now, match(rows, now, drawn=job.drawn), Results(job.output, before).done)
 
 
 def _read_asked(job: Job, plan: StagingPlan) -> list[AskedRow]:
-    return [row for table in read_rows(job.listing, plan) for row in asked_rows(table, several=job.several)]
+    tables = list(read_rows(job.listing, plan))
+    asked = [row for table in tables for row in asked_rows(table, several=job.several)]
+    if job.prompts.id_column is not None:
+        refuse_shared_ids(pa.concat_tables(table.select(["request_id", "place"]) for table in tables), plan)
+        return asked
+    numbered = zip(asked, repeats(row.seed_name for row in asked), strict=True)
+    return [
+        replace(row, seed_name=f"{row.seed_name}+{number}") if number and row.seed_name else row
+        for row, number in numbered
+    ]

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from drafter.errors import PromptTooLongError, RequestError, shown, unknown_setting
-from drafter.requests import SEEDS, SamplingParams, hashed_seed
+from drafter.requests import SEEDS, SamplingParams, hashed_seed, sample_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
@@ -25,7 +25,7 @@ from pipeline.errors import RowError, RowProblem
 from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
-from pipeline.io.staging import SAMPLE_COLUMN, SEED_COLUMN, sample_seed
+from pipeline.io.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, Prompt
 from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
@@ -35,12 +35,12 @@ _EXACT_FLOATS = 2**53  # integers below are exact as floats
 
 
 def row_sampling(
-    defaults: SamplingParams, request_id: str, row: dict[str, Any], column: str, sample: int = 0
+    defaults: SamplingParams, seed_name: str, row: dict[str, Any], column: str, sample: int = 0
 ) -> SamplingParams:
     """Return a row's settings: the run's, overridden by its `seed` column and then by `column`.
 
     Args:
-        request_id: The row's name, from which the seed follows if the row has none.
+        seed_name: What the seed follows from if the row has none.
         sample: Index of the sample among the row's samples.
 
     Raises:
@@ -48,7 +48,7 @@ def row_sampling(
     """
     own = _own_settings(row.get(column), column)
     own_seed = own.get("seed", _column_seed(row.get(SEED_COLUMN)))
-    own["seed"] = hashed_seed(defaults.seed, request_id) if own_seed is None else own_seed
+    own["seed"] = hashed_seed(defaults.seed, seed_name) if own_seed is None else own_seed
     try:
         sampling = dataclasses.replace(defaults, **own)
     except (RequestError, TypeError) as error:
@@ -109,13 +109,13 @@ class PromptSettings:
 
 
 def _row_request(
-    request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
+    seed_name: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
 ) -> tuple[str | list[int] | Chat, SamplingParams]:
     prompt: Prompt
     if settings.source.kind == "openai":
-        prompt, sampling = _batch_request(request_id, row, settings.sampling, sample)
+        prompt, sampling = _batch_request(seed_name, row, settings.sampling, sample)
     else:
-        sampling = row_sampling(settings.sampling, request_id, row, settings.reading.sampling_column, sample)
+        sampling = row_sampling(settings.sampling, seed_name, row, settings.reading.sampling_column, sample)
         prompt = _prompt_of(row, settings, tokenizer)
     if not isinstance(prompt, Conversation):
         return prompt, sampling
@@ -139,7 +139,7 @@ def _prompt_of(row: dict[str, Any], settings: PromptSettings, tokenizer: Any) ->
 
 
 def _batch_request(
-    request_id: str, line: dict[str, Any], defaults: SamplingParams, sample: int
+    seed_name: str, line: dict[str, Any], defaults: SamplingParams, sample: int
 ) -> tuple[Prompt, SamplingParams]:
     try:
         asked = parse_line(line)
@@ -147,7 +147,7 @@ def _batch_request(
     except OpenAIError as error:
         raise RowError("BadRequest", error.message) from error
     own_seed = asked.settings.get("seed")
-    seed = hashed_seed(defaults.seed, request_id) if own_seed is None else sample_seed(own_seed, sample)
+    seed = hashed_seed(defaults.seed, seed_name) if own_seed is None else sample_seed(own_seed, sample)
     return asked.prompts[sample // asked.n], dataclasses.replace(sampling, seed=seed)
 
 
@@ -186,9 +186,9 @@ def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
 
 
 def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
-    """Replace `asked` of staged rows by `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON).
+    """Replace `seed_name` and `asked` of staged rows by `prompt_ids` (list of int32) and `sampling` (`SamplingParams`).
 
-    Rows without a valid request get a `problem` and nulls instead.
+    The latter are JSON. Rows without a valid request get a `problem` and nulls instead.
     """
     tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
     problems = rows["problem"].to_pylist()
@@ -198,7 +198,7 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     if settings.source.kind == "openai" or settings.reading.samples > 1:
         structs = whole(rows["row"])
         samples = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
-    columns = (rows["request_id"].to_pylist(), rows["asked"].to_pylist(), samples)
+    columns = (rows["seed_name"].to_pylist(), rows["asked"].to_pylist(), samples)
     for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
         if problems[index] is not None:
             continue
@@ -226,7 +226,7 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
         else:
             ids[index] = found
     numbers = range(len(problems))
-    rows = with_problems(rows, problems).drop_columns(["asked"])
+    rows = with_problems(rows, problems).drop_columns(["seed_name", "asked"])
     rows = rows.append_column("prompt_ids", pa.array(map(ids.get, numbers), pa.list_(pa.int32())))
     texts = [samplings[index] if index in ids else None for index in numbers]
     return rows.append_column("sampling", pa.array(texts, pa.string()))

@@ -33,12 +33,18 @@ class _NoCommonTypeError(Exception):
 
 @dataclass(frozen=True)
 class SeenType:
-    """A column's type in one file. `exact`: all integers are exact as float64, and all times as microseconds."""
+    """A column's type in one file.
+
+    Args:
+        exact: Whether all integers are exact as float64, and all times as microseconds.
+        notes: The field's metadata; see `pipeline.io.column_notes`.
+    """
 
     name: str
     type: pa.DataType
     exact: bool
     file: str
+    notes: tuple[tuple[bytes, bytes], ...] = ()
 
 
 def as_text(value: Any) -> str | None:
@@ -120,7 +126,9 @@ _SCALARS = {type(None): pa.null(), bool: pa.bool_(), int: pa.int64(), float: pa.
 
 def seen_types(table: pa.Table, file: str) -> list[SeenType]:
     return [
-        SeenType(field.name, field.type, all(map(_is_exact, column.chunks)), file)
+        SeenType(
+            field.name, field.type, all(map(_is_exact, column.chunks)), file, tuple((field.metadata or {}).items())
+        )
         for field, column in zip(table.schema, table.columns, strict=True)
     ]
 
@@ -148,6 +156,8 @@ def _largest(integers: pa.Array) -> int:
 def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
     """Return one field per column, in order of first appearance, whose type holds every value unchanged, or text.
 
+    It has the notes that all files agree on.
+
     Args:
         json_objects: Whether they come from JSON, where the order of an object's fields is kept, and the type of a
             number in it. A field that an object or a file lacks is null there.
@@ -159,7 +169,14 @@ def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
     for one in seen:
         columns.setdefault(one.name, []).append(one)
         refuse_many_columns(len(columns), one.file)
-    return pa.struct([(name, _unified(some, json_objects=json_objects)) for name, some in columns.items()])
+    fields = [pa.field(name, _unified(some, json_objects=json_objects)) for name, some in columns.items()]
+    notes = [_common_notes(some, field.type) for field, some in zip(fields, columns.values(), strict=True)]
+    return pa.struct([field.with_metadata(its) for field, its in zip(fields, notes, strict=True)])
+
+
+def _common_notes(seen: Sequence[SeenType], kind: pa.DataType) -> dict[bytes, bytes]:
+    same = all((one.type, one.notes) == (kind, seen[0].notes) for one in seen)
+    return dict(seen[0].notes) if same else {}
 
 
 def refuse_many_columns(count: int, where: str) -> None:

@@ -305,7 +305,7 @@ class PromptSource:
         kind: `openai` is the body of an OpenAI request.
         id_column: The column that names a row; None where the row's file and line do.
         own_sampling: Whether the first rows bring sampling settings of their own.
-        ids_found: Whether `id_column` was detected, not configured; see `NoIdsError`.
+        ids_found: Whether `id_column` was detected, not configured.
     """
 
     column: str
@@ -315,8 +315,7 @@ class PromptSource:
     ids_found: bool = False
 
 
-class NoIdsError(InputError):
-    """A detected id column has no ids. Rows are then named by file and line, unless the column was configured."""
+NAME_ROWS = "set reading.id_column to a column that names each row, or to '' to name rows by file and line"
 
 
 BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
@@ -351,7 +350,7 @@ def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> boo
 def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
     own = config.sampling_column in schema.names
     found = config.id_column is None and _ID_COLUMN in schema.names and _may_be_ids(schema.field(_ID_COLUMN).type)
-    ids = _ID_COLUMN if found else config.id_column
+    ids = _ID_COLUMN if found else config.id_column or None
     messages = config.messages_column
     if messages is None and config.prompt_column is None and "prompt" not in schema.names:
         messages = "messages" if "messages" in schema.names else None
@@ -376,7 +375,7 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
     for column in filter(None, (source.column, source.id_column)):
         if column not in schema.names:
             problem = f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})"
-            raise NoIdsError(problem) if source.ids_found and column == source.id_column else InputError(problem)
+            raise InputError(f"{problem}: {NAME_ROWS}" if column == source.id_column else problem)
     kind = schema.field(source.column).type
     messages = source.kind == "messages" and is_list(kind)
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
@@ -384,7 +383,7 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
         raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
     if source.id_column is not None and not _may_be_ids(kind := schema.field(source.id_column).type):
         problem = f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers"
-        raise NoIdsError(problem) if source.ids_found else InputError(problem)
+        raise InputError(f"{problem}: {NAME_ROWS}")
 
 
 def _may_be_ids(kind: pa.DataType) -> bool:

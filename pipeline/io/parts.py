@@ -20,8 +20,10 @@ from pipeline.io.files import Location, in_parallel, mend, parquet_rows, read_ei
 
 STAGED_LIST = "parts.json"  # written last: if it exists, staging is complete
 _LIST_KEYS = ("row_type", "rows_per_part", "parts")
-STAGED_FORMAT = 2
-"""Format 1 lacked the column `asked`: chat messages of several rows shared one Arrow column and changed one another."""
+STAGED_FORMAT = 3
+"""Format 1 lacked the column `asked`: chat messages of several rows shared one Arrow column and changed one another.
+Format 2 lacked `seed_name`: seeds of rows without ids followed from their file and line.
+"""
 PROBLEM_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
 )
@@ -30,11 +32,18 @@ PROBLEM_TYPE = pa.struct(
 
 @dataclass(frozen=True)
 class Part:
-    """A staged file: its name without suffix, shared with the result files, and its size in memory."""
+    """A staged file.
+
+    Args:
+        name: Its name without suffix, shared with the result files.
+        nbytes: Its size in memory.
+        repeats: For each row, how many equal ones the input has before it, where rows have no ids; empty if none.
+    """
 
     name: str
     rows: int
     nbytes: int = 0
+    repeats: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,9 @@ class StagedInput:
     """The staged rows of an input.
 
     Args:
-        folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `asked` (the fields of
-            the row that the job reads, as JSON), `row` (a struct of the input's columns) and `problem`.
+        folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `seed_name` (what the
+            row's seed follows from, see `with_repeats`), `asked` (the fields of the row that the job reads, as JSON),
+            `row` (a struct of the input's columns) and `problem`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
         format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
         source: Identity of the rows: fingerprints of the input's files, and the selection of rows.
@@ -88,7 +98,7 @@ class StagedInput:
             "format": self.format,
             "row_type": base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode(),
             "rows_per_part": self.rows_per_part,
-            "parts": [[part.name, part.rows, part.nbytes] for part in self.parts],
+            "parts": [[part.name, part.rows, part.nbytes, part.repeats] for part in self.parts],
             "source": self.source,
             "revision": self.revision,
         }
@@ -104,7 +114,7 @@ class StagedInput:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
         return cls(
             folder,
-            tuple(Part(*part) for part in saved["parts"]),
+            tuple(Part(name, rows, nbytes, *map(tuple, more)) for name, rows, nbytes, *more in saved["parts"]),
             pa.struct(list(schema)),
             saved["rows_per_part"],
             saved.get("format", 1),
@@ -123,6 +133,15 @@ def problem_column(problems: Sequence[Mapping[str, Any] | None]) -> pa.Array:
 
 def with_problems(rows: pa.Table, problems: Sequence[Mapping[str, Any] | None]) -> pa.Table:
     return replace_column(rows, "problem", problem_column(problems))
+
+
+def with_repeats(rows: pa.Table, part: Part) -> pa.Table:
+    """Return a part's rows, of which equal ones of the input have a different `seed_name`: `…`, `…+1`, `…+2`."""
+    if not part.repeats:
+        return rows
+    numbered = zip(rows["seed_name"].to_pylist(), part.repeats, strict=True)
+    names = [f"{name}+{number}" if number else name for name, number in numbered]
+    return replace_column(rows, "seed_name", pa.array(names, pa.string()))
 
 
 def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
@@ -148,7 +167,7 @@ def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
 class StagedParts(Datasource):
     """Ray Data source of staged parts: one read task and one block per part.
 
-    A part's rows have the columns `request_id`, `asked`, `row` and `problem`.
+    A part's rows have the columns `request_id`, `seed_name`, `asked`, `row` and `problem`.
     """
 
     def __init__(self, staged: StagedInput, parts: list[Part]) -> None:
@@ -164,15 +183,14 @@ class StagedParts(Datasource):
         """Return one task per part, whatever the parallelism."""
         metadata = BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None)
         return [
-            ReadTask(_read_task(part.name, self._staged.file(part), self._staged.row_type), metadata)
-            for part in self._parts
+            ReadTask(_read_task(part, self._staged.file(part), self._staged.row_type), metadata) for part in self._parts
         ]
 
 
-def _read_task(name: str, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
+def _read_task(part: Part, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
     # It binds the part alone, so that it is not serialized with the list of all parts.
     def read_part() -> list[pa.Table]:
-        rows = file.read_parquet(["request_id", "asked", "row", "problem"])
-        return [pack([(name, with_row_type(rows, row_type))])]
+        rows = with_repeats(file.read_parquet(["request_id", "seed_name", "asked", "row", "problem"]), part)
+        return [pack([(part.name, with_row_type(rows, row_type))])]
 
     return read_part

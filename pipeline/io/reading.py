@@ -215,7 +215,8 @@ def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
         step = max(1, min(rows, _BATCH_BYTES // max(sum(map(largest_row, batch.columns)), 1)))
         for start in range(0, batch.num_rows, step):
             some = batch.slice(start, step)
-            table = pa.table([plain(column) for column in some.columns], some.schema.names)
+            columns = [plain(column) for column in some.columns]
+            table = pa.table(columns, some.schema.names, metadata=some.schema.metadata)
             yield Chunk(table, list(range(first, first + table.num_rows)))
             first += table.num_rows
 

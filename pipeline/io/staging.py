@@ -5,9 +5,11 @@ Names and contents of the parts depend on the input alone, so every submission s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +20,9 @@ import pyarrow.parquet
 import ray
 
 from drafter.errors import one_line
-from drafter.requests import hashed_seed
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowProblem
+from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
     free_name,
@@ -32,7 +34,7 @@ from pipeline.io.column_types import (
     whole,
 )
 from pipeline.io.files import Location, batches
-from pipeline.io.listing import InputListing, NoIdsError, PromptSource, check_types, read_apart
+from pipeline.io.listing import NAME_ROWS, InputListing, PromptSource, check_types, read_apart
 from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, with_row_type
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
@@ -65,8 +67,6 @@ class StagingPlan:
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
     """Stage an input on the cluster's workers. The caller completes staging by saving the returned list.
 
-    An automatically found id column that does not name all rows is ignored, with a message.
-
     Args:
         before: An earlier staging with damaged files, all of which are to be written again.
 
@@ -75,14 +75,6 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
             differ from those staged before.
         JobError: The parts cannot be written.
     """
-    try:
-        return _stage(listing, plan, before)
-    except NoIdsError as why:
-        say(f"{one_line(why)}: rows are named by file and line")
-        return _stage(listing, replace(plan, prompts=replace(plan.prompts, id_column=None, ids_found=False)), before)
-
-
-def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None) -> StagedInput:
     plan.folder.make_folder()
     task = ray.remote(num_cpus=_TASK_CPUS, max_retries=_TASK_RETRIES)(stage_files)
     # `skip` and `limit` count rows over all files, so one task has to read them all.
@@ -108,9 +100,7 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
     staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part, source=plan.source, revision=plan.revision)
     if plan.prompts.kind == "messages" and listing.of_json:
         _say_what_chats_are(staged, plan.prompts.column)
-    if plan.prompts.id_column is not None:
-        _refuse_shared_ids(staged, plan)
-    return staged
+    return told_apart(staged, plan)
 
 
 def staged_group(task: ray.ObjectRef, files: InputListing) -> tuple[list[Part], list[SeenType]]:
@@ -167,8 +157,9 @@ def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
 def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_column: str) -> pa.Table:
     """Name the rows of a chunk by their id, or else by file and line.
 
-    The column `asked` has the fields of a row that the job reads, as JSON text that depends on this row alone. Columns
-    of `row`, which only pass through, have types that depend on other rows, too.
+    `seed_name` is what a row's seed follows from: its id, or else its content, wherever the row stands; null where the
+    row has a problem. The column `asked` has the fields of a row that the job reads, as JSON text that depends on this
+    row alone. Columns of `row`, which only pass through, have types that depend on other rows, too.
     """
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
@@ -178,20 +169,31 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
             if (isinstance(value, str) and value) or (isinstance(value, int) and not isinstance(value, bool)):
                 ids[index] = str(value)
             elif prompts.ids_found and index not in chunk.problems:  # a line that is no row has no columns at all
-                raise NoIdsError(f"column {prompts.id_column!r} names no row in {places[index]}")
+                raise InputError(f"column {prompts.id_column!r} names no row in {places[index]}: {NAME_ROWS}")
             else:
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
     asked = _asked(chunk, prompts, sampling_column, problems)
+    by_content = prompts.id_column is None
+    seed_names = [
+        None if text is None else content_hash(text).hex() if by_content else name
+        for name, text in zip(ids, asked, strict=True)
+    ]
     return pa.table(
         {
             "request_id": pa.array(ids, pa.string()),
             "place": pa.array(places, pa.string()),
+            "seed_name": pa.array(seed_names, pa.string()),
             "asked": pa.array(asked, pa.string()),
-            "row": whole(chunk.columns.to_struct_array()),
+            "row": whole(with_column_notes(chunk.columns).to_struct_array()),
             "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
         }
     )
+
+
+def content_hash(text: str) -> bytes:
+    """Return a hash of what a row asks for. Seeds follow from it: another one would change sampled tokens."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _asked(
@@ -234,11 +236,6 @@ def _json_text(value: Any) -> str:
 # Samples: a row repeated for several outputs, each with a name and a seed of its own.
 
 
-def sample_seed(seed: int, sample: int) -> int:
-    """Return the seed of a sample of a row with a seed of its own, which is the first sample's."""
-    return hashed_seed(seed, f"#{sample}") if sample else seed
-
-
 def row_name(sample: str) -> str:
     """Return the row's name in the name of a sample, `ID#0`, `ID#1`, …."""
     return sample.rpartition("#")[0]
@@ -264,6 +261,8 @@ def _with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byt
 def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator[pa.Table]:
     """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, …, in pieces that fit in memory.
 
+    So is what their seeds follow from.
+
     The sample index goes to the column `sample`; a column of that name in the input becomes `input_sample`.
     """
     sizes = [table.slice(row, 1).nbytes for row in range(table.num_rows)]
@@ -275,14 +274,18 @@ def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator
 def _repeated(table: pa.Table, held: Sequence[tuple[int, int]]) -> pa.Table:
     samples = [sample for _, sample in held]
     table = table.take(pa.array([row for row, _ in held]))
-    names = [f"{name}#{sample}" for name, sample in zip(table["request_id"].to_pylist(), samples, strict=True)]
     structs = table["row"].combine_chunks()
     theirs = [field.name for field in structs.type]
     fields = [field.with_name(free_name(field.name, {SAMPLE_COLUMN}, theirs)) for field in structs.type]
     structs = pa.StructArray.from_arrays(
         [*structs.flatten(), pa.array(samples, pa.int64())], fields=[*fields, pa.field(SAMPLE_COLUMN, pa.int64())]
     )
-    return replace_column(replace_column(table, "row", structs), "request_id", pa.array(names, pa.string()))
+    table = replace_column(table, "row", structs)
+    for column in ("request_id", "seed_name"):
+        named = zip(table[column].to_pylist(), samples, strict=True)
+        names = [None if name is None else f"{name}#{sample}" for name, sample in named]
+        table = replace_column(table, column, pa.array(names, pa.string()))
+    return table
 
 
 def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
@@ -335,15 +338,26 @@ def _say_what_chats_are(staged: StagedInput, column: str) -> None:
         say(f"column {column!r} is kept as JSON text: no type holds its messages, as contents of both text and parts")
 
 
-def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
-    paths, filesystem = [staged.file(part).path for part in staged.parts], staged.folder.filesystem
-    ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=filesystem)["request_id"]
-    counts = pa.compute.value_counts(ids)
+def told_apart(staged: StagedInput, plan: StagingPlan) -> StagedInput:
+    """Return an input with its equal rows counted, where rows have no ids; `InputError` where two share one."""
+    named = pa.parquet.read_table(
+        [staged.file(part).path for part in staged.parts],
+        columns=["seed_name"] if plan.prompts.id_column is None else ["request_id", "place"],
+        filesystem=plan.folder.filesystem,
+    )
+    if plan.prompts.id_column is None:
+        return replace(staged, parts=_with_repeats(staged.parts, named["seed_name"]))
+    refuse_shared_ids(named, plan)
+    return staged
+
+
+def refuse_shared_ids(named: pa.Table, plan: StagingPlan) -> None:
+    """Raise `InputError` if a `request_id` of staged rows stands for several; their `place` says which."""
+    counts = pa.compute.value_counts(named["request_id"])
     shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
     if not len(shared):
         return
     expanded = plan.prompts.kind == "openai" or plan.reading.samples > 1
-    named = pa.parquet.read_table(paths, columns=["request_id", "place"], filesystem=filesystem)
     places: dict[str, dict[str, None]] = {}
     for row in named.filter(pa.compute.is_in(named["request_id"], shared)).to_pylist():
         name = row_name(row["request_id"]) if expanded else row["request_id"]
@@ -351,4 +365,27 @@ def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
     examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
     column = plan.prompts.id_column
     problem = f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})"
-    raise NoIdsError(problem) if plan.prompts.ids_found else InputError(problem)
+    raise InputError(f"{problem}: make them unique" if plan.prompts.kind == "openai" else f"{problem}: {NAME_ROWS}")
+
+
+def repeats(values: Iterable[Hashable]) -> list[int]:
+    """Return for each value how many equal ones come before it."""
+    seen = Counter[Hashable]()
+    found = []
+    for value in values:
+        found.append(seen[value])
+        seen[value] += 1
+    return found
+
+
+def _with_repeats(parts: Sequence[Part], names: pa.ChunkedArray) -> tuple[Part, ...]:
+    # Most inputs have few equal rows, and only these become Python's objects.
+    counts = pa.compute.value_counts(names.drop_null())
+    shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
+    equal = pa.compute.is_in(names, shared).combine_chunks().to_numpy(zero_copy_only=False)
+    numbers = np.zeros(len(names), np.int64)
+    numbers[equal] = repeats(names.filter(pa.array(equal)).to_pylist())
+    each = np.split(numbers, np.cumsum([part.rows for part in parts])[:-1])
+    return tuple(
+        replace(part, repeats=tuple(own.tolist()) if own.any() else ()) for part, own in zip(parts, each, strict=True)
+    )

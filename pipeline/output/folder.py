@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +34,24 @@ from pipeline.io.files import (
 RUN_FILE = "run.json"
 LEASE_FILE = "_lease.json"
 HEAD_CONFIG = "config.json"
+
+
+_CARD = """\
+---
+configs:
+- config_name: default
+  description: rows of -
+  data_files:
+  - split: train
+    path: data/*.parquet
+---
+
+# Generated rows
+
+`data/` has the rows of a generation job: the columns of its input, and what the model answered. `run.json` says how
+they were made. `errors/` has the rows that failed, with the reasons.
+"""
+_EDITION = re.compile(r"(?m)^(  description: rows of ).*$")
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,7 @@ class OutputFolder:
     lease = _Below(LEASE_FILE)
     compaction_file = _Below("_compaction.json")
     run_file = _Below(RUN_FILE)
+    card = _Below("README.md")
     status_file = _Below("status.json")
     learner_state = _Below("_learner.safetensors")  # for resuming; its record is `learning_file`
     learning_file = _Below("learning.json")
@@ -74,6 +95,22 @@ class OutputFolder:
     def create(self) -> None:
         """Make the folders, or raise `InputError`."""
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
+
+    def describe(self) -> None:
+        """Write the card by which `datasets` and the hub find the rows; a README of the user's own stays as it is."""
+        # The cache of `datasets` knows a folder with a card by its name and card alone, whatever the files hold.
+        edition = f"{datetime.now(UTC).isoformat(timespec='seconds')} {uuid.uuid4().hex[:8]}"
+        try:
+            text = self.card.read_text() if self.card.exists else _CARD
+        except ValueError:  # it is no text
+            return
+        new = _EDITION.sub(rf"\g<1>{edition}", text)
+        if new != text:
+            self.card.write_text(new)
+
+    def name_of(self, place: Location) -> str:
+        """Return a file's path within the output."""
+        return place.path.removeprefix(f"{self.root.path.rstrip('/')}/")
 
     def delete_temporary(self) -> None:
         """Delete partially written files of earlier submissions. The caller must hold the lease."""

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
-from ray.data.datasource import Datasink
 
 from drafter.errors import printable
 from pipeline.command_line import say
+from pipeline.io.column_notes import with_schema_notes
 from pipeline.io.column_types import free_name, python_rows, whole
 from pipeline.io.files import Location, batches, in_parallel, parquet_rows, write_twice
-from pipeline.io.parts import Part, unpack
+from pipeline.io.parts import Part
 from pipeline.output.folder import CompactionPlan, OutputFolder
 
 ERROR_SCHEMA = pa.schema(
@@ -39,20 +38,6 @@ ERROR_SCHEMA = pa.schema(
 """Columns of `errors/`: `input` is the row as it was read (JSON), `attempts` how often an engine had it."""
 
 
-@dataclass
-class PartsDatasink(Datasink[None]):
-    """Ray Data sink that commits the parts in its blocks, and calls `committed` with the name of each."""
-
-    output: OutputFolder
-    committed: Callable[[str], None] = lambda part: None
-
-    def write(self, blocks: Iterable[pa.Table], ctx: Any) -> None:
-        for block in blocks:
-            for part, rows in unpack(block):
-                commit_part(self.output, part, rows)
-                self.committed(part)
-
-
 def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
     """Write a part's rows (`request_id`, `row`, `problem`, `generated`) as one commit: errors, then finished rows."""
     errors, errors_file = error_table(rows), output.errors / f"{part}.parquet"
@@ -65,7 +50,7 @@ def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
 
 
 def data_table(rows: pa.Table) -> pa.Table:
-    """Return the finished rows, flat: `request_id`, the input's columns, the generated ones.
+    """Return the finished rows, flat: `request_id`, the input's columns with notes about them, the generated ones.
 
     An input column with another one's name becomes `input_NAME`.
     """
@@ -73,10 +58,11 @@ def data_table(rows: pa.Table) -> pa.Table:
     given, generated = whole(finished["row"]), whole(finished["generated"])
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
     taken = {"request_id", *ours}
+    fields = [field.with_name(free_name(field.name, taken, theirs)) for field in given.type]
     columns = {"request_id": finished["request_id"]}
-    columns |= zip((free_name(name, taken, theirs) for name in theirs), given.flatten(), strict=True)
+    columns |= zip((field.name for field in fields), given.flatten(), strict=True)
     columns |= zip(ours, generated.flatten(), strict=True)
-    return pa.table(columns)
+    return with_schema_notes(pa.table(columns), fields)
 
 
 def error_table(rows: pa.Table) -> pa.Table:
@@ -106,10 +92,20 @@ class ResultFile:
 
 
 def is_whole(output: OutputFolder, parts: Sequence[Part]) -> bool:
-    """Return whether an output holds all rows of all parts undamaged."""
-    files = result_files(output)
+    """Return whether an output holds all rows of all parts undamaged and once.
+
+    A process of an earlier submission that was cut off may have written a part again after it was merged or replaced.
+    """
+    files, rows = result_files(output), _rows(parts)
     committed = {part for file in files if file.commits for part in file.parts}
-    return not torn_files(files, _rows(parts)) and committed.issuperset(part.name for part in parts)
+    once = sum(file.rows or 0 for file in files) == sum(rows.values())
+    return once and committed >= rows.keys() and not torn_files(files, rows)
+
+
+def foreign_files(output: OutputFolder, parts: Sequence[Part]) -> list[str]:
+    """Return the names of files in `data/` and `errors/` that belong to no part."""
+    known = _rows(parts).keys()
+    return [output.name_of(file.place) for file in result_files(output) if not file.parts <= known]
 
 
 def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
@@ -117,7 +113,7 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
     torn = torn_files(result_files(output), _rows(parts))
     if not torn:
         return
-    names = ", ".join(file.place.path.removeprefix(f"{output.root.path}/") for file in torn[:_SHOWN])
+    names = ", ".join(output.name_of(file.place) for file in torn[:_SHOWN])
     more = f" and {len(torn) - _SHOWN} others" if len(torn) > _SHOWN else ""
     say(f"results that are not whole are made again: {printable(names)}{more}")
     for file in torn:

@@ -124,6 +124,10 @@ class StatusFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write how the submission ended."""
         failure = None if error is None else one_line(error)
         self._now = replace(self._now, state=ending(error), failure=failure)
         self._write()

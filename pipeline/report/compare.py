@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -14,6 +16,7 @@ from drafter.errors import without_secrets
 from drafter.statistics import PairedSums
 from pipeline.command_line import say
 from pipeline.engines.models import model_name
+from pipeline.errors import InputError
 from pipeline.report.config import CompareConfig
 from pipeline.report.outputs import Row, first_difference, open_output, read_run_of, rows_of
 from pipeline.report.page import MarkedText, local_tokenizer, render, text_pieces, write_page
@@ -22,6 +25,7 @@ from pipeline.report.scorers import Scorer, make_scorer
 Span = tuple[int, int, bool]
 """First token of a part of one of two sequences, the one after its last, and whether the other sequence lacks them."""
 _COLUMNS = ("request_id", "token_ids")
+_PROMPT, _PAIR = "prompt_token_ids", "pair"
 
 
 def differing_spans(first: Sequence[int], second: Sequence[int]) -> tuple[list[Span], list[Span]]:
@@ -36,27 +40,37 @@ def differing_spans(first: Sequence[int], second: Sequence[int]) -> tuple[list[S
 
 @dataclass
 class RowPairs:
-    """Pairs of rows with the same `request_id`. Outputs of the same input have the same order, or nearly.
+    """Pairs of rows with the same value in the column `by`. Outputs of the same input have the same order, or nearly.
 
     Only rows without their counterpart are in memory. Once all pairs have been taken, `only_first` and `only_second`
-    have the rows, by name, that the other output lacks.
+    have the rows, by that value, that the other output lacks.
     """
 
     first: Iterator[Row]
     second: Iterator[Row]
+    by: str = "request_id"
     only_first: dict[str, Row] = field(default_factory=dict)
     only_second: dict[str, Row] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[Row, Row]]:
         for ours, theirs in zip_longest(self.first, self.second):
             if ours is not None:
-                self.only_first[ours["request_id"]] = ours
+                self.only_first[ours[self.by]] = ours
             if theirs is not None:
-                self.only_second[theirs["request_id"]] = theirs
+                self.only_second[theirs[self.by]] = theirs
             for row in (ours, theirs):
-                name = None if row is None else row["request_id"]
+                name = None if row is None else row[self.by]
                 if name in self.only_first and name in self.only_second:
                     yield self.only_first.pop(name), self.only_second.pop(name)
+
+
+def paired_by_prompt(rows: Iterator[Row]) -> Iterator[Row]:
+    """Yield rows with a column `pair`: their prompt's tokens, and the number of the row among those of this prompt."""
+    seen = Counter[bytes]()
+    for row in rows:
+        prompt = hashlib.blake2b(repr(row[_PROMPT]).encode(), digest_size=16).digest()
+        yield row | {_PAIR: (prompt, seen[prompt])}
+        seen[prompt] += 1
 
 
 @dataclass(frozen=True)
@@ -104,13 +118,15 @@ class Comparison:
         return self.rows - self.identical
 
 
-def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int) -> Comparison:
+def compare_rows(
+    first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int, by: str = "request_id"
+) -> Comparison:
     """Compare two outputs' rows, which have `request_id`, `token_ids` and the scorer's columns; few are in memory.
 
     Raises `InputError` if the scorer cannot score a row.
     """
     result = Comparison(utility=None if scorer is None else PairedSums())
-    pairs = RowPairs(first, second)
+    pairs = RowPairs(first, second, by)
     for ours, theirs in pairs:
         result.rows += 1
         scores = None
@@ -151,6 +167,16 @@ def _compare(config: CompareConfig, second_uri: str) -> None:
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
     first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
     found = compare_rows(first, second, scorer, config.examples)
+    if not found.rows:
+        columns = None if scorer else (*_COLUMNS, _PROMPT)
+        first, second = (paired_by_prompt(rows_of(output, columns)) for output in outputs)
+        found = compare_rows(first, second, scorer, config.examples, by=_PAIR)
+        if not found.rows:
+            raise InputError(
+                f"{config.first} and {second_uri} have no row in common, by its name (request_id) or its prompt's "
+                "tokens: compare outputs of the same prompts"
+            )
+        say("the outputs have no row's name in common: rows are paired by their prompts")
     model = model_name(read_run_of(outputs[1])["config"]["model"])
     if (tokenizer := local_tokenizer(model)) is None:
         say(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine")

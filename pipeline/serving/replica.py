@@ -29,12 +29,11 @@ from drafter.errors import (
     RequestTimeoutError,
 )
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, TokenDelta, sampling_defaults
+from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
 from drafter.statistics import EngineState, mean_acceptance_length
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import refuse_long
 from pipeline.engines.models import EngineSpec
-from pipeline.io.staging import sample_seed
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import LearningFeed
 from pipeline.learning.job_learner import WatchedLearner, find_learner

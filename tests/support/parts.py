@@ -33,14 +33,17 @@ def request_part(prompts: list[list[int] | None], part: str = "p", tokens: int =
     return pack([(part, rows)])
 
 
-def generated_rows(part: str, rows: list[dict[str, Any]], problems: list[Any]) -> pa.Table:
-    """Rows of a part as an engine leaves them; each one generated took three steps."""
+def made_generation() -> tuple[Generation, Request]:
+    """A generation of three steps, and its request."""
     counts = DecodeCounts()
     for accepted in (0, 2, 2):
         counts.record_step(emitted=accepted + 1, accepted=accepted, drafted=4)
-    generation = Generation("", [1] * 7, "text", "stop", 3, counts)
-    request = Request([1, 2, 3], SamplingParams(seed=5))
-    generated = [None if problem else column_values(generation, request, RUN) for problem in problems]
+    return Generation("", [1] * 7, "text", "stop", 3, counts), Request([1, 2, 3], SamplingParams(seed=5))
+
+
+def generated_rows(part: str, rows: list[dict[str, Any]], problems: list[Any]) -> pa.Table:
+    """Rows of a part as an engine leaves them; each one generated took three steps."""
+    generated = [None if problem else column_values(*made_generation(), RUN) for problem in problems]
     return pa.table(
         {
             "request_id": pa.array([f"{part}:{index}" for index in range(len(rows))]),

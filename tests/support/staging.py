@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from drafter.requests import hashed_seed
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput, StagedParts, unpack
-from pipeline.io.staging import StagingPlan, stage_files
+from pipeline.io.staging import StagingPlan, content_hash, stage_files, told_apart
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 
@@ -40,12 +42,17 @@ def write_input(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def staged_table(source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any) -> list[pa.Table]:
     """Stage an input in this process: the rows of each part, as the generation job reads them."""
+    return read_parts(staged_input(source, folder, rows_per_part, **settings))
+
+
+def staged_input(source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any) -> StagedInput:
+    """Stage an input in this process."""
     reading = ReadingConfig(**settings)
     listing = list_input(str(source), reading.format, reading.split, reading.subset)
     plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
     folder.mkdir(exist_ok=True)
     parts, seen = stage_files(listing, "00000", plan)
-    return read_parts(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)))
+    return told_apart(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)), plan)
 
 
 def staged(
@@ -56,6 +63,11 @@ def staged(
     whole = pa.concat_tables(tables).to_pylist()
     problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}
     return [table["request_id"].to_pylist() for table in tables], [row["row"] for row in whole], problems
+
+
+def content_seed(seed: int, **asked: Any) -> int:
+    """The seed of a row without an id, by what it asks for."""
+    return hashed_seed(seed, content_hash(json.dumps(asked, ensure_ascii=False)).hex())
 
 
 def read_parts(staged: StagedInput) -> list[pa.Table]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,15 @@ import pyarrow as pa
 import pytest
 import ray.data
 from ray.data.checkpoint import CheckpointConfig
+from ray.data.extensions import ArrowPythonObjectArray
 
 from drafter import SamplingParams, SpeculativeLM
+from drafter.errors import RequestError
 from drafter.text.conversation import Conversation
 from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
+from pipeline.engines.ledger import RowOutcome
 from pipeline.errors import InputError
+from pipeline.output.columns import COLUMNS
 from tests.pipeline.conftest import Run, read_rows, write_jsonl
 from tests.support.faults import FragileEngine
 from tests.support.waiting import wait_until
@@ -108,6 +113,79 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
     columns = {name: [value] for name, value in {"messages": chats[0], **beside}.items()}
     requests, problems = stage._requests(pa.table(columns), "messages")
     assert asked[2:] == [(Conversation(chats[0], **beside), now)]
+
+
+@pytest.fixture(scope="module")
+def lm(model: Path) -> Iterator[SpeculativeLM]:
+    with SpeculativeLM.from_pretrained(model, "none") as loaded:
+        yield loaded
+
+
+def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, now: datetime) -> Answers:
+    """A stage in this process, whose engine answers each prompt with its number of tokens."""
+    made = Answers.__new__(Answers)
+    stage: Any = made
+    stage.failure, stage._lm, stage._now, stage._row_seconds = None, lm, now, None
+    stage._sampling, stage._columns = (
+        SamplingParams(),
+        [one for one in COLUMNS if one.name in ("text", "prompt_token_ids")],
+    )
+    stage._ledger = SimpleNamespace(commit=lambda part: None)
+
+    def outcomes(part: str, requests: dict[str, Any], report: Any) -> dict[str, RowOutcome]:
+        rows = {
+            name: {"text": f"{len(one.prompt_ids)}", "prompt_token_ids": one.prompt_ids}
+            for name, one in requests.items()
+        }
+        return {name: RowOutcome(generated=row) for name, row in rows.items()}
+
+    stage._outcomes = outcomes
+    context = SimpleNamespace(get_task_id=lambda: "part")
+    monkeypatch.setattr("pipeline.dataset.processor.ray.get_runtime_context", lambda: context)
+    return made
+
+
+def test_token_ids_are_prompts(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM) -> None:
+    stage = made_stage(monkeypatch, lm, datetime(2024, 2, 3))
+    done = stage(pa.table({"prompt_token_ids": [[5, 6, 7], [5], None, [5]]}))
+    assert done.column_names == ["prompt_token_ids", "text", "__inference_error__"]
+    assert done["text"].to_pylist() == ["3", "1", None, "1"]
+    assert done["__inference_error__"].to_pylist() == ["", "", "column 'prompt_token_ids' is empty", ""]
+
+
+def test_a_prompt_that_is_not_unicode_is_an_error_of_its_row(
+    monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM
+) -> None:
+    stage = made_stage(monkeypatch, lm, datetime(2024, 2, 3))
+    bad = pa.array([b"caf\xe9", b"how many", None]).view(pa.string())
+    done = stage(pa.table({"prompt": bad}))
+    assert done["__inference_error__"].to_pylist() == [
+        "column 'prompt' cannot be read: it is not UTF-8: byte 4 is 0xe9",
+        "",
+        "column 'prompt' is empty",
+    ]
+    block = stage(pa.table({"prompt": pa.array([b"how many", b"caf\xe9"])}))
+    assert all("a prompt must be a text" in one for one in block["__inference_error__"].to_pylist())
+    # Ray Data keeps what Arrow cannot hold as pickled objects.
+    halves = ArrowPythonObjectArray.from_objects(["how many", "\ud83d", "does she"])
+    done = stage(pa.table({"prompt": halves}))
+    half = "the prompt has half a character: an unpaired surrogate"
+    assert done["__inference_error__"].to_pylist() == ["", half, ""]
+    with pytest.raises(RequestError, match=half):
+        lm.encode([{"role": "user", "content": "\ud83d"}])
+
+
+def test_equal_prompts_of_a_batch_have_seeds_of_their_own_wherever_they_stand(lm: SpeculativeLM) -> None:
+    stage: Any = Answers.__new__(Answers)
+    stage._lm, stage._sampling, stage._row_seconds, stage._now = lm, SamplingParams(), None, datetime(2024, 2, 3)
+
+    def seeds(*prompts: str) -> list[int]:
+        requests, _ = stage._requests(pa.table({"prompt": prompts}), "prompt")
+        return [requests[place].sampling.seed for place in range(len(prompts))]
+
+    first, second, other = seeds("how", "how", "many")
+    assert len({first, second, other}) == 3
+    assert seeds("many", "how", "how") == [other, first, second]
 
 
 @pytest.mark.slow

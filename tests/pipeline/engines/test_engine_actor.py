@@ -1,4 +1,4 @@
-"""An engine's actor: a part in, the same part with generated rows out."""
+"""An engine's actor: a part in, and the same part with generated rows committed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
-from pipeline.io.parts import unpack
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.progress.board import StatusBoard
 from pipeline.settings import LimitsConfig, WritingConfig
@@ -33,10 +32,14 @@ TRAITS = RunTraits(SamplingParams(), WritingConfig(per_step_accepted=False), row
 _NO_OTHERS = OtherTexts(None, shared=False)
 
 
+COMMITTED: dict[str, pa.Table] = {}
+"""What the actors' objects have committed, by part."""
+
+
 def rows_of(block: pa.Table) -> pa.Table:
-    """The rows of the only part in a block."""
-    ((_, rows),) = unpack(block)
-    return rows
+    """The committed rows of the only part in a block."""
+    (part,) = block["part"].to_pylist()
+    return COMMITTED[part]
 
 
 def generated(block: pa.Table) -> list[dict[str, Any] | None]:
@@ -60,7 +63,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
         spec = loads(str(model), drafter, {}, EngineConfig(max_num_seqs=2, num_draft_tokens=3), threads=1)
         board = ray.remote(num_cpus=0)(StatusBoard).remote()
         ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
-        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", others)
+        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", COMMITTED.__setitem__, others)
         made.append(actor)
         return actor
 

@@ -125,7 +125,7 @@ def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool:
     }
     engine.end("b")
     assert first.result(PATIENCE)["a"] == before
-    assert reported[-1] == 2
+    assert 2 not in reported  # the caller reports the whole, when it is written
     assert sorted(engine.order) == ["b", "c"]
 
 

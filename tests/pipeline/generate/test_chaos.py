@@ -45,7 +45,7 @@ def assert_whole(done: Outcome, lm: SpeculativeLM, prompts: list[str], errors: s
 
 
 def assert_no_orphans(folder: Path) -> None:
-    kept = {"data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}
+    kept = {"README.md", "data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}
     assert {path.name for path in folder.iterdir()} == kept
     assert not list((folder / "_temporary").iterdir())
     data = {path.name for path in (folder / "data").iterdir()}

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from drafter.requests import hashed_seed
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
+from tests.support.prepared_workers import driver
+from tests.support.staging import content_seed
+from tests.support.waiting import PATIENCE, wait_until
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
 INPUT: list[Any] = [
@@ -59,7 +63,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     # Token for token what the engine itself gives, with each row's settings and seed.
     settings: dict[int, dict[str, Any]] = {
         10: {"temperature": 0.9, "max_new_tokens": 5, "seed": 4},
-        16: {"temperature": 0.9, "seed": hashed_seed(9, "in.jsonl:16")},
+        16: {"temperature": 0.9, "seed": content_seed(9, sampling='{"temperature": 0.9}', prompt="how many")},
         18: {"seed": 77, "stop": ("a",)},
     }
     for line, row in by_line.items():
@@ -69,7 +73,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
         assert row["prompt_token_ids"] == lm.encode([{"role": "user", "content": row["prompt"]}])
         assert row["num_prompt_tokens"] == generation.num_prompt_tokens
         assert row["num_output_tokens"] == len(generation.token_ids)
-        assert row["seed"] == settings.get(line, {}).get("seed", hashed_seed(9, row["request_id"]))
+        assert row["seed"] == settings.get(line, {}).get("seed", content_seed(9, prompt=row["prompt"]))
         assert sum(row["acceptance_histogram"]) == row["num_decode_steps"]
         assert len(row["per_step_accepted"]) == row["num_decode_steps"]
         assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]
@@ -104,6 +108,30 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert f"{tokens / steps:.2f} tokens a step" in done.stdout
     assert "18/18 rows" in done.stderr
     assert not list((done.folder / "_temporary").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "what"), [("raylet", "the raylet"), ("gcs_server", "the GCS")])
+def test_a_job_whose_ray_ends_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # a cluster of its own
+    source, out = (
+        write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in QUESTIONS * 150]),
+        tmp_path / "out",
+    )
+    command = ["-m", "jobs.generate", "--input", source, "--output", out, "--model", model, "--drafter", "none"]
+    command += ["--writing.rows_per_file", "10", "--engine.max_num_seqs", "2", "--engine.num_draft_tokens", "0"]
+    with driver(*command, stderr=subprocess.PIPE) as job:
+        wait_until(lambda: job.poll() is not None or len(list((out / "data").glob("*"))) >= 2, "two files")
+        (process,) = [one for one in psutil.Process(job.pid).children(recursive=True) if one.name() == name]
+        process.kill()
+        printed = job.communicate(timeout=PATIENCE)[1]
+    assert job.returncode == 1, printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("error: the job failed: Ray's ")
+    assert last.endswith(f"({what}) has ended; submit it again to go on")
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from drafter.requests import SamplingParams, hashed_seed
+from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
 from pipeline.generate.row_requests import PromptSettings, make_requests
 from pipeline.io.column_types import unify
@@ -26,7 +26,7 @@ from pipeline.io.parts import StagedInput
 from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.output.part_files import error_table
 from pipeline.settings import ReadingConfig
-from tests.support.staging import read_parts
+from tests.support.staging import content_seed, read_parts
 
 Kind = tuple[Any, ProblemType, str]
 
@@ -243,7 +243,7 @@ def test_a_seed_that_is_no_integer_changes_no_other_seed(rows_per_part: int, mod
     big, fraction, none, small = outcomes(path, model, rows_per_part)
     assert fraction["problem"]["message"] == "seed must be an integer of at least 0, not 1.5"
     seeds = [json.loads(outcome["sampling"])["seed"] for outcome in (big, none, small)]
-    assert seeds == [BIG, hashed_seed(0, "in.jsonl:3"), 7]
+    assert seeds == [BIG, content_seed(0, prompt="x"), 7]
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
@@ -291,7 +291,7 @@ def test_malformed_rows_in_tables_of_other_types(model: Path, tmp_path: Path) ->
     pa.parquet.write_table(pa.table(table), path)
     seeded, hashed, fraction, bad = outcomes(path, model, 128)
     assert json.loads(seeded["sampling"])["seed"] == 7
-    assert json.loads(hashed["sampling"])["seed"] == hashed_seed(0, "in.parquet:2")
+    assert json.loads(hashed["sampling"])["seed"] == content_seed(0, sampling={"stop": ["a"]}, prompt="x")
     assert json.loads(hashed["sampling"])["stop"] == ["a"]
     assert "seed must be an integer of at least 0, not 1.5" in fraction["problem"]["message"]
     assert "stop must be a list of non-empty strings, not [None]" in bad["problem"]["message"]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
@@ -27,8 +27,8 @@ from pipeline.generate.resuming import AskedRow, compare, delete_strays, dry_run
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import find_prompts, list_input
-from pipeline.io.parts import StagedInput, with_row_type
-from pipeline.io.staging import StagingPlan, stage_files
+from pipeline.io.parts import StagedInput, with_repeats, with_row_type
+from pipeline.io.staging import StagingPlan, repeats, stage_files, told_apart
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part, compact, is_whole
@@ -42,22 +42,24 @@ TRAITS = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False, 
 
 
 def asked(name: str, what: str) -> AskedRow:
-    return AskedRow(name, what.encode())
+    """A row with an id."""
+    return AskedRow(name, name, what.encode())
 
 
-def test_a_row_takes_the_result_of_its_name_and_otherwise_of_what_it_asks_for() -> None:
+def test_a_row_takes_the_result_of_its_seed_and_otherwise_of_what_it_asks_for() -> None:
     before = [asked("1", "x"), asked("2", "y"), asked("3", "x"), asked("4", "z")]
     now = [asked("1", "y"), asked("2", "x"), asked("3", "x"), asked("5", "x"), asked("6", "n")]
-    found = match(before, now)
+    found = match(before, now, drawn=False)
     # The third keeps its own; the second and the fourth share what is left of `x`, and the first finds `y`.
     assert found == [1, 0, 2, None, None]
+    assert match(before, now, drawn=True) == [None, None, 2, None, None]
     assert str(compare(before, now, found, {"1", "2", "3", "4"})) == (
         "5 rows: 3 kept, 0 changed, 2 new; 1 removed, whose results go"
     )
     changed = [asked("4", "other")]
-    counts = compare(before, changed, match(before, changed), {"1"})
+    counts = compare(before, changed, match(before, changed, drawn=False), {"1"})
     assert (counts.kept, counts.changed, counts.removed) == (0, 1, 3)
-    some = compare(before, before, match(before, before), {"1", "3"})
+    some = compare(before, before, match(before, before, drawn=True), {"1", "3"})
     assert str(some) == "4 rows: 2 kept, 2 still to generate, 0 changed, 0 new; 0 removed, whose results go"
 
 
@@ -67,7 +69,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc")), unique_by
 @given(ROWS, ROWS)
 def test_no_result_is_lost_or_used_twice(before: list[tuple[int, str]], now: list[tuple[int, str]]) -> None:
     old, new = ([asked(str(name), what) for name, what in rows] for rows in (before, now))
-    found = match(old, new)
+    found = match(old, new, drawn=False)
     used = [index for index in found if index is not None]
     assert len(used) == len(set(used))
     for row, index in zip(new, found, strict=True):
@@ -77,6 +79,20 @@ def test_no_result_is_lost_or_used_twice(before: list[tuple[int, str]], now: lis
     counts = compare(old, new, found, {row.name for row in old})
     assert counts.kept == len(used)
     assert counts.kept + counts.changed + counts.removed == len(old)
+
+
+@given(st.lists(st.text("ab", max_size=6), max_size=5))
+def test_seeds_of_rows_without_ids_are_those_of_a_new_output_whatever_came_before(inputs: list[str]) -> None:
+    before: list[AskedRow] = []
+    seeds: list[str | None] = []
+    for text in inputs:
+        rows = zip(text, repeats(text), strict=True)
+        now = [AskedRow(str(n), f"{what}+{number}", what.encode()) for n, (what, number) in enumerate(rows)]
+        found = match(before, now, drawn=True)
+        seeds = [row.seed_name if at is None else seeds[at] for row, at in zip(now, found, strict=True)]
+        before = now
+        assert seeds == [row.seed_name for row in now]
+        assert len(set(seeds)) == len(seeds)
 
 
 class MadeUpJob:
@@ -100,17 +116,19 @@ class MadeUpJob:
         plan = StagingPlan(output.staged, config.reading, prompts, 3, self.job.source, revision)
         parts, seen = stage_files(listing, f"{revision:03d}-00000" if revision else "00000", plan)
         row_type = unify(seen, json_objects=True)
-        return StagedInput(plan.folder, tuple(parts), row_type, 3, source=plan.source, revision=revision)
+        found = StagedInput(plan.folder, tuple(parts), row_type, 3, source=plan.source, revision=revision)
+        return told_apart(found, plan)
 
     def generate(self, *parts: int, drafter: str = "first") -> None:
         """Commit some parts."""
         for number in parts:
             part = self.staged.parts[number]
-            rows = pyarrow.parquet.read_table(self.staged.file(part).path)
+            rows = with_repeats(pyarrow.parquet.read_table(self.staged.file(part).path), part)
             rows = with_row_type(rows, self.staged.row_type)
+            columns = (rows[name].to_pylist() for name in ("asked", "seed_name", "problem"))
             values = [
-                made_up(one, drafter) if problem is None else None
-                for one, problem in zip(rows["asked"].to_pylist(), rows["problem"].to_pylist(), strict=True)
+                made_up(one, drafter, seed_name) if problem is None else None
+                for one, seed_name, problem in zip(*columns, strict=True)
             ]
             kind = columns_type(wanted_columns(TRAITS))
             commit_part(self.job.output, part.name, rows.append_column("generated", pa.array(values, kind)))
@@ -127,13 +145,15 @@ class MadeUpJob:
         """Generate what is missing, with what is left of unfinished parts."""
         left = {(row.part, row.request_id): row for row in read_unfinished(self.job.output)}
         for part in self.staged.without(self.job.output.committed()):
-            rows = with_row_type(pyarrow.parquet.read_table(self.staged.file(part).path), self.staged.row_type)
+            rows = with_repeats(pyarrow.parquet.read_table(self.staged.file(part).path), part)
+            rows = with_row_type(rows, self.staged.row_type)
             values = []
-            for name, one, problem in zip(
-                *(rows[c].to_pylist() for c in ("request_id", "asked", "problem")), strict=True
+            for name, seed_name, one, problem in zip(
+                *(rows[c].to_pylist() for c in ("request_id", "seed_name", "asked", "problem")), strict=True
             ):
                 kept = left.get((part.name, name))
-                values.append(None if problem else kept.generated if kept is not None else made_up(one, "second"))
+                new = None if problem else made_up(one, "second", seed_name)
+                values.append(new if kept is None else kept.generated)
             kind = columns_type(wanted_columns(TRAITS))
             commit_part(self.job.output, part.name, rows.append_column("generated", pa.array(values, kind)))
 
@@ -144,12 +164,14 @@ class MadeUpJob:
         return [row for file in files for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
 
 
-def made_up(asked_for: str, drafter: str) -> dict[str, Any]:
+def made_up(asked_for: str, drafter: str, seed_name: str = "") -> dict[str, Any]:
     counts = DecodeCounts()
     counts.record_step(emitted=1, accepted=0, drafted=0)
     generation = Generation("", [7], f"on {json.loads(asked_for)['prompt']}", "stop", 1, counts)
     traits = replace(TRAITS, drafter=drafter)
-    return column_values(generation, Request([1], SamplingParams(seed=5)), traits, wanted_columns(traits))
+    return column_values(
+        generation, Request([1], SamplingParams(seed=hashed_seed(0, seed_name))), traits, wanted_columns(traits)
+    )
 
 
 def of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, Any]]:
@@ -185,6 +207,22 @@ def test_rows_are_kept_with_the_columns_that_they_have_now(tmp_path: Path) -> No
     ]
     assert is_whole(job.job.output, job.staged.parts)
     assert [path.name for path in (tmp_path / "out" / "errors").iterdir()] == [f"{parts[1]}.parquet"]
+
+
+def test_equal_rows_have_the_seeds_of_a_new_output_when_a_row_came_and_went(tmp_path: Path) -> None:
+    settings = ("--sampling.temperature", "0.7")
+    (tmp_path / "grown").mkdir()
+    (tmp_path / "new").mkdir()
+    job = MadeUpJob(tmp_path / "grown", prompts(*"aaa"), *settings)
+    job.finish()
+    for rows in ("xaaa", "aaaa"):
+        job.grow(prompts(*rows))
+        job.finish()
+    new = MadeUpJob(tmp_path / "new", prompts(*"aaaa"), *settings)
+    new.finish()
+    seeds = [row["seed"] for row in job.rows]
+    assert seeds == [row["seed"] for row in new.rows]
+    assert len(set(seeds)) == 4
 
 
 def test_merged_files_and_rows_of_a_stopped_submission_are_found_too(tmp_path: Path) -> None:

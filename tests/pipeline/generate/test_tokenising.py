@@ -26,6 +26,7 @@ def requests(model: Path, rows: list[dict[str, Any]], source: PromptSource, **re
     table = pa.table(
         {
             "request_id": pa.array([str(index) for index in range(len(rows))]),
+            "seed_name": pa.array([str(index) for index in range(len(rows))]),
             "asked": pa.array([json.dumps(row) for row in rows]),
             "row": pa.array(rows),
             "problem": pa.nulls(len(rows), PROBLEM_TYPE),

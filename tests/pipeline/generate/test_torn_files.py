@@ -27,6 +27,7 @@ from tests.support.faults import EndedError, FailingFiles
 PARTS = [f"00000-{number:06d}" for number in range(5)]
 WITH_ERRORS = PARTS[3:]
 FINISHED = {
+    "README.md",
     "run.json",
     "run.json.copy",
     "status.json",

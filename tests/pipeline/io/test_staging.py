@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from ray.exceptions import WorkerCrashedError
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
-from drafter.requests import hashed_seed
+from drafter.requests import hashed_seed, sample_seed
 from pipeline.errors import InputError, JobError
 from pipeline.generate.row_requests import row_sampling
 from pipeline.io.apart import apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
-from pipeline.io.listing import NoIdsError, find_prompts, list_input
+from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import PROBLEM_TYPE, StagedInput
-from pipeline.io.staging import StagingPlan, _say_what_chats_are, cut, expand, sample_seed, stage_files, staged_group
+from pipeline.io.staging import StagingPlan, _say_what_chats_are, content_hash, cut, expand, stage_files, staged_group
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.damage import end_reader
-from tests.support.staging import staged, write_input
+from tests.support.staging import read_parts, staged, staged_input, write_input
 
 # Rows of all files become parts of one size, the same every time.
 
@@ -66,10 +66,30 @@ def test_a_line_that_is_no_row_leaves_the_others_their_ids(tmp_path: Path) -> No
     assert problems == {"a.jsonl:2": "the line has half a character: an unpaired surrogate"}
 
 
-def test_an_id_column_that_names_not_every_row_is_none(tmp_path: Path) -> None:
+def test_a_column_id_that_does_not_name_a_row_is_refused_and_may_be_left_aside(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "id": 7}, {"prompt": "y"}])
-    with pytest.raises(NoIdsError, match=r"^column 'id' names no row in a\.jsonl:2$"):
+    with pytest.raises(
+        InputError, match=r"^column 'id' names no row in a\.jsonl:2: set reading\.id_column to .* or to ''"
+    ):
         staged(path, tmp_path / "staged")
+    ids, rows, problems = staged(path, tmp_path / "staged", id_column="")
+    assert (ids, rows[0]["id"], problems) == ([["a.jsonl:1", "a.jsonl:2"]], 7, {})
+
+
+def test_an_id_of_two_rows_is_refused_with_both_places(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "id": name} for name in ("a", "b", "a", "c")])
+    folder = tmp_path / "staged"
+    wanted = r"1 ids stand for several rows \('a': a\.jsonl:1, a\.jsonl:3\): set reading\.id_column to .* or to ''"
+    with pytest.raises(InputError, match=wanted):
+        staged_input(path, folder)
+    # By content there are four equal rows, each with a seed of its own; the places of the first are in another part.
+    found = staged_input(path, folder, id_column="")
+    assert [part.repeats for part in found.parts] == [(0, 1, 2), (3,)]
+    found.save()
+    assert StagedInput.load(found.folder) == found
+    names = [name for table in read_parts(found) for name in table["seed_name"].to_pylist()]
+    first = content_hash('{"prompt": "x"}').hex()
+    assert names == [first, f"{first}+1", f"{first}+2", f"{first}+3"]
 
 
 def table(*lengths: int) -> pa.Table:
@@ -130,6 +150,7 @@ def test_each_row_as_often_as_it_is_wanted() -> None:
     table = pa.table(
         {
             "request_id": ["a", "b", "c"],
+            "seed_name": ["s", None, "t"],
             "row": [{"x": 1, "sample": "theirs"}, {"x": 2, "sample": None}, {"x": 3, "sample": "too"}],
             "problem": pa.nulls(3, PROBLEM_TYPE),
         }
@@ -139,6 +160,7 @@ def test_each_row_as_often_as_it_is_wanted() -> None:
     made = pa.concat_tables(pieces)
     assert made.equals(pa.concat_tables(expand(table, [2, 0, 1], piece_bytes=1 << 20)))
     assert made["request_id"].to_pylist() == ["a#0", "a#1", "c#0"]
+    assert made["seed_name"].to_pylist() == ["s#0", "s#1", "t#0"]
     assert made["row"].to_pylist() == [
         {"x": 1, "input_sample": "theirs", "sample": 0},
         {"x": 1, "input_sample": "theirs", "sample": 1},
@@ -171,9 +193,10 @@ def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None
     assert [(row["request_id"], row["sample"]) for row in done.rows] == [
         (f"in.jsonl:{line}#{sample}", sample) for line in (1, 2) for sample in (0, 1)
     ]
+    first = content_hash('{"prompt": "how many"}').hex()
     assert [row["seed"] for row in done.rows] == [
-        hashed_seed(0, "in.jsonl:1#0"),
-        hashed_seed(0, "in.jsonl:1#1"),
+        hashed_seed(0, f"{first}#0"),
+        hashed_seed(0, f"{first}#1"),
         5,
         4983930932166335007,
     ]

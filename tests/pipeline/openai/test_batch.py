@@ -13,11 +13,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
-from drafter.requests import TokenLogprob, hashed_seed
+from drafter.requests import TokenLogprob, hashed_seed, sample_seed
 from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
 from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
-from pipeline.io.staging import sample_seed
 from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
 from pipeline.openai.requests import OpenAIError, to_json

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from datasets import load_dataset
 
 from pipeline.errors import InputError
 from pipeline.io.files import locate
+from pipeline.io.listing import list_input
 from pipeline.output.folder import OutputFolder, check_output, save_run, take_output
 from pipeline.training.folder import TrainingFolder
 from tests.pipeline.conftest import Run, write_jsonl
@@ -83,10 +86,40 @@ def test_an_output_with_a_result_is_refused(kind: str, result: str, tmp_path: Pa
 @pytest.mark.slow
 def test_a_generation_that_failed_on_its_settings_is_mended_in_place(run: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}", "id": 1} for n in range(3)])
-    refused = run(source, "--reading.id_column", "id")
+    refused = run(source)
     assert "1 ids stand for several rows" in refused.error
-    mended = run(source)
+    mended = run(source, "--reading.id_column", "")
     assert mended.code == 0, mended.stderr
     assert [row["request_id"] for row in mended.rows] == [f"in.jsonl:{line}" for line in (1, 2, 3)]
     # Now there are results.
-    assert "sampling.temperature was 0.0, is now 0.5" in run(source, "--sampling.temperature", 0.5).error
+    assert (
+        "sampling.temperature was 0.0, is now 0.5"
+        in run(source, "--reading.id_column", "", "--sampling.temperature", 0.5).error
+    )
+
+
+def test_the_card_is_of_this_edition_alone(tmp_path: Path) -> None:
+    """The cache of `datasets` knows a folder with a card by its name and its card, not by its rows."""
+
+    def loaded(output: OutputFolder) -> list[str]:
+        return list(load_dataset(output.root.path, cache_dir=str(tmp_path / "cache"))["train"]["prompt"])
+
+    for name in ("first", "second"):
+        output = OutputFolder(locate(str(tmp_path / name / "out")))
+        output.create()
+        output.status_file.write_text("{}")
+        (output.data / "0.parquet").write_parquet(pa.table({"prompt": [name]}))
+        output.describe()
+        assert loaded(output) == [name]
+    (output.data / "1.parquet").write_parquet(pa.table({"prompt": ["third"]}))
+    output.describe()
+    assert loaded(output) == ["second", "third"]
+    assert [file.name for file in list_input(output.root.path).files] == ["data/0.parquet", "data/1.parquet"]
+
+
+@pytest.mark.parametrize("theirs", [b"# Mine\n", b"---\nlicense: mit\n---\n", b"caf\xe9"])
+def test_a_readme_of_the_user_stays(tmp_path: Path, theirs: bytes) -> None:
+    output = OutputFolder(locate(str(tmp_path)))
+    (tmp_path / "README.md").write_bytes(theirs)
+    output.describe()
+    assert (tmp_path / "README.md").read_bytes() == theirs

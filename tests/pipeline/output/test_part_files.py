@@ -15,14 +15,14 @@ from pyarrow import fs
 
 from pipeline.io.column_types import replace_column
 from pipeline.io.files import Location, locate
-from pipeline.io.parts import Part, pack
+from pipeline.io.parts import Part
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import (
-    PartsDatasink,
     ResultFile,
     commit_part,
     compact,
     discard_torn,
+    foreign_files,
     is_whole,
     torn_files,
 )
@@ -130,16 +130,34 @@ def test_a_part_of_only_errors_is_committed_too(output: OutputFolder, tmp_path: 
     assert read_rows(tmp_path / "data" / "p1.parquet") == []
 
 
-def test_the_writer_commits_every_part_and_says_so(output: OutputFolder) -> None:
-    rows = [{"prompt": "a"}]
-    blocks = [
-        pack([("p1", generated_rows("p1", rows, [None])), ("p2", generated_rows("p2", rows, [None]))]),
-        pack([("p3", generated_rows("p3", rows, [None]))]),
-    ]
-    told: list[str] = []
-    PartsDatasink(output, told.append).write(blocks, None)
-    assert output.committed() == {"p1", "p2", "p3"}
-    assert told == ["p1", "p2", "p3"]
+@pytest.mark.parametrize("late_error", [False, True])
+def test_a_part_that_is_written_again_after_it_was_merged_is_found(tmp_path: Path, late_error: bool) -> None:
+    """As by a process on a machine that the job had lost."""
+    output = OutputFolder(locate(str(tmp_path)))
+    output.create()
+    parts = [Part(name, 2) for name in ("p1", "p2")]
+    for part in parts:
+        commit_part(output, part.name, generated_rows(part.name, [{}, {}], [None, None]))
+    compact(output, 1 << 20)
+    before = files_below(tmp_path)
+    commit_part(output, "p1", generated_rows("p1", [{}, {}], [BAD_PROMPT if late_error else None, None]))
+    assert not is_whole(output, parts)
+    # As the next submission does.
+    discard_torn(output, parts)
+    if late_error:  # whose row is in the merged file, too: which of the two is right cannot be told
+        assert output.committed() == set()
+        return
+    compact(output, None)
+    assert files_below(tmp_path) == before
+    assert is_whole(output, parts)
+
+
+def test_files_of_no_part_are_named(output: OutputFolder, tmp_path: Path) -> None:
+    commit_part(output, "p1", generated_rows("p1", [{}], [None]))
+    assert is_whole(output, [Part("p1", 1)])
+    commit_part(output, "notes", generated_rows("notes", [{}], [None]))
+    assert not is_whole(output, [Part("p1", 1)])
+    assert foreign_files(output, [Part("p1", 1)]) == ["data/notes.parquet"]
 
 
 # Torn files are found by footers and sums, and no whole part is made again.

@@ -7,6 +7,7 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import promql_parser
@@ -20,8 +21,10 @@ from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import OtherTexts
-from pipeline.io.parts import unpack
+from pipeline.io.files import locate
 from pipeline.output.columns import RunTraits
+from pipeline.output.folder import OutputFolder
+from pipeline.output.part_files import commit_part
 from pipeline.progress.board import LearningReport, Progress, StatusBoard
 from pipeline.progress.prometheus import job_metrics, learner_metrics
 from pipeline.settings import LimitsConfig, WritingConfig
@@ -75,18 +78,20 @@ def scrape() -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def exported(local_ray: None) -> Iterator[Exported]:
+def exported(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(max_num_seqs=4, num_draft_tokens=8), threads=1)
     traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
     board, ledger = ray.remote(num_cpus=0)(StatusBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
+    output = OutputFolder(locate(str(tmp_path_factory.mktemp("out"))))
+    output.create()
     actor = ray.remote(num_cpus=1)(EngineActor).remote(
-        spec, LimitsConfig(), traits, ledger, board, RUN, OtherTexts(None, shared=False)
+        spec, LimitsConfig(), traits, ledger, board, RUN, partial(commit_part, output), OtherTexts(None, shared=False)
     )
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
-    ((_, table),) = unpack(ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40))))
+    ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40)))
     job, learner = job_metrics(RUN), learner_metrics(RUN, LearningReport(steps=30))
-    rows = table["generated"].to_pylist()[:10]
+    rows = (output.data / "p.parquet").read_parquet().to_pylist()
 
     def all_reported() -> Exported | None:
         """Processes report to the node's agent every few seconds: the actor's own, and this one."""

@@ -61,6 +61,24 @@ def test_utility_is_compared_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "worth 0 and 1" in page.read_text()
 
 
+def test_outputs_of_files_with_other_names_are_paired_by_their_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(file: str, *said: tuple[list[int], list[int]]) -> list[dict[str, Any]]:
+        return [row(f"{file}:{n}", tokens, prompt_token_ids=prompt) for n, (prompt, tokens) in enumerate(said)]
+
+    first = output(tmp_path / "a", rows("a.jsonl", ([1], [5]), ([2], [6]), ([1], [7]), ([3], [8])))
+    second = output(tmp_path / "b", rows("b.jsonl", ([2], [6]), ([1], [5]), ([1], [9])))
+    assert main([str(first), str(second)]) == 0
+    printed = capsys.readouterr()
+    assert "3 rows in both outputs, 2 of them with the same tokens" in printed.out
+    assert f"1 rows only in {first}, 0 only in {second}" in printed.out
+    assert "the outputs have no row's name in common: rows are paired by their prompts" in printed.err
+    other = output(tmp_path / "c", rows("c.jsonl", ([9], [5])))
+    assert main([str(first), str(other)]) == 2
+    assert f"error: {first} and {other} have no row in common, by its name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("torn", ["first", "last"])
 def test_a_torn_file_of_rows_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: str) -> None:
     good, bad = (output(tmp_path / name, [row("a", [1]), row("b", [2])]) for name in ("good", "bad"))
