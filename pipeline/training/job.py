@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict
+from threading import Event, Thread
 from typing import Any
 
 import ray
@@ -16,24 +19,25 @@ from drafter.heads.checkpoint import HEADS, exportable
 from drafter.heads.config import head_config
 from drafter.heads.published import TargetOfExport, base_embeddings
 from drafter.hub import local_only
-from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out
+from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out, start_beside_driver
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.io.files import locate
 from pipeline.output.folder import check_output, mend_run, read_run, save_run, take_output, versions
 from pipeline.output.lease import Lease
 from pipeline.progress.board import Mail, StatusBoard
 from pipeline.progress.watch import Pulse, fetch
 from pipeline.settings import ResourcesConfig
-from pipeline.stopping import Stopping
+from pipeline.stopping import BY_SIGNAL, Stopping
 from pipeline.training.config import TrainConfig
-from pipeline.training.folder import Record, TrainingFolder, go_back, tidy
+from pipeline.training.folder import Record, TrainingFolder, complete_checkpoints, go_back, tidy
 from pipeline.training.texts import StagedTexts, Texts, open_texts, stage_texts
 from pipeline.training.worker import WorkerTask, train_worker
 
 _CHECKPOINTS_KEPT = 2
 _POLL_SECONDS = 0.5
+_SAVE_SECONDS = 60.0  # for a step and its checkpoint, before a stop
 
 
 def train(config: TrainConfig) -> None:
@@ -129,7 +133,7 @@ def run(
     lease = Lease(folder.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
     facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
     with stopping, lease:
-        take_output(config.output, folder, meant)
+        again = not take_output(config.output, folder, meant)
         save_run(folder.run_file, asdict(config), meant, state="running", **facts)
         workers = config.workers
         wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
@@ -141,12 +145,14 @@ def run(
         if staged is None:
             say("staging the texts")
             staged = stage_texts(texts, folder.staged, config, vocab_size)
-        say("starting the workers, which load the model")
         tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
+        if again and not complete_checkpoints(folder.checkpoints):
+            say("the submission before has left no checkpoint: training begins with step 1")
+        say("starting the workers, which load the model")
         chosen_by = str(config.training.chosen_by)
         if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
             say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
-        execute(config, model, texts.base_fingerprints, folder, staged, resources)
+        execute(config, model, texts.base_fingerprints, folder, staged, resources, stopping)
         folder.draw()
         facts |= {"texts": asdict(staged.counts), "products": folder.products()}
         save_run(folder.run_file, asdict(config), meant, state="finished", **facts)
@@ -156,6 +162,11 @@ class _Listener:
     def __init__(self, board: Any) -> None:
         self._board, self._mail = board, Mail()
         self._refusals: list[tuple[bool, str]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the workers take steps."""
+        return "begun" in self._mail.first
 
     def look(self) -> None:
         self._take(fetch(self._board, self._mail))
@@ -170,7 +181,7 @@ class _Listener:
         for (kind, _), report in mail.reports.items():
             if kind == "line":
                 say(report)
-            else:
+            elif kind == "refusal":
                 self._refusals.append(report)
 
 
@@ -181,12 +192,14 @@ def execute(
     folder: TrainingFolder,
     staged: StagedTexts,
     resources: ActorResources,
+    stopping: Stopping,
 ) -> None:
     """Train, and show the progress.
 
-    Raises `InputError` if the target model or the head cannot be used, and `JobError` if training failed.
+    Raises `InputError` if the target model or the head cannot be used, `JobError` if training failed, and
+    `KeyboardInterrupt` or `JobStopped` after a signal, by which the workers save the step that they are at.
     """
-    board = ray.remote(num_cpus=0)(StatusBoard).remote()
+    board = start_beside_driver(StatusBoard)
     listener = _Listener(board)
     provenance: dict[str, Any] = {
         "recipe": "jobs.train",
@@ -199,19 +212,53 @@ def execute(
         provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
         say(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
     task = WorkerTask(config, model, base_fingerprints, folder, staged, provenance, board, resources.threads)
+    # Ray Train handles SIGINT by ending its workers at once, but only where it runs in the main thread.
+    training = _in_thread(_trainer(task, resources).fit)
+
+    told = Event()
+
+    def save() -> None:
+        told.set()
+        ray.get(board.put.remote("stop", True))
+        if listener.has_begun:
+            say("stopping: the step that is under way is saved first")
+            wait([training], _SAVE_SECONDS)
+
     failure: Exception | None = None
     with Pulse(_POLL_SECONDS, listener.look):
         try:
-            _trainer(task, resources).fit()
+            with stopping.draining(save):
+                training.result()
         except TrainingFailedError as error:
             failure = error
-        except SystemExit as error:  # Ray Train turns an interrupt into this.
-            raise KeyboardInterrupt from error
+        except JobStopped:  # after `save`, or because another submission has taken the output
+            board.put.remote("stop", True)
+            raise
+        except KeyboardInterrupt:
+            save()
+            raise
+    if failure is None and told.is_set():
+        raise JobStopped(BY_SIGNAL)
     if refusal := listener.refusal():
         of_input, message = refusal
         raise (InputError if of_input else JobError)(message) from failure
     if failure is not None:
         raise JobError(_reason(failure)) from failure
+
+
+def _in_thread(work: Callable[[], object]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=run, name="training", daemon=True).start()  # no exit waits for it, as it would for a pool's
+    return done
 
 
 def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:
