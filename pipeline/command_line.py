@@ -12,7 +12,6 @@ import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter, _HelpAction
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from pkgutil import resolve_name
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -37,7 +36,7 @@ def job_main(
 
     Args:
         job: The job as `module:function`. Its import takes seconds, so the command line is parsed before.
-        command: The job's module, if its function takes the command that repeats it as well.
+        command: The job's name, if its function takes the command that repeats it as well.
     """
 
     def run(arguments: Sequence[str] | None) -> int | None:
@@ -76,18 +75,12 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
     """Return the command that repeats a job."""
-    return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
+    return shlex.join(["drafter", job, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def say(line: str) -> None:
     """Print a status line to stderr."""
     print(line, file=sys.stderr, flush=True)
-
-
-def program(module: str) -> str:
-    """Return the program name of a module: `drafter JOB` if the console script was used, else `python -m MODULE`."""
-    job = module.removeprefix("jobs.")
-    return f"drafter {job}" if job != module and Path(sys.argv[0]).name == "drafter" else f"python -m {module}"
 
 
 class JobParser(ArgumentParser):
@@ -189,9 +182,8 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
 
 def new_parser(job: str, usage: str, description: str, common: Sequence[str] = ()) -> JobParser:
     """Make the command line of a job without settings; see `make_parser`."""
-    text = re.sub(r"python -m (jobs\.\w+)", lambda found: program(found[1]), description)
-    name = program(job)
-    return JobParser(prog=name, usage=f"{name} {usage}", description=text, exit_on_error=False, common=common)
+    name = f"drafter {job}"
+    return JobParser(prog=name, usage=f"{name} {usage}", description=description, exit_on_error=False, common=common)
 
 
 def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -> Namespace:

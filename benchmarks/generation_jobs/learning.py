@@ -5,7 +5,7 @@
     python -m benchmarks.generation_jobs.learning --model MODEL --head HEAD --arms fixed adapting --rows 150 \
         --then data/drafter-prompts/records.jsonl 450 --slots 4 --nodes 7 --max-new-tokens 64 --output build/adapting
 
-Each run is `jobs.generate` in a process of its own, on questions of GSM8K's training split; with `--then`, the job
+Each run is `drafter generate` in a process of its own, on questions of GSM8K's training split; with `--then`, the job
 changes its subject after them. The arms take turns. The head of `learning` starts from nothing. `adapting` has a core
 of its own and learns to the end, from the head that `fixed` drafts with.
 """

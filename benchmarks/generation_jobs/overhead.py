@@ -1,4 +1,4 @@
-"""What Ray costs: the same prompts go through `jobs.generate` and through the bare engine, in turns and in one process.
+"""What Ray costs: the same prompts go through `drafter generate` and the bare engine, in turns and in one process.
 
     python -m benchmarks.generation_jobs.overhead --output benchmarks/results/overhead.json
 

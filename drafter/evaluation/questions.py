@@ -1,7 +1,7 @@
 """Questions to evaluate on, and their prompts, which are the same for every decoder.
 
 A line of a file is a JSON object with `turns`, the list of the user's messages, as in MT-bench; with `prompt` or
-`messages`, as `jobs.generate` reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`.
+`messages`, as `drafter generate` reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`.
 Other keys, such as the right answer, are for scoring.
 """
 

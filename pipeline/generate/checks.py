@@ -71,6 +71,8 @@ class Job:
 def checked_job(config: GenerateConfig) -> Job:
     """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
     say(f"checking {config.input} and the model")
+    if config.model is not None:  # as an absolute path, because other jobs read it in run.json
+        config = replace(config, model=model_name(config.model))
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     prompts = find_prompts(listing, reading)

@@ -104,13 +104,13 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
     Raises `InputError` if there are none, they cannot be read, or they lack columns.
     """
     if not output.data.parquets():
-        raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
+        raise InputError(f"output {output.root.path} has no finished rows: run drafter generate first")
     try:
         found = parquet_dataset(output.data)
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
     if missing := [name for name in _COLUMNS if name not in found.schema.names]:
-        raise InputError(f"{output.data.path} is not of jobs.generate: its rows have no {', '.join(missing)}")
+        raise InputError(f"{output.data.path} is not of drafter generate: its rows have no {', '.join(missing)}")
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from threading import Event, Thread
 from typing import Any
 
@@ -46,11 +47,13 @@ def train(config: TrainConfig) -> None:
     Raises `InputError` for a mistake in the configuration or the data, `JobError` if the job failed on the way, and
     `JobStopped` if it was told to stop.
     """
-    say(f"looking at the texts of {', '.join(config.folders)} and the model {config.model or 'embedded'}")
+    say(f"looking at the texts of {', '.join(config.folders)}")
     texts = open_texts(config.folders, config.texts.held_out)
-    model = model_name(config.model)
-    meant = meaning(config, texts, model_fingerprint(model))
+    model, fingerprint = target_model(config, texts)
+    config = replace(config, model=config.model or texts.data[0].model)
+    meant = meaning(config, texts, fingerprint)
     base = check_head(config, model)
+    check_made_by(config, texts, fingerprint, base)
     text = base.get_text_config(decoder=True)
     folder = TrainingFolder(locate(config.output))
     check_output(config.output, folder, meant)
@@ -71,10 +74,52 @@ def train(config: TrainConfig) -> None:
         raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
 
 
+def target_model(config: TrainConfig, texts: Texts) -> tuple[str, str]:
+    """Return the target model, by default that of the texts, and its fingerprint, or raise `InputError`."""
+    if config.model is not None:
+        model = model_name(config.model)
+        return model, model_fingerprint(model)
+    first = texts.data[0]
+    model = model_name(first.model)
+    say(f"the target model is {first.model or 'the embedded one'}, which generated them")
+    try:
+        return model, model_fingerprint(model)
+    except InputError as error:
+        raise InputError(f"input {first.uri} was made by a model that is not here: give --model ({error})") from error
+
+
+def check_made_by(config: TrainConfig, texts: Texts, fingerprint: str, base: Any) -> None:
+    """Raise `InputError` if another model generated the texts, as far as that is known before weights are loaded.
+
+    `fingerprint` is of the target model's files. It differs for another chat template, too, so that sizes decide.
+    """
+    for one in (*texts.data, *([texts.held_out] if texts.held_out else [])):
+        if one.model_fingerprint == fingerprint:
+            continue
+        named = one.model or "the embedded model"
+        try:
+            theirs = AutoConfig.from_pretrained(
+                model_name(one.model), trust_remote_code=config.trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError):  # it is not on this machine, or has code of its own
+            theirs = base
+        if _sizes(theirs) != _sizes(base):
+            raise InputError(
+                f"input {one.uri} was made by {named}, and not by the model {config.model}: a head learns from its own "
+                "target model's answers; leave --model out, or distil with this target model"
+            )
+        say(f"input {one.uri} was made by {named}: whether {config.model} has the same weights shows once it is loaded")
+
+
+def _sizes(config: Any) -> tuple[int, int, int]:
+    text = config.get_text_config(decoder=True)
+    return text.vocab_size, text.hidden_size, text.num_hidden_layers
+
+
 def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
     """Return all that determines the head; `model` is the target model's fingerprint."""
     return {
-        "data": [one.meaning for one in texts.data],
+        "input": [one.meaning for one in texts.data],
         "held_out": texts.held_out.meaning if texts.held_out else None,
         "model": model,
         "algorithm": config.algorithm,
@@ -202,7 +247,7 @@ def execute(
     board = start_beside_driver(StatusBoard)
     listener = _Listener(board)
     provenance: dict[str, Any] = {
-        "recipe": "jobs.train",
+        "recipe": "drafter train",
         "data": asdict(staged.counts),
         "settings": asdict(config.training),
         "versions": versions("deepspeed"),
@@ -252,7 +297,7 @@ def _in_thread(work: Callable[[], object]) -> Future[None]:
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+        except BaseException as error:  # raised where the result is asked for
             done.set_exception(error)
         else:
             done.set_result(None)
@@ -304,6 +349,8 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
     evaluated = [record for record in records if "beta" in record]
     best = max(evaluated, key=lambda record: (record["beta"][chosen_by], record["step"]))
     last: Record = next(record for record in reversed(records) if "loss" in record)
+    of_model = "" if config.model is None else f"--model {shlex.quote(config.model)} "
+    head = shlex.quote(folder.head.path)
     return "\n".join(
         [
             f"steps       {last['step']:,}, last loss {last['loss']:.3f}",
@@ -312,5 +359,7 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
             f"head        {folder.head.path}",
             f"metrics     {folder.metrics.path}, {folder.plot.path}, {folder.events.path}",
             f"run         {folder.run_file.path}",
+            f"next        drafter evaluate {of_model}--drafter {head} --input PROMPTS --output evaluated",
+            f"            drafter generate {of_model}--drafter {head} --input PROMPTS --output out",
         ]
     )

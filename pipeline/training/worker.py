@@ -309,7 +309,7 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
     for one in task.base_fingerprints:
         if not base.has_fingerprint(one):
             raise InputError(
-                f"data was made by another target model (fingerprint {one}) than {base.name} ({base.fingerprint}): "
+                f"input was made by another target model (fingerprint {one}) than {base.name} ({base.fingerprint}): "
                 "a head learns from its own target model's answers; distil with this target model"
             )
     return base

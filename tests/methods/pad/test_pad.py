@@ -204,5 +204,5 @@ def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
     damaged = classifier_folder(tmp_path / "damaged", BaseOfClassifier("none", "v2-0", 0), WIDTH)
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "hidden_size": 5}))
-    with pytest.raises(LoadError, match=r"is damaged: RuntimeError: .*make it again with python -m jobs.pivots"):
+    with pytest.raises(LoadError, match=r"is damaged: RuntimeError: .*make it again with drafter pivots"):
         PadVerifier(damaged)

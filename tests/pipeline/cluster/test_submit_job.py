@@ -163,7 +163,7 @@ def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no job: give its command after --, such as `-- python -m jobs.generate"),
+        ([], "no job: give its command after --, such as `-- drafter generate"),
         (["--submissions", "0", "--", "python"], "submissions must be at least 1, not 0"),
         (["--name", "two words", "--", "python"], "name must be one word of letters, digits, dots and hyphens"),
         (["--working_dir", "nowhere", "--", "python"], "working_dir nowhere is not a folder"),

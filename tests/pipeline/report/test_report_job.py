@@ -266,7 +266,7 @@ def test_bad_input_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--examples must be at least 0" in error(tmp_path / "out", "--examples", -1)
     for path in (tmp_path / "out" / "data").iterdir():
         pa.parquet.write_table(pa.table({"x": [1]}), path)
-    assert "is not of jobs.generate: its rows have no request_id" in error(tmp_path / "out")
+    assert "is not of drafter generate: its rows have no request_id" in error(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "data")
     assert "has no finished rows" in error(tmp_path / "out")
 

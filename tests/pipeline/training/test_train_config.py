@@ -17,15 +17,15 @@ from pipeline.errors import InputError
 from pipeline.training.config import parse_config
 from tests.pipeline.training.conftest import Train
 
-GOOD = "--data a --output b"
+GOOD = "--input a --output b"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ("--output b", "data"),
-        ("--data a", "output"),
-        ("--data a --output b --speed 3", "speed"),
+        ("--input a", "output"),
+        ("--input a --output b --speed 3", "speed"),
         (f"{GOOD} --training.steps 0", "steps must be at least 1"),
         (f"{GOOD} --training.learning_rate nan", "learning_rate"),
         (f"{GOOD} --training.precision fp8", "training.precision must be one of fp32, bf16"),
@@ -91,7 +91,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        (delete("run.json"), {}, "is not the output of jobs.distill: it has no run.json"),
+        (delete("run.json"), {}, "is not the output of drafter distill: it has no run.json"),
         (delete("data"), {}, "has no rows"),
         (rewrite_rows(lambda table: table.slice(0, 0)), {}, "has no rows"),
         (rewrite_run(state="running"), {}, "is not finished"),
@@ -120,7 +120,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         pytest.param(
             rewrite_run(base_fingerprint="0123456789abcdef"),
             {},
-            "data was made by another target model .fingerprint 0123456789abc",
+            "input was made by another target model .fingerprint 0123456789abc",
             marks=pytest.mark.slow,
         ),
     ],
@@ -146,7 +146,7 @@ def test_texts_of_two_bases_cannot_go_together(train: Train, distilled: Path, tm
     rewrite_run(base_fingerprint="v2-0123456789abcdef")(other)
     refused = train(json.dumps([str(distilled), str(other)]))
     assert refused.code == 2
-    assert "data of different target models cannot be used together" in refused.error
+    assert "input of different target models cannot be used together" in refused.error
 
 
 def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: 
 def test_a_job_that_failed_on_its_settings_is_mended_in_place(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = train(texts__held_out_texts=40)
     assert refused.code == 2
-    assert "data holds 0 texts to learn from" in refused.error
+    assert "input holds 0 texts to learn from" in refused.error
 
     def began(*_: Any) -> None:
         raise InputError("this one began to train")

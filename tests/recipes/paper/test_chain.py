@@ -58,7 +58,7 @@ def test_every_configuration_is_a_chain_whose_jobs_take_their_settings(name: str
     trained = [f"train-{head}" for head in plain]
     assert [one.name for one in found] == ["base", "openings", "questions", "prompts", "answers", *trained, "evaluate"]
     assert {"medusa", "hydra", "hydra++", "ctc", "eagle3", "specformer"} < set(config.heads)
-    drafters = found[-1].settings["drafters"]
+    drafters = found[-1].settings["drafter"]
     assert drafters == [str(tmp_path / "heads" / head / "head") for head in plain]
     # What the chain's own jobs read is what the run was given.
     values = yaml.safe_load(yaml.safe_dump({**dataclasses.asdict(config), "output": str(tmp_path)}))
@@ -150,11 +150,11 @@ def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
         ({"heads": {"nobody": {}}}, "heads names 'nobody': recipes/paper/heads.yaml has medusa, hydra"),
         ({"heads": {"medusa": {"frames": 3}}}, "heads: draft head 'medusa': unknown configuration key 'frames'"),
         ({"training": {"steps": 3}}, "stage train-medusa: unknown setting steps: did you mean training.steps?"),
-        ({"training": {"model": "other"}}, "settings of jobs.train cannot have 'model': the recipe sets it"),
+        ({"training": {"model": "other"}}, "settings of drafter train cannot have 'model': the recipe sets it"),
         ({"evaluation": {"batches": 0}}, "batches must be at least 1, not 0"),
         ({"prompts": {"written": 0, "files": []}}, "there are no prompts: set prompts.written"),
-        ({"evaluation": {"questions": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
-        ({"evaluation": {"questions_per_file": 3, "batches": [1, 16]}}, "prompts do not fill a batch of 16"),
+        ({"evaluation": {"input": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
+        ({"evaluation": {"questions_per_file": 3, "batch": [1, 16]}}, "prompts do not fill a batch of 16"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
