@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import drafter  # noqa: E402, F401
-import pipeline  # noqa: E402, F401
-from jobs.command import main  # noqa: E402
+import drafter  # noqa: F401
+import pipeline  # noqa: F401
+from jobs.command import main
 
 del sys.path[0]  # beside our packages there may be others, which come where the path has them
 

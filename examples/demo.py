@@ -1,7 +1,7 @@
 """`make demo` and `make demo-offline`: the main job twice on the same questions, plainly and with speculation.
 
-Both runs are `drafter generate` jobs on one local Ray, with the same settings but for the drafter. Each loads its models
-in a process of its own before its clock starts. Their outputs are compared token by token.
+Both runs are `drafter generate` on one local Ray, with the same settings but for the drafter. Each loads its models in
+a process of its own before its clock starts. Their outputs are compared token by token.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from jsonargparse import ArgumentParser, Namespace
 
 from drafter.errors import one_line
-from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.errors import InputError, JobError, JobStopped, NoClusterError
 
 Config = TypeVar("Config")
 
@@ -62,6 +62,9 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
     except InputError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+    except NoClusterError as error:
+        say(f"error: {one_line(error)}")
+        return 1
     except (JobError, OSError) as error:  # the latter is storage that is full, or cannot be reached
         print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
         return 1

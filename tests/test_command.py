@@ -100,7 +100,7 @@ def users_folder(folder: Path, *names: str) -> dict[str, str]:
 def test_folders_of_a_user_do_not_hide_ours(tmp_path: Path, path: str) -> None:
     """Nor do files, nor where the working directory comes first on the path, as in Ray's jobs."""
     environment = users_folder(tmp_path, "pipeline", "drafter") | {"PYTHONPATH": path}
-    (tmp_path / "jobs.py").write_text("raise ImportError('this is the user\'s own')\n")
+    (tmp_path / "jobs.py").write_text("raise ImportError('this is the user's own')\n")
     command = [sys.executable, str(tmp_path / "bin" / "drafter"), "report", "nowhere"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, MISTAKE + "\n")

@@ -19,7 +19,7 @@ import yaml
 from drafter.errors import one_line
 from drafter.source_commit import ROOT, for_a_copy
 from pipeline.command_line import at_least, make_parser, parse, say
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError, JobError, NoClusterError
 
 _MISTAKE = 2  # exit code of a job whose configuration or input cannot be used, which is not retried
 _EXCLUDED = (".git", ".venv", "build")
@@ -133,7 +133,11 @@ def _connect(address: str | None) -> Any:
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise JobError(f"no cluster takes jobs at {address or 'the default address'}: {one_line(error)}") from error
+        where = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
+        raise NoClusterError(
+            f"no cluster takes jobs at {where}: start one here by `ray start --head`, or give the address of another's "
+            f"dashboard, as --address http://HEAD:8265 ({one_line(error)})"
+        ) from error
 
 
 def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str | None) -> tuple[str, bool]:

@@ -79,7 +79,11 @@ def checked_job(config: GenerateConfig) -> Job:
     if prompts.kind == "openai":
         _refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
-    config = with_model_defaults(config, drawn=prompts.kind == "openai")
+    drawn = prompts.kind == "openai"
+    config = with_model_defaults(config, drawn=drawn)
+    temperature = config.sampling.temperature
+    how = f"sampled at temperature {temperature:g}" if temperature else "chosen greedily (temperature 0)"
+    say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     reads_clock = _check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from drafter.errors import one_line
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
@@ -32,6 +33,7 @@ from pipeline.output.columns import OutputColumn, columns_type
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.part_files import commit_part, discard_torn, is_whole
 
+_SHOWN = 3  # broken rows that a dry run names
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
 _PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
@@ -108,6 +110,7 @@ class AskedRow:
 
     name: str
     key: bytes
+    problem: str | None = None  # why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,16 @@ class Changes:
     open: int
     changed: int
     removed: int
+    broken: tuple[str, ...] = ()  # which rows cannot be read, and why
 
     def __str__(self) -> str:
         new = self.rows - self.kept - self.open - self.changed
         counts = {"kept": self.kept, "still to generate": self.open, "changed": self.changed, "new": new}
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count or what != "still to generate")
-        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go"
+        left = len(self.broken) - _SHOWN
+        shown = [*self.broken[:_SHOWN], *([f"and {left:,} more"] if left > 0 else [])]
+        broken = f"; {len(self.broken):,} cannot be read and go to errors/: {'; '.join(shown)}" if shown else ""
+        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go{broken}"
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
@@ -133,7 +140,8 @@ def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
     for name, asked, problem in zip(*columns, strict=True):
         sample = name.rpartition("#")[2] if several else ""
         text = f"{sample} {json.dumps(problem) if asked is None else asked}"
-        yield AskedRow(name, hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        yield AskedRow(name, key, None if problem is None else problem["message"])
 
 
 def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | None]:
@@ -310,11 +318,12 @@ def dry_run(job: Job) -> Changes:
         now = []
     if len({row.name for row in now}) < len(now) or not now:
         now = _read_asked(job, replace(plan, prompts=replace(job.prompts, id_column=None)))
+    broken = tuple(f"{row.name}: {one_line(row.problem)}" for row in now if row.problem is not None)
     before = StagedInput.load(job.output.staged)
     if before is None:
-        return compare([], now, [None] * len(now), ())
+        return replace(compare([], now, [None] * len(now), ()), broken=broken)
     rows = staged_rows(before, several=job.several)
-    return compare(rows, now, match(rows, now), Results(job.output, before).done)
+    return replace(compare(rows, now, match(rows, now), Results(job.output, before).done), broken=broken)
 
 
 def _read_asked(job: Job, plan: StagingPlan) -> list[AskedRow]:

@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
+from drafter.requests import sampling_defaults
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
-from pipeline.engines.models import head_fingerprints, model_fingerprint, model_name
+from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate, make_folders
 from pipeline.learning.config import NEW, SHIPPED
@@ -185,5 +186,8 @@ def check_models(config: ServeConfig) -> None:
     try:
         make_verifier(config.verifier)
         load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+        settings = generation_settings(name) if config.loading.generation_config == "auto" else {}
+        temperature = sampling_defaults(settings, name, drawn=True).temperature
     except LoadError as error:
         raise InputError(str(error)) from error
+    say(f"a request without a temperature is sampled at {temperature:g} (jobs and Python decode greedily by default)")

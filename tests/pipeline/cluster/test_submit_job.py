@@ -157,7 +157,7 @@ def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
     command = [sys.executable, "-m", "jobs.submit", "--address", "http://127.0.0.1:9", "--", "python"]
     failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE)
     assert failed.returncode == 1
-    assert "error: the job failed: no cluster takes jobs at http://127.0.0.1:9" in failed.stderr
+    assert "error: no cluster takes jobs at http://127.0.0.1:9: start one here by `ray start --head`" in failed.stderr
 
 
 @pytest.mark.parametrize(

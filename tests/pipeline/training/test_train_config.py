@@ -12,9 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from pyarrow import fs
+from transformers import AutoConfig
 
+from drafter.embedded import EMBEDDED_BASE
+from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError
-from pipeline.training.config import parse_config
+from pipeline.training.config import TrainConfig, parse_config
+from pipeline.training.job import check_made_by, target_model
+from pipeline.training.texts import DistilledTexts, Texts
 from tests.pipeline.training.conftest import Train
 
 GOOD = "--input a --output b"
@@ -138,6 +144,32 @@ def test_texts_that_cannot_be_learnt_from_are_refused(
     import re
 
     assert re.search(message, refused.error), refused.error
+
+
+def made_by(model: str | None, fingerprint: str = "v2-other") -> Texts:
+    return Texts([DistilledTexts("distilled", fs.LocalFileSystem(), (), "v2-a", model, fingerprint)], None, ("v2-a",))
+
+
+def test_the_target_model_is_that_of_the_texts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, fingerprint = TrainConfig("distilled", "out"), model_fingerprint(str(model))
+    assert target_model(config, made_by(str(model))) == (str(model), fingerprint)
+    assert target_model(config, made_by(None))[0] == str(EMBEDDED_BASE)
+    with pytest.raises(InputError, match="input distilled was made by a model that is not here: give --model"):
+        target_model(config, made_by(str(tmp_path / "gone")))
+    monkeypatch.chdir(model.parent)
+    given = TrainConfig("distilled", "out", model=model.name)
+    assert target_model(given, made_by(None)) == (str(model), fingerprint)
+    # Another model is told before anything is loaded, and a copy with another chat template may be the same.
+    base = AutoConfig.from_pretrained(model)
+    check_made_by(given, made_by(str(model), fingerprint), fingerprint, base)
+    capsys.readouterr()
+    check_made_by(given, made_by(str(model)), fingerprint, base)
+    assert "whether tiny has the same weights".replace("tiny", model.name) in capsys.readouterr().err
+    with pytest.raises(InputError, match=f"was made by the embedded model, and not by the model {model.name}: a head"):
+        check_made_by(given, made_by(None), fingerprint, base)
+    check_made_by(given, made_by(str(tmp_path / "gone")), fingerprint, base)
 
 
 def test_texts_of_two_bases_cannot_go_together(train: Train, distilled: Path, tmp_path: Path) -> None:

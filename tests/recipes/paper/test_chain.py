@@ -151,7 +151,7 @@ def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
         ({"heads": {"medusa": {"frames": 3}}}, "heads: draft head 'medusa': unknown configuration key 'frames'"),
         ({"training": {"steps": 3}}, "stage train-medusa: unknown setting steps: did you mean training.steps?"),
         ({"training": {"model": "other"}}, "settings of drafter train cannot have 'model': the recipe sets it"),
-        ({"evaluation": {"batches": 0}}, "batches must be at least 1, not 0"),
+        ({"evaluation": {"batch": 0}}, "batch must be at least 1, not 0"),
         ({"prompts": {"written": 0, "files": []}}, "there are no prompts: set prompts.written"),
         ({"evaluation": {"input": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
         ({"evaluation": {"questions_per_file": 3, "batch": [1, 16]}}, "prompts do not fill a batch of 16"),
@@ -173,7 +173,7 @@ def test_mistakes_are_found_before_anything_runs(
     ("settings", "message"),
     [
         (("--training.training", "{stepps: 3}"), "stage train-medusa: "),
-        (("--evaluation.batches", "0"), "batches must be at least 1, not 0"),
+        (("--evaluation.batch", "0"), "batch must be at least 1, not 0"),
     ],
 )
 def test_what_could_not_be_run_is_not_estimated(
