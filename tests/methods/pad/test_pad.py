@@ -195,7 +195,7 @@ def test_another_base_is_refused_with_the_reason(tiny_base: BaseModel, tmp_path:
 
 
 def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"needs a classifier: make one with python -m jobs\.pivots"):
+    with pytest.raises(LoadError, match=r"needs a classifier: make one with drafter pivots"):
         make_verifier(VerifierSettings("pad"))
     with pytest.raises(LoadError, match=r"is not a folder with config\.json and model\.safetensors"):
         make_verifier(VerifierSettings("pad", classifier=str(tmp_path)))

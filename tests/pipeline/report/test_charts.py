@@ -58,6 +58,7 @@ def test_shares_are_labelled() -> None:
 
 def test_charts_of_learning_mark_the_versions() -> None:
     beta, speed = learning_charts([Moment(2.0, 2.0, 100, 50, 0.0, None), Moment(4.0, 2.0, 80, 50, 2.0, 1)])
+    assert (beta.plain, speed.plain) == (1.0, None)
     assert [bar.value for bar in beta.bars] == [2.0, 1.6]
     assert [bar.value for bar in speed.bars] == [50.0, 40.0]
     assert beta.marks == ((0.5, "version 1"),)

@@ -28,6 +28,7 @@ from tests.support.paths import ROOT
 from tests.support.prepared_workers import PreparedWorkers, prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
+GSM8K = "data/gsm8k/test.jsonl"
 CONFIGURATIONS = ["tiny", "smollm2", "vicuna-7b", "vicuna-13b", "vicuna-33b"]
 
 
@@ -151,10 +152,13 @@ def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
         ({"heads": {"medusa": {"frames": 3}}}, "heads: draft head 'medusa': unknown configuration key 'frames'"),
         ({"training": {"steps": 3}}, "stage train-medusa: unknown setting steps: did you mean training.steps?"),
         ({"training": {"model": "other"}}, "settings of drafter train cannot have 'model': the recipe sets it"),
-        ({"evaluation": {"batch": 0}}, "batch must be at least 1, not 0"),
+        ({"evaluation": {"input": GSM8K, "batch": 0}}, "batch must be at least 1, not 0"),
         ({"prompts": {"written": 0, "files": []}}, "there are no prompts: set prompts.written"),
         ({"evaluation": {"input": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
-        ({"evaluation": {"questions_per_file": 3, "batch": [1, 16]}}, "prompts do not fill a batch of 16"),
+        (
+            {"evaluation": {"input": GSM8K, "questions_per_file": 3, "batch": [1, 16]}},
+            "prompts do not fill a batch of 16",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
