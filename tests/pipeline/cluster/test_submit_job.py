@@ -152,12 +152,13 @@ def test_a_job_under_way_is_followed_by_its_name(cluster: LocalCluster, tmp_path
     assert later.returncode == 0
 
 
-@pytest.mark.slow
-def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
-    command = [sys.executable, "-m", "jobs.submit", "--address", "http://127.0.0.1:9", "--", "python"]
-    failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert failed.returncode == 1
-    assert "error: no cluster takes jobs at http://127.0.0.1:9: start one here by `ray start --head`" in failed.stderr
+def test_without_a_cluster_it_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # which is put back
+    assert main(["--address", "http://127.0.0.1:9", "--working_dir", str(tmp_path), "--", "python"]) == 1
+    told = "error: no cluster takes jobs at http://127.0.0.1:9: start one here by `ray start --head`, or give"
+    assert capsys.readouterr().err.startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ def test_the_pass_adds_up_all_files(tmp_path: Path) -> None:
     found = tokens_by_second(rows.by_second)
     assert list(found) == list(range(second - 8, second + 2))
     assert sum(rows for rows, _ in found.values()) == 3
-    assert found[second] == (2, pytest.approx(4 / 3 * 0.9 + 2 / 9 + 10 * 0.1))
-    assert found[second - 1] == (0, pytest.approx(4 / 3 + 2 / 9 + 10 * 0.9))
-    assert found[second - 5] == (0, pytest.approx(2 / 9))
-    assert found[second + 1] == (1, pytest.approx(2 / 9 * 0.2))
+    assert found[second] == pytest.approx((2, 4 / 3 * 0.9 + 2 / 9 + 10 * 0.1))
+    assert found[second - 1] == pytest.approx((0, 4 / 3 + 2 / 9 + 10 * 0.9))
+    assert found[second - 5] == pytest.approx((0, 2 / 9))
+    assert found[second + 1] == pytest.approx((1, 2 / 9 * 0.2))
     assert sum(tokens for _, tokens in found.values()) == pytest.approx(16)
     # Between two submissions there is nothing, however long that was.
     pause = {0: SecondSums(1, 1, 5.0, 0.0), 10**9: SecondSums(1, 1, 7.0, 0.0)}
