@@ -186,7 +186,8 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
 def new_parser(job: str, usage: str, description: str, common: Sequence[str] = ()) -> JobParser:
     """Make the command line of a job without settings; see `make_parser`."""
     name = f"drafter {job}"
-    options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}  # an abbreviation may mean another setting
+    # An abbreviation may be the name that a setting has in another job.
+    options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
     return JobParser(prog=name, usage=f"{name} {usage}", description=description, common=common, **options)
 
 
