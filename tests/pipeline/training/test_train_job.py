@@ -76,8 +76,9 @@ def test_the_best_head_is_kept_and_everything_is_told(
     assert drafted.rows[0]["num_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+    train: Train, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """Before the first checkpoint is due. In this process Ctrl-C is SIGINT to ourselves."""
 
@@ -90,7 +91,8 @@ def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
                 os.kill(os.getpid(), left.pop())
 
         monkeypatch.setattr("pipeline.training.job.say", hear)
-        return train(training__steps=9000, training__evaluate_every=9000, checkpoint_every=9000)
+        many = {"training__steps": 9000, "training__evaluate_every": 9000, "checkpoint_every": 9000}
+        return train(**many, workers__number=workers)
 
     stopped = signalled(signal.SIGTERM)
     assert stopped.code == 143
