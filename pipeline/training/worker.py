@@ -263,14 +263,15 @@ def run(task: WorkerTask) -> None:
             if recorder is not None:
                 recorder.flush()
                 to_save = replace(state, records=recorder.records)
-            report(to_save, done.step, task)
+            report(to_save, done.step, task, CheckpointUploadMode.SYNC if stop else CheckpointUploadMode.ASYNC)
         if stop:
-            show(f"step {done.step} is saved")
+            if rank == 0:
+                ray.get(show(f"step {done.step} is saved"))  # Ray Train ends the process next
             return
 
 
-def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
-    """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
+def report(saved: SavedRun | None, step: int, task: WorkerTask, mode: CheckpointUploadMode) -> None:
+    """Give a checkpoint to Ray Train, which uploads it: by ASYNC while training goes on. Every worker calls this.
 
     `saved` is None on all workers but the first.
     """
@@ -288,7 +289,8 @@ def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
         {"step": step},
         checkpoint,
         checkpoint_dir_name=checkpoint_name(step),
-        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_mode=mode,
+        delete_local_checkpoint_after_upload=True,
         checkpoint_upload_fn=keep,
     )
 

@@ -29,7 +29,7 @@ GOOD = "--input a --output b"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("--output b", "data"),
+        ("--output b", "input"),
         ("--input a", "output"),
         ("--input a --output b --speed 3", "speed"),
         (f"{GOOD} --training.steps 0", "steps must be at least 1"),

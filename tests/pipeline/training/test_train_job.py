@@ -26,7 +26,7 @@ from tests.pipeline.conftest import Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.faults import FullFiles
 from tests.support.prepared_workers import prepared_workers
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def test_the_best_head_is_kept_and_everything_is_told(
@@ -91,6 +91,7 @@ def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
                 os.kill(os.getpid(), left.pop())
 
         monkeypatch.setattr("pipeline.training.job.say", hear)
+        monkeypatch.setattr("pipeline.training.job._SAVE_SECONDS", PATIENCE)
         many = {"training__steps": 9000, "training__evaluate_every": 9000, "checkpoint_every": 9000}
         return train(**many, workers__number=workers)
 
