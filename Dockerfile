@@ -34,4 +34,4 @@ RUN python -m pip install --constraint constraints.txt --no-build-isolation '.[t
 RUN python -m drafter.native.build
 
 # Fails here, not on a hundred nodes.
-RUN python -m jobs.generate --help > /dev/null
+RUN drafter generate --help > /dev/null

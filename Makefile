@@ -23,7 +23,7 @@ demo-offline: $(INSTALLED) ## The same with the embedded model, on GSM8K questio
 	@$(BIN)/python -m examples.demo --offline
 
 serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.0.1:8000, with a page to try it.
-	$(BIN)/python -m jobs.serve --plain true
+	$(BIN)/drafter serve --plain true
 
 cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
 	$(BIN)/python -m examples.cluster_demo
@@ -49,7 +49,7 @@ format: $(INSTALLED) ## Sort imports and format.
 
 benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads; tables go to build/.
 	$(BIN)/python -m benchmarks.heads drafter/embedded/heads --output build/embedded-heads
-	$(BIN)/python -m jobs.evaluate --config benchmarks/evaluation.yaml --output build/evaluation
+	$(BIN)/drafter evaluate --config benchmarks/evaluation.yaml --output build/evaluation
 
 chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; measure what Ray and a resume cost.
 	$(BIN)/python -m benchmarks.generation_jobs.chaos --output benchmarks/results/chaos.json
@@ -69,7 +69,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install --no-compile -c constraints.txt setuptools torch
 	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
 	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
-	@command -v c++ >/dev/null || echo "No C++ compiler: jobs.train will not run on CPUs, and the rest slowly"
+	@command -v c++ >/dev/null || echo "No C++ compiler: drafter train will not run on CPUs, and the rest slowly"
 	@echo "  DeepSpeed"
 	@DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
 	    $(PIP) install --no-compile --no-cache-dir -c constraints.txt --no-build-isolation deepspeed

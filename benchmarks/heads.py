@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
-    """Load the heads in `folder`, by name. Each is a head's folder, or the output of `jobs.train`, with `head/` in it.
+    """Load the heads in `folder`, by name. Each is a head's folder, or an output of `drafter train` with `head/`.
 
     Raises `LoadError` if there is no head, or a head belongs to another base.
     """

@@ -1,7 +1,7 @@
 """`make cluster-demo`: from no GPU to several and back, on this machine.
 
 Starts a real Ray cluster whose autoscaler adds nodes with a logical GPU each, submits the generation job to it by
-`jobs.submit`, as to any cluster, and shows which nodes there are. Ends everything that it started, and nothing else.
+`drafter submit`, as to any cluster, and shows which nodes there are. Ends everything that it started, and nothing else.
 """
 
 from __future__ import annotations

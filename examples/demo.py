@@ -1,7 +1,7 @@
 """`make demo` and `make demo-offline`: the main job twice on the same questions, plainly and with speculation.
 
-Both runs are ordinary jobs (`jobs.generate`) on one local Ray, with the same settings but for the drafter. Each loads
-its models in a process of its own before its clock starts. Their outputs are compared token by token.
+Both runs are `drafter generate` on one local Ray, with the same settings but for the drafter. Each loads its models in
+a process of its own before its clock starts. Their outputs are compared token by token.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def answer_text(answer: Example, *, colour: bool) -> str:
 
 def closing(output: Path, model: str | None) -> list[str]:
     """Return where everything is, and what to type next."""
-    python = Path(sys.executable)
-    command = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    drafter = Path(sys.executable).with_name("drafter")
+    command = drafter.relative_to(Path.cwd()) if drafter.is_relative_to(Path.cwd()) else drafter
     if model is not None and Path(model).is_relative_to(Path.home()):
         model = f"~/{Path(model).relative_to(Path.home())}"  # the shell puts it back
     return [
@@ -218,7 +218,7 @@ def closing(output: Path, model: str | None) -> list[str]:
         f"figures     {output / SUMMARY}",
         "",
         "Next, a file of your own (JSONL, Parquet or CSV with a column `prompt`, or lines of text):",
-        f"  {command} -m jobs.generate --input FILE --output results" + (f" --model {model}" if model else ""),
+        f"  {command} generate --input FILE --output results" + (f" --model {model}" if model else ""),
     ]
 
 

@@ -5,7 +5,7 @@ import sys
 from pipeline.command_line import job_main
 from pipeline.pad.config import parse_config
 
-main = job_main(parse_config, "pipeline.pad.job:pivots", command="jobs.pivots")
+main = job_main(parse_config, "pipeline.pad.job:pivots", command="pivots")
 
 if __name__ == "__main__":
     sys.exit(main())

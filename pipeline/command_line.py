@@ -12,7 +12,6 @@ import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter, _HelpAction
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from pkgutil import resolve_name
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -21,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from drafter.errors import one_line, without_secrets
 from drafter.other_names import NOT_SUPPORTED, OURS
-from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.errors import InputError, JobError, JobStopped, NoClusterError
 
 Config = TypeVar("Config")
 
@@ -38,7 +37,7 @@ def job_main(
 
     Args:
         job: The job as `module:function`. Its import takes seconds, so the command line is parsed before.
-        command: The job's module, if its function takes the command that repeats it as well.
+        command: The job's name, if its function takes the command that repeats it as well.
     """
 
     def run(arguments: Sequence[str] | None) -> int | None:
@@ -64,6 +63,9 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
     except InputError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+    except NoClusterError as error:
+        say(f"error: {one_line(error)}")
+        return 1
     except (JobError, OSError) as error:  # the latter is storage that is full, or cannot be reached
         say(failure_line(error))
         return 1
@@ -82,18 +84,12 @@ def failure_line(error: Exception | str) -> str:
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
     """Return the command that repeats a job, without credentials."""
-    return without_secrets(shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)]))
+    return without_secrets(shlex.join(["drafter", job, *(sys.argv[1:] if arguments is None else arguments)]))
 
 
 def say(line: str) -> None:
     """Print a status line to stderr."""
     print(without_secrets(line), file=sys.stderr, flush=True)
-
-
-def program(module: str) -> str:
-    """Return the program name of a module: `drafter JOB` if the console script was used, else `python -m MODULE`."""
-    job = module.removeprefix("jobs.")
-    return f"drafter {job}" if job != module and Path(sys.argv[0]).name == "drafter" else f"python -m {module}"
 
 
 class JobParser(ArgumentParser):
@@ -195,9 +191,10 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
 
 def new_parser(job: str, usage: str, description: str, common: Sequence[str] = ()) -> JobParser:
     """Make the command line of a job without settings; see `make_parser`."""
-    text = re.sub(r"python -m (jobs\.\w+)", lambda found: program(found[1]), description)
-    name = program(job)
-    return JobParser(prog=name, usage=f"{name} {usage}", description=text, exit_on_error=False, common=common)
+    name = f"drafter {job}"
+    # An abbreviation may be the name that a setting has in another job.
+    options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
+    return JobParser(prog=name, usage=f"{name} {usage}", description=description, common=common, **options)
 
 
 def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -> Namespace:

@@ -28,6 +28,10 @@ class JobError(RuntimeError):
     """The job failed on the way: exit code 1. Committed results stay."""
 
 
+class NoClusterError(JobError):
+    """No Ray cluster can be reached, so that nothing has begun: exit code 1."""
+
+
 class JobStopped(KeyboardInterrupt):
     """The job was told to stop: exit code 143, as for any process ended by SIGTERM. Committed results stay.
 

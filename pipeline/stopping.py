@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.errors import JobStopped
 
-_BY_SIGNAL = "by SIGTERM"
+BY_SIGNAL = "by SIGTERM"
 _INSIST_SECONDS = 15.0
 
 
@@ -54,7 +54,7 @@ class Stopping:
         if active:
             signal.signal(signal.SIGTERM, self._before)
         if kind is KeyboardInterrupt and self._requested:  # Ray raises a new one for our error
-            raise JobStopped(self._reason or _BY_SIGNAL)
+            raise JobStopped(self._reason or BY_SIGNAL)
 
     def take_over(self) -> None:
         """Handle SIGTERM again: Ray installs its own handler when it starts."""
@@ -73,7 +73,7 @@ class Stopping:
         drain, self._drain = self._drain, None
         if self._reason is not None or (drain is None and not self._draining):
             self._requested = True
-            raise JobStopped(self._reason or _BY_SIGNAL)
+            raise JobStopped(self._reason or BY_SIGNAL)
         if drain is not None:
             self._draining = True
             threading.Thread(target=self._drain_and_stop, args=[drain], name="drain", daemon=True).start()
@@ -82,4 +82,4 @@ class Stopping:
         try:
             drain()
         finally:
-            self.stop(_BY_SIGNAL)
+            self.stop(BY_SIGNAL)

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 
 JOBS = [file.stem for file in sorted((ROOT / "jobs").glob("*.py")) if file.stem not in ("__init__", "command")]
 HEAVY = ("torch", "ray", "transformers", "pandas", "matplotlib")
-SCRIPT = "import sys\nfrom jobs.command import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom drafter_command import main\nsys.exit(main())\n"
 """What an installer writes for a console script."""
 MISTAKE = "error: nowhere is not the output of a generation job: it has no run.json"
 
@@ -41,7 +41,7 @@ def test_the_command_lists_all_jobs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("job", JOBS)
 def test_help_keeps_the_lines_of_examples(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = help_of(job, "--help", capsys)
-    assert re.search(rf"^  python -m jobs\.{job} ", page, re.MULTILINE)
+    assert re.search(rf"^  drafter {job} ", page, re.MULTILINE)
     assert all(len(line) < 130 for line in page.splitlines())
     assert len(re.findall(r"^  --", page, re.MULTILINE)) <= 35
 
@@ -96,8 +96,11 @@ def users_folder(folder: Path, *names: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def test_folders_of_a_user_do_not_hide_ours(tmp_path: Path) -> None:
-    environment = users_folder(tmp_path, "jobs", "pipeline")
+@pytest.mark.parametrize("path", [str(ROOT), f".:{ROOT}"])
+def test_folders_of_a_user_do_not_hide_ours(tmp_path: Path, path: str) -> None:
+    """Nor do files, nor where the working directory comes first on the path, as in Ray's jobs."""
+    environment = users_folder(tmp_path, "pipeline", "drafter") | {"PYTHONPATH": path}
+    (tmp_path / "jobs.py").write_text("raise ImportError('this is the user's own')\n")
     command = [sys.executable, str(tmp_path / "bin" / "drafter"), "report", "nowhere"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, MISTAKE + "\n")

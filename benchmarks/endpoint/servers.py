@@ -36,7 +36,7 @@ class Server:
 
 @contextmanager
 def endpoint(model: str | None, drafter: str, settings: Sequence[str] = ()) -> Iterator[Server]:
-    """This project's own; `settings` are further ones of `jobs.serve`."""
+    """This project's own; `settings` are further ones of `drafter serve`."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "jobs.serve", "--port", str(port), "--name", "model", "--drafter", drafter]
     command += [] if model is None else ["--model", model]

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {SERVING_FILE} and {TABLE_FILE}")
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
-    parser.add_argument("--drafter", default="auto", help="as of jobs.serve (default: %(default)s)")
+    parser.add_argument("--drafter", default="auto", help="as of drafter serve (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of all servers (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="this endpoint's engines compile the base's forward")
     parser.add_argument("--rounds", type=int, default=3, help="each starts every server anew (default: %(default)s)")

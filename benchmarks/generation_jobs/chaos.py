@@ -31,7 +31,7 @@ from drafter.evaluation.results import write_json
 from drafter.target.loading import load_base
 from pipeline.engines.engine_actor import EngineActor
 
-_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
+_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl.gz"
 _ENGINE = EngineActor.__name__
 """Part of the title of an engine's process."""
 _KEPT = {"data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}

@@ -5,7 +5,7 @@
     python -m benchmarks.generation_jobs.learning --model MODEL --head HEAD --arms fixed adapting --rows 150 \
         --then data/drafter-prompts/records.jsonl 450 --slots 4 --nodes 7 --max-new-tokens 64 --output build/adapting
 
-Each run is `jobs.generate` in a process of its own, on questions of GSM8K's training split; with `--then`, the job
+Each run is `drafter generate` in a process of its own, on questions of GSM8K's training split; with `--then`, the job
 changes its subject after them. The arms take turns. The head of `learning` starts from nothing. `adapting` has a core
 of its own and learns to the end, from the head that `fixed` drafts with.
 """
@@ -45,7 +45,7 @@ from pipeline.progress.board import Moment
 LEARNING_FILE = "learning.json"
 TABLE_FILE = "learning.md"
 
-_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
+_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl.gz"
 _ARMS = ("none", "ngram", "memory", "auto", "learning", "fixed", "adapting")
 _TENTHS = 10
 _LOOK_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""What Ray costs: the same prompts go through `jobs.generate` and through the bare engine, in turns and in one process.
+"""What Ray costs: the same prompts go through `drafter generate` and the bare engine, in turns and in one process.
 
     python -m benchmarks.generation_jobs.overhead --output benchmarks/results/overhead.json
 
@@ -41,7 +41,7 @@ from pipeline.engines.models import EngineSpec
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
 
-_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
+_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl.gz"
 _LOOK_SECONDS = 0.1
 
 

@@ -16,7 +16,7 @@ class VerifierSettings:
         theta: Of `fly`: no mismatch is accepted where the target model's entropy is below this, in nats; 0.3 by
             default.
         window: Of `fly`: draft tokens from a mismatch on that decide; 6 by default.
-        classifier: Of `pad`: folder of its classifier, made by `jobs.pivots` for the target model.
+        classifier: Of `pad`: folder of its classifier, made by `drafter pivots` for the target model.
         sigma: Of `pad`: a token is accepted up to this probability that it makes the answer worse; 0.5 by default.
         epsilon: Of `typical`: a more probable token is accepted anywhere; 0.3 by default.
         delta: Of `typical`: share of the target model's own certainty that a token needs; 0.09 by default.

@@ -1,13 +1,15 @@
 """Questions to evaluate on, and their prompts, which are the same for every decoder.
 
 A line of a file is a JSON object with `turns`, the list of the user's messages, as in MT-bench; with `prompt` or
-`messages`, as `jobs.generate` reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`.
+`messages`, as `drafter generate` reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`.
 Other keys, such as the right answer, are for scoring.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,14 +45,16 @@ class Question:
 
 
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
-    """Read JSON lines; at most `limit` questions, spread evenly over the file, so that every category keeps its share.
+    """Read JSON lines, packed by gzip if the name ends so; at most `limit` questions, spread evenly over the file, so
+    that every category keeps its share.
 
     Raises `QuestionError` if the file cannot be read, has no question, or has a line that is not a question.
     """
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise QuestionError(f"question file {file} cannot be read: {error.strerror or error}") from error
+        content = Path(file).expanduser().read_bytes()
+        lines = (gzip.decompress(content) if str(file).endswith(".gz") else content).decode().split("\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise QuestionError(f"question file {file} cannot be read: {getattr(error, "strerror", None) or error}") from error
     except UnicodeDecodeError as error:
         raise QuestionError(f"question file {file} is not UTF-8 text: give JSON lines") from error
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]

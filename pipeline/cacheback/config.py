@@ -18,8 +18,8 @@ class CorpusConfig:
         format: Format of the input files; `auto` goes by their names.
         split: Split of a Hugging Face dataset, such as `train`; by default the only one.
         subset: Subset of a Hugging Face dataset; by default the only one, or `default`.
-        text_column: Column of texts. By default, of an output of jobs.generate the generated tokens are counted, and of
-            anything else the first column of `text`, `prompt`, `messages` and `token_ids` that there is.
+        text_column: Column of texts. By default, of an output of `drafter generate` the generated tokens are counted,
+            and of anything else the first column of `text`, `prompt`, `messages` and `token_ids` that there is.
         messages_column: Column of chats: a list of {role, content}, or that list as JSON text.
         tokens_column: Column of token ids of this model's tokeniser.
         limit: Take at most this many rows.
@@ -47,7 +47,7 @@ class CacheConfig:
     """A job that makes a table of n-grams.
 
     Args:
-        input: The corpus: a file, a folder, a pattern, a URI, or the output of a job of jobs.generate.
+        input: The corpus: a file, a folder, a pattern, a URI, or the output of `drafter generate`.
         output: File for the table.
         model: Target model, whose tokeniser's ids the table has: hub id or folder; by default the embedded one.
         trust_remote_code: Run code that comes with the tokeniser.
@@ -78,16 +78,14 @@ _DESCRIPTION = """\
 Count which tokens follow each other in a corpus, and write the most frequent n-grams to a file: a
 frozen table for the drafter cacheback, which asks it after the texts that it decodes.
 
-The corpus is any input of jobs.generate with texts, chats or token ids in a column, or the output of
+The corpus is any input of drafter generate with texts, chats or token ids in a column, or the output of
 such a job. The table belongs to the tokeniser of --model.
 
-  python -m jobs.cache --input 'texts/*.parquet' --reading.text_column text --output table.safetensors
-  python -m jobs.cache --input results --model MODEL --output table.safetensors
-  python -m jobs.generate --drafter cacheback:table.safetensors --model MODEL --input … --output …"""
+  drafter cache --input 'texts/*.parquet' --reading.text_column text --output table.safetensors
+  drafter cache --input results --model MODEL --output table.safetensors
+  drafter generate --drafter cacheback:table.safetensors --model MODEL --input … --output …"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> CacheConfig:
     """Parse the job's command line; see `command_line.parse`."""
-    return parse(
-        CacheConfig, make_parser(CacheConfig, "jobs.cache", "--input PATH --output FILE", _DESCRIPTION), arguments
-    )
+    return parse(CacheConfig, make_parser(CacheConfig, "cache", "--input PATH --output FILE", _DESCRIPTION), arguments)

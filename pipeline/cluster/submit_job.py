@@ -18,8 +18,8 @@ import yaml
 
 from drafter.errors import one_line
 from drafter.source_commit import ROOT, for_a_copy
-from pipeline.command_line import at_least, make_parser, parse, program, say
-from pipeline.errors import InputError, JobError
+from pipeline.command_line import at_least, make_parser, parse, say
+from pipeline.errors import InputError, JobError, NoClusterError
 
 _MISTAKE = 2  # exit code of a job whose configuration or input cannot be used, which is not retried
 _EXCLUDED = (".git", ".venv", "build")
@@ -76,19 +76,19 @@ is submitted again and goes on where it stopped; one with a mistake in its confi
 Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too often or was stopped;
 130, you interrupted this command, and the job goes on.
 
-  python -m jobs.submit -- python -m jobs.generate --input s3://bucket/questions --output s3://bucket/out
-  python -m jobs.submit --address http://head:8265 --submissions 20 -- python -m jobs.train --config train.yaml"""
+  drafter submit -- drafter generate --input s3://bucket/questions --output s3://bucket/out
+  drafter submit --address http://head:8265 --submissions 20 -- drafter train --config train.yaml"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
     """Parse a command line into the submission's settings and the command to run; `InputError` without a command."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     split = given.index("--") if "--" in given else len(given)
-    parser = make_parser(SubmitConfig, "jobs.submit", "", _DESCRIPTION)
-    parser.usage = f"{program('jobs.submit')} [--config FILE] [settings] -- python -m jobs.JOB …"
+    parser = make_parser(SubmitConfig, "submit", "", _DESCRIPTION)
+    parser.usage = "drafter submit [--config FILE] [settings] -- drafter JOB …"
     config = parse(SubmitConfig, parser, given[:split])
     if not (command := given[split + 1 :]):
-        raise InputError("no job: give its command after --, such as `-- python -m jobs.generate --input …`")
+        raise InputError("no job: give its command after --, such as `-- drafter generate --input …`")
     return config, shlex.join(command)
 
 
@@ -133,7 +133,11 @@ def _connect(address: str | None) -> Any:
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise JobError(f"no cluster takes jobs at {address or 'the default address'}: {one_line(error)}") from error
+        where = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
+        raise NoClusterError(
+            f"no cluster takes jobs at {where}: start one here by `ray start --head`, or give the address of another's "
+            f"dashboard, as --address http://HEAD:8265 ({one_line(error)})"
+        ) from error
 
 
 def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str | None) -> tuple[str, bool]:

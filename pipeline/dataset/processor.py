@@ -50,7 +50,7 @@ class ProcessorConfig:
 
     Args:
         model: Hub id or folder of the target model; None is the embedded demonstration model.
-        drafter: As in `jobs.generate`.
+        drafter: As in `drafter generate`.
         engine_kwargs: Fields of `EngineSettings`, such as `{"max_num_seqs": 32}`.
         sampling_params: Fields of `SamplingParams`, for rows without their own.
         loading: Fields of `LoadingConfig`.
@@ -59,8 +59,8 @@ class ProcessorConfig:
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
         concurrency: Engines: a number, or the fewest and the most.
-        cpus: CPU cores of an engine. By default it decodes with as many as in `jobs.generate`, and Ray counts fewer, so
-            that two stages and the other tasks of a pipeline have room on one machine.
+        cpus: CPU cores of an engine. By default it decodes with as many as in `drafter generate`, and Ray counts fewer,
+            so that two stages and the other tasks of a pipeline have room on one machine.
         gpus: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs.
 
     Raises:

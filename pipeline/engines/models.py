@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from drafter.errors import LoadError, one_line
 from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.command_line import say
 from pipeline.errors import InputError
-from pipeline.io.files import batches
+from pipeline.io.files import batches, local_path
 
 if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads nothing
     from drafter.llm import SpeculativeLM
@@ -104,8 +105,8 @@ _CONFIG = "config.json"
 
 
 def model_name(model: str | None) -> str:
-    """Return the target model's hub id or folder; None is the embedded one."""
-    return model if model is not None else str(EMBEDDED_BASE)
+    """Return the target model's hub id, or its folder as `local_path` does; None is the embedded one."""
+    return local_path(model) if model is not None else str(EMBEDDED_BASE)
 
 
 def model_fingerprint(name: str) -> str:
@@ -156,7 +157,7 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
         if kind == "cacheback":
             table = Path(rest).expanduser()
             if not table.is_file():
-                made = "make one with python -m jobs.cache"
+                made = "make one with drafter cache"
                 raise InputError(f"drafter {name} names no table: there is no file {rest} ({made})")
             found[name] = file_fingerprint(table)
             continue
@@ -192,6 +193,12 @@ def _on_hub(what: str, name: str) -> str:
     return f"{name}@{file.parent.name}"
 
 
+def enter(folder: str) -> None:
+    """Make the driver's working directory this worker's, if it is there, so that relative paths mean the same."""
+    with suppress(OSError):
+        os.chdir(folder)
+
+
 def capacity(slots: int) -> int:
     """Return the rows to keep in an engine: enough that no slot is empty between two pulses of its feeder."""
     return slots + max(4, slots // 2)
@@ -210,6 +217,7 @@ class EngineSpec:
         model: Hub id or folder; None is the embedded target model.
         loading: Fields of `LoadingConfig`.
         learning: Initial state of a head that learns from the rows; None without learning.
+        folder: Working directory of the process that made this, to which relative paths refer.
     """
 
     model: str | None
@@ -220,12 +228,14 @@ class EngineSpec:
     isolated: bool = False
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
     learning: Beginning | None = None
+    folder: str = field(default_factory=os.getcwd)
 
     def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
         """Load the models and start the engine, or raise `LoadError`; see `SpeculativeLM.from_pretrained`."""
         import torch
 
         torch.set_num_threads(self.threads)
+        enter(self.folder)
         if self.learning is None:
             return self._load(None, on_stage)
         with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:

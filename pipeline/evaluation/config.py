@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.embedded import embedded_heads
+from drafter.engine.config import EngineSettings
 from drafter.evaluation.results import Nodes, Plan
 from drafter.heads.config import Tree
 from pipeline.command_line import at_least, make_parser, parse
@@ -21,26 +23,27 @@ class EvaluateConfig:
     """An evaluation. Settings that take "one or a list" are measured in all combinations.
 
     Args:
+        input: A file of questions, such as some of your prompts, or files by name, as in `{a: a.jsonl, b: b.jsonl}`:
+            JSON lines with `prompt` or `messages`, as `drafter generate` reads them, `turns` (MT-bench's format) or
+            `question` (GSM8K's).
         output: Folder for the results. It is new, empty, or the output of an earlier submission of the same job.
         model: Target model, as a hub id or folder; by default the embedded demonstration model.
-        drafters: One or a list, as `jobs.generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
-            default the embedded heads for the embedded model, and `ngram` for any other.
-        trees: One or a list. `exact` is the best trie under the drafter's distributions, `chain` its most probable path
+        drafter: One or a list, as `drafter generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
+            default `auto`, as there.
+        tree: One or a list. `exact` is the best trie under the drafter's distributions, `chain` its most probable path
             alone, `static` the published fixed tree; drafters that do not have one are left out there.
         num_draft_tokens: One or a list: draft tokens verified in a step. `auto` adapts to what pays on the machine.
-        batches: One or a list: number of requests decoded together.
-        temperatures: One or a list: sampling temperatures.
-        questions: Question files by name: JSON lines with `prompt` or `messages`, as `jobs.generate` reads them,
-            `turns` (MT-bench's format) or `question` (GSM8K's).
+        batch: One or a list: number of requests decoded together; by default 1, and 16 or as many as there are.
+        temperature: One or a list: sampling temperatures.
         questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
         samples: Answers to each question, each with a seed of its own, above temperature 0.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
-        compile: Compile the target model's forward, as `engine.compile` of `jobs.generate` does.
+        compile: Compile the target model's forward, as `engine.compile` of `drafter generate` does.
         transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
-        verifiers: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
+        verifier: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
-        scorer: What an answer is worth, for `verifiers`: `number`, `string`, `json`, or `FILE.py:function`.
+        scorer: What an answer is worth, for `verifier`: `number`, `string`, `json`, or `FILE.py:function`.
         target: Key of the questions with the right answer, for a built-in scorer.
         keep: Find the fastest setting of each verifier that keeps this share of exact decoding's utility, by a search
             between the settings that are measured anyway.
@@ -48,23 +51,21 @@ class EvaluateConfig:
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
 
+    input: dict[str, str] | str
     output: str
     model: str | None = None
-    drafters: list[str] | str | None = None
-    trees: list[Tree] | Tree = field(default_factory=lambda: list(Plan.trees))
-    num_draft_tokens: list[Nodes] | Nodes = field(default_factory=lambda: list(Plan.num_draft_tokens))
-    batches: list[int] | int = field(default_factory=lambda: list(Plan.batches))
-    temperatures: list[float] | float = field(default_factory=lambda: list(Plan.temperatures))
-    questions: dict[str, str] = field(
-        default_factory=lambda: {"chat": "data/chat-prompts/questions.jsonl", "gsm8k": "data/gsm8k/test.jsonl"}
-    )
-    questions_per_file: int | None = 8
+    drafter: list[str] | str = "auto"
+    tree: list[Tree] | Tree = "exact"
+    num_draft_tokens: list[Nodes] | Nodes = "auto"
+    batch: list[int] | int | None = None
+    temperature: list[float] | float = 0.0
+    questions_per_file: int | None = 16
     samples: int = Plan.samples
     rounds: int = Plan.rounds
-    max_new_tokens: int = Plan.max_new_tokens
+    max_new_tokens: int = 128
     compile: bool = Plan.compile
-    transformers: bool = Plan.transformers
-    verifiers: list[str] | str | None = None
+    transformers: bool = False
+    verifier: list[str] | str | None = None
     scorer: str | None = None
     target: str | None = None
     keep: float | None = None
@@ -74,37 +75,45 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if not self.output.strip():
             raise InputError("output is empty")
-        if not self.questions:
-            raise InputError("questions must name at least one file")
+        if not self.files or not all(file.strip() for file in self.files.values()):
+            raise InputError("input must name at least one file")
         at_least("questions_per_file", self.questions_per_file, 1)
         at_least("gpus", self.gpus, 0)
-        if self.verifiers is None and (self.scorer is not None or self.keep is not None):
-            raise InputError("scorer and keep are of verifiers: name some, or leave these out")
-        if self.verifiers is not None and self.scorer is None:
+        if self.verifier is None and (self.scorer is not None or self.keep is not None):
+            raise InputError("scorer and keep are of verifiers: name one as verifier, or leave these out")
+        if self.verifier is not None and self.scorer is None:
             raise InputError("verifiers are measured by what answers are worth: name a scorer")
-        if self.verifiers is not None and self.samples != 1:
-            raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifiers out")
+        if self.verifier is not None and self.samples != 1:
+            raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifier out")
         if self.keep is not None and not 0 < self.keep <= 1:
             raise InputError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
         self.lenient_verifiers()
         try:
             self.plan()
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        except ValueError as error:  # which has the plan's names, in the plural
+            raise InputError(re.sub("^(drafter|tree|batch|temperature)e?s", r"\1", str(error))) from error
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Files of questions by name: without its suffix, one alone is its own."""
+        return {Path(self.input).stem or self.input: self.input} if isinstance(self.input, str) else self.input
 
     def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
         """Return the verifiers to measure. Raises `InputError` for an unknown name or setting."""
-        return () if self.verifiers is None else tuple(map(named_verifier, _each(self.verifiers)))
+        return () if self.verifier is None else tuple(map(named_verifier, _each(self.verifier)))
 
-    def plan(self) -> Plan:
-        """Return the plan of drafters. Raises `ValueError` for a value out of range."""
-        default = embedded_heads() if self.model is None else "ngram"
-        drafters = _each(default if self.drafters is None else self.drafters)
-        lists = ("trees", "num_draft_tokens", "batches", "temperatures")
-        settings: dict[str, Any] = {name: _each(getattr(self, name)) for name in lists}
-        for name in ("samples", "rounds", "max_new_tokens", "compile", "transformers"):
-            settings[name] = getattr(self, name)
-        return Plan(drafters, **settings)
+    def plan(self, questions: int = EngineSettings.max_num_seqs) -> Plan:
+        """Return the plan of drafters, for files of at least so many questions, or raise `ValueError`."""
+        usual = sorted({1, min(questions, EngineSettings.max_num_seqs)})
+        shared = ("samples", "rounds", "max_new_tokens", "compile", "transformers")
+        return Plan(
+            _each(self.drafter),
+            _each(self.tree),
+            _each(self.num_draft_tokens),
+            _each(usual if self.batch is None else self.batch),
+            _each(self.temperature),
+            **{name: getattr(self, name) for name in shared},
+        )
 
 
 def named_verifier(text: str) -> VerifierSettings:
@@ -134,23 +143,24 @@ def _each(value: Any) -> tuple[Any, ...]:
 
 
 _DESCRIPTION = """\
-Measure what drafters gain: β, γ, acceptance by depth and time by stage, side by side with plain decoding and
-transformers.generate in one run.
+Measure what drafters gain on your prompts, side by side with plain decoding in one run: tokens a step (β), how many
+times as fast it is (γ), acceptance by depth, time by stage.
 
 The job writes to --output: results.json (raw counts and seconds), table.md and plots. Submit the same command
 again to resume the job where it stopped.
 
-  python -m jobs.evaluate --output build/evaluation
-  python -m jobs.evaluate --drafters build/heads/ctc --output build/evaluation
-  python -m jobs.evaluate --model MODEL --drafters '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
-      --batches '[1, 4, 16]' --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out
-  python -m jobs.evaluate --verifiers '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
-      --keep 0.99 --questions '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
+  drafter evaluate --model MODEL --input prompts.jsonl --output gain
+  drafter evaluate --model MODEL --drafter trained/head --input prompts.jsonl --output gain
+  drafter evaluate --model MODEL --drafter '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
+      --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out
+  drafter evaluate --verifier '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
+      --keep 0.99 --input '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
     """Parse an evaluation's command line; see `command_line.parse`."""
-    return parse(EvaluateConfig, make_parser(EvaluateConfig, "jobs.evaluate", "--output DIR", _DESCRIPTION), arguments)
+    parser = make_parser(EvaluateConfig, "evaluate", "--input FILE --output DIR", _DESCRIPTION)
+    return parse(EvaluateConfig, parser, arguments)
 
 
 @dataclass(frozen=True)
@@ -158,11 +168,11 @@ class PlanConfig:
     """A plan of the best stack of drafters.
 
     Args:
+        input: A sample of the job's prompts: JSON lines, as `drafter evaluate` takes them.
         output: Folder for the results; what an earlier plan has written there is replaced.
         drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
             lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
         model: Target model, as a hub id or folder; by default the embedded demonstration model.
-        questions: A sample of the job's prompts: JSON lines, as `jobs.evaluate` takes them.
         questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
             every other one; its prediction is compared with a measurement on the others.
         num_draft_tokens: Draft tokens that the target model verifies in a step; by default as many as can pay.
@@ -173,10 +183,10 @@ class PlanConfig:
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
 
+    input: str
     output: str
     drafters: list[str]
     model: str | None = None
-    questions: str = "data/gsm8k/test.jsonl"
     questions_per_file: int | None = 16
     num_draft_tokens: int | None = None
     batch: int = 1
@@ -186,8 +196,9 @@ class PlanConfig:
     gpus: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.output.strip():
-            raise InputError("output is empty")
+        for name in ("input", "output"):
+            if not getattr(self, name).strip():
+                raise InputError(f"{name} is empty")
         if not self.drafters or len(set(self.drafters)) < len(self.drafters):
             raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
         at_least("questions_per_file", self.questions_per_file, 2)
@@ -203,12 +214,13 @@ Find the stack of drafters with the lowest expected time a token, from how much 
 and what their forwards cost, measured on a sample of prompts. What the best stack takes is measured on others.
 
 The job prints what it compared, and writes it to --output: stacks.json and stacks.md. The best stack's name goes to
---drafter of jobs.generate and jobs.serve.
+--drafter of drafter generate and drafter serve.
 
-  python -m jobs.plan --model MODEL --drafters '[cacheback, "model:SMALL", "model:SMALLER"]' --questions sample.jsonl \\
+  drafter plan --model MODEL --drafters '[cacheback, "model:SMALL", "model:SMALLER"]' --input sample.jsonl \\
       --output plan"""
 
 
 def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
     """Parse a plan's command line; see `command_line.parse`."""
-    return parse(PlanConfig, make_parser(PlanConfig, "jobs.plan", "--output DIR", _PLAN_DESCRIPTION), arguments)
+    parser = make_parser(PlanConfig, "plan", "--input FILE --drafters LIST --output DIR", _PLAN_DESCRIPTION)
+    return parse(PlanConfig, parser, arguments)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,17 @@ from drafter.errors import LoadError, RequestError, one_line
 from drafter.evaluation.decoders import room_for
 from drafter.evaluation.measurement import Evaluation, Progress, VerifierTrials
 from drafter.evaluation.questions import Question, QuestionError, encode, read_questions
-from drafter.evaluation.results import RESULTS_FILE, Cell, Nodes, Results, Setting, comparable, write_json
+from drafter.evaluation.results import (
+    RESULTS_FILE,
+    Cell,
+    Nodes,
+    Plan,
+    Results,
+    Setting,
+    comparable,
+    figures,
+    write_json,
+)
 from drafter.evaluation.tables import speed_tables, write_report
 from drafter.evaluation.verifiers import (
     VerifierFigures,
@@ -59,15 +71,15 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
     with as_job_errors((QuestionError,)):
-        questions = {name: read_questions(file, config.questions_per_file) for name, file in config.questions.items()}
+        questions = {name: read_questions(file, config.questions_per_file) for name, file in config.files.items()}
     folder = output_folder(config.output)
     earlier = _earlier_results(folder)
-    if config.verifiers is not None and earlier is not None:
+    if config.verifier is not None and earlier is not None:
         raise _unusable(folder, "holds an evaluation of drafters")
-    if config.verifiers is None and (folder / VERIFIERS_FILE).exists():
+    if config.verifier is None and (folder / VERIFIERS_FILE).exists():
         raise _unusable(folder, "holds an evaluation of verifiers")
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
-    if config.verifiers is None:
+    if config.verifier is None:
         evaluate_drafters(config, questions, command, folder, resources, earlier)
     else:
         evaluate_verifiers(config, questions, command, folder, resources)
@@ -119,10 +131,26 @@ def evaluate_drafters(
             say(f"{where}: {item.done} of {item.total} turns of all arms")
     assert results is not None
     files = write_report(results, folder)
-    print(f"{speed_tables(results)}\n")
+    print(f"{speed_tables(results)}\n\n{_gains(results)}\n")
     for one in results.skipped:
         print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
     print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
+
+
+def _plan(config: EvaluateConfig, questions: Questions) -> Plan:
+    return config.plan(min(sum(len(one.turns) for one in some) for some in questions.values()) * config.samples)
+
+
+def _gains(results: Results) -> str:
+    """Say what the fastest drafter is worth at each setting."""
+    lines = []
+    of_setting = attrgetter("cell.setting")
+    drafted = (one for one in figures(results.cells) if one.cell.arm.tree is not None)
+    for (temperature, batch, name), some in groupby(sorted(drafted, key=of_setting), of_setting):
+        best = max(some, key=attrgetter("gamma"))
+        gain = f"{best.cell.arm.method} is {best.gamma:.2f} times as fast as plain decoding"
+        lines.append(f"{name}, temperature {temperature:g}, batch {batch}: {gain}, with {best.rate:,.0f} tokens/s")
+    return "\n".join(lines)
 
 
 def _earlier_results(folder: Path) -> Results | None:
@@ -148,8 +176,8 @@ def _measure(
     yield f"loading the model {model}"
     base, tokenizer = load_models(model, asdict(config.loading), threads)
     yield "timing steps, and decoding the prompts"
-    evaluation = Evaluation(base, tokenizer, questions, config.plan())
-    yield evaluation.describe(command, config.questions)
+    evaluation = Evaluation(base, tokenizer, questions, _plan(config, questions))
+    yield evaluation.describe(command, config.files)
     yield from evaluation.run(done)
 
 
@@ -182,7 +210,8 @@ def evaluate_verifiers(
     Raises `InputError` if questions, models, verifiers or the output cannot be used, and `JobError` on failure.
     """
     assert config.scorer is not None
-    scorer, plan, model = make_scorer(config.scorer, config.target), config.plan(), model_name(config.model)
+    scorer, model = make_scorer(config.scorer, config.target), model_name(config.model)
+    plan = _plan(config, questions)
     for name, some in questions.items():
         if more := [question.name for question in some if len(question.turns) > 1]:
             raise InputError(
@@ -199,7 +228,7 @@ def evaluate_verifiers(
             left.append(block)
     if not left:
         return
-    load = partial(load_models, model, asdict(config.loading), resources.threads)
+    load = partial(load_models, model, asdict(config.loading), resources.threads, os.getcwd())
     with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
         results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
         for block in left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources
+from pipeline.engines.models import enter
 from pipeline.errors import InputError, JobError
 from pipeline.report.scorers import Scorer, scores_of
 
@@ -50,8 +52,13 @@ def measured(
     """Yield what `measure` yields, run as a task on the cluster. Raises errors as `as_job_errors` does."""
     options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0, "num_returns": "streaming"}
     with as_job_errors(mistakes):
-        for item in ray.remote(**options)(measure).remote(*arguments):
+        for item in ray.remote(**options)(_in_folder).remote(os.getcwd(), measure, *arguments):
             yield ray.get(item)
+
+
+def _in_folder(folder: str, measure: Callable[..., Iterator[Item]], *arguments: Any) -> Iterator[Item]:
+    enter(folder)
+    yield from measure(*arguments)
 
 
 @contextmanager
@@ -73,8 +80,12 @@ def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def load_models(model: str, loading: Mapping[str, Any], threads: int) -> tuple[BaseModel, Any]:
-    """Load a target model and its tokenizer on a worker that has so many threads, or raise `LoadError`."""
+def load_models(model: str, loading: Mapping[str, Any], threads: int, folder: str = "") -> tuple[BaseModel, Any]:
+    """Load a target model and its tokenizer on a worker that has so many threads, or raise `LoadError`.
+
+    An actor's process has yet to `enter` the driver's `folder`, where drafters may be; that of a task is there.
+    """
+    enter(folder)
     torch.set_num_threads(threads)
     return load_base(model, **loading), load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
 

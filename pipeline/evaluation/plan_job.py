@@ -34,11 +34,9 @@ def plan(config: PlanConfig, command: str) -> None:
     Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
     with as_job_errors((QuestionError,)):
-        questions = read_questions(config.questions, config.questions_per_file)
+        questions = read_questions(config.input, config.questions_per_file)
     if len(questions) < 2:
-        raise InputError(
-            f"questions {config.questions}: a plan needs at least 2, one to measure on and one to try it on"
-        )
+        raise InputError(f"input {config.input}: a plan needs at least 2, one to measure on and one to try it on")
     for name in config.drafters:
         head_fingerprints(config.model, name)  # check names before anything is loaded
     folder = output_folder(config.output)

@@ -76,13 +76,19 @@ class Job:
 def checked_job(config: GenerateConfig) -> Job:
     """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
     say(f"checking {config.input} and the model")
+    if config.model is not None:  # as an absolute path, because other jobs read it in run.json
+        config = replace(config, model=model_name(config.model))
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     prompts = find_prompts(listing, reading)
     if prompts.kind == "openai":
         _refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
-    config = with_model_defaults(config, drawn=prompts.kind == "openai")
+    drawn = prompts.kind == "openai"
+    config = with_model_defaults(config, drawn=drawn)
+    temperature = config.sampling.temperature
+    how = f"sampled at temperature {temperature:g}" if temperature else "chosen greedily (temperature 0)"
+    say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     reads_clock = _check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)

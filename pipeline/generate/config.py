@@ -46,8 +46,8 @@ class GenerateConfig:
             `hf://datasets/owner/name`.
         output: Folder or URI for the results: a new or empty one, or that of an earlier submission of the same job.
         model: Target model: hub id or folder; by default the embedded demonstration model.
-        drafter: Drafter: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N`, a
-            draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft model's, several of these
+        drafter: Drafter: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `drafter cache`, `exit:N`,
+            a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft model's, several of these
             joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
         verifier: Verifier of draft tokens; by default the output is that of plain decoding.
         learning: A draft head that learns from the rows while the job runs.
@@ -134,24 +134,24 @@ Rows are read from --input, results written to --output: data/ (one row a prompt
 statistics), errors/ (rows that could not be generated, and why) and run.json (what was run).
 Submitting the same command again goes on where the job stopped.
 
-  python -m jobs.generate --input prompts.jsonl --output out
-  python -m jobs.generate --input 'data/*.parquet' --reading.prompt_column question --output out \\
+  drafter generate --input prompts.jsonl --output out
+  drafter generate --input 'data/*.parquet' --reading.prompt_column question --output out \\
       --model meta-llama/Llama-3.2-1B-Instruct --sampling.temperature 0.7
-  python -m jobs.generate --config examples/demo.yaml --output elsewhere"""
+  drafter generate --config examples/demo.yaml --output elsewhere"""
 
 
 _DISTILL = """\
 Let the target model answer prompts itself, to get the text that its draft head learns from.
 
-This is jobs.generate with longer answers by default: the same input, output and settings, and
-submitting the same command again goes on where the job stopped. jobs.train takes the output.
+This is drafter generate with longer answers by default: the same input, output and settings, and
+submitting the same command again goes on where the job stopped. drafter train takes the output.
 
-  python -m jobs.distill --input prompts.jsonl --output distilled
-  python -m jobs.distill --input prompts.jsonl --output distilled-sampled --sampling.temperature 0.8
-  python -m jobs.distill --config examples/distill.yaml"""
+  drafter distill --input prompts.jsonl --output distilled
+  drafter distill --input prompts.jsonl --output distilled-sampled --sampling.temperature 0.8
+  drafter distill --config examples/distill.yaml"""
 
 
-def generate_parser(job: str = "jobs.generate", description: str = _GENERATE) -> JobParser:
+def generate_parser(job: str = "generate", description: str = _GENERATE) -> JobParser:
     """Make the command line of the generation job, or of the same job by another name."""
     return make_parser(GenerateConfig, job, "--input PATH --output DIR", description, COMMON)
 
@@ -163,6 +163,6 @@ def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
 
 def parse_distill_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
     """Parse the command line of the distillation job: the generation job, with longer answers by default."""
-    parser = generate_parser("jobs.distill", _DISTILL)
+    parser = generate_parser("distill", _DISTILL)
     parser.set_defaults({"sampling.max_new_tokens": 1024})
     return parse(GenerateConfig, parser, arguments)

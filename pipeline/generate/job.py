@@ -205,17 +205,19 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
-    say(f"{work.rows} of {work.staged.rows} rows to generate; an engine takes {takes(work.resources)}")
     quiet_ray_data()
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
     ledger = start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
+    tally = _tally(job, work, unfinished)
+    left = tally.total - tally.before
+    say(f"{left} of {tally.total} rows to generate; an engine takes {takes(work.resources)}")
     board = start_beside_driver(StatusBoard)
     viewers = [display(), status, job_metrics(without_secrets(job.config.output))]
     learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look
-    watch = ProgressWatch(board, _tally(job, work, unfinished), partial(_note_facts, job), viewers, look)
+    watch = ProgressWatch(board, tally, partial(_note_facts, job), viewers, look)
     try:
         with watch, stopping.draining(partial(_drain, ledger, job.config.limits.drain_seconds)):
             _stream(job, work, board, ledger, None if learner is None else learner.name)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from drafter.errors import one_line
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
@@ -31,6 +32,7 @@ from pipeline.output.columns import OutputColumn, columns_type
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.part_files import commit_part, discard_torn, is_whole
 
+_SHOWN = 3  # broken rows that a dry run names
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
 _PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
@@ -117,6 +119,7 @@ class AskedRow:
     name: str
     seed_name: str | None
     key: bytes
+    problem: str | None = None  # why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,16 @@ class Changes:
     open: int
     changed: int
     removed: int
+    broken: tuple[str, ...] = ()  # which rows cannot be read, and why
 
     def __str__(self) -> str:
         new = self.rows - self.kept - self.open - self.changed
         counts = {"kept": self.kept, "still to generate": self.open, "changed": self.changed, "new": new}
         said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count or what != "still to generate")
-        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go"
+        left = len(self.broken) - _SHOWN
+        shown = [*self.broken[:_SHOWN], *([f"and {left:,} more"] if left > 0 else [])]
+        broken = f"; {len(self.broken):,} cannot be read and go to errors/: {'; '.join(shown)}" if shown else ""
+        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go{broken}"
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
@@ -141,7 +148,8 @@ def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
     columns = (rows[name].to_pylist() for name in ("request_id", "seed_name", "asked", "problem"))
     for name, seed_name, asked, problem in zip(*columns, strict=True):
         sample = name.rpartition("#")[2] if several else ""
-        yield AskedRow(name, seed_name, content_hash(f"{sample} {json.dumps(problem) if asked is None else asked}"))
+        text = f"{sample} {json.dumps(problem) if asked is None else asked}"
+        yield AskedRow(name, seed_name, content_hash(text), None if problem is None else problem["message"])
 
 
 def match(before: Sequence[AskedRow], now: Sequence[AskedRow], *, drawn: bool) -> list[int | None]:
@@ -318,13 +326,15 @@ def dry_run(job: Job) -> Changes:
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
     read_apart(job.listing)
     now = _read_asked(job, plan)
+    broken = tuple(f"{row.name}: {one_line(row.problem)}" for row in now if row.problem is not None)
     before = StagedInput.load(job.output.staged)
     if before is None:
-        return compare([], now, [None] * len(now), ())
+        return replace(compare([], now, [None] * len(now), ()), broken=broken)
     if before.format != STAGED_FORMAT:
         raise _older(job)
     rows = staged_rows(before, several=job.several)
-    return compare(rows, now, match(rows, now, drawn=job.drawn), Results(job.output, before).done)
+    matched = match(rows, now, drawn=job.drawn)
+    return replace(compare(rows, now, matched, Results(job.output, before).done), broken=broken)
 
 
 def _read_asked(job: Job, plan: StagingPlan) -> list[AskedRow]:

@@ -332,3 +332,9 @@ def locate(uri: str) -> Location:
     except (OSError, ValueError, NotImplementedError) as error:
         raise InputError(f"{uri} cannot be opened: {one_line(error)}") from error
     return Location(filesystem, path)
+
+
+def local_path(name: str) -> str:
+    """Return the absolute path of what is on this machine, since workers run in other folders; other names as given."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name

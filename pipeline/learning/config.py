@@ -14,7 +14,7 @@ from drafter.errors import one_line
 from drafter.methods.learning.settings import SHIPPED_OR_NEW, LearnerSettings, StartingHead
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
-from pipeline.io.files import Location
+from pipeline.io.files import Location, local_path
 from pipeline.output.folder import HEAD_CONFIG, OutputFolder, check_head, fetch_head
 
 SHIPPED, NEW = "shipped", "new"
@@ -128,7 +128,7 @@ class LearnerSpec:
 
 def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
     """Return the initial head of a submission or an endpoint: the output's, if an earlier one has trained it."""
-    folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, config.head)
+    folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, local_path(config.head))
     start = StartingHead(folder, config.algorithm, seed=config.training.seed)
     return Beginning(start, output.head if _is_whole(output.head) else None)
 

@@ -179,8 +179,8 @@ def _plain_sentence(sums: StepSums) -> list[str]:
     if not sums.spec_row_steps:
         return []
     return [
-        f"The decode steps took {_span(sums.seconds)}. Plain decoding would have taken about "
-        f"{_span(sums.plain_seconds)} for as many tokens, {_times(sums)} as long ({_basis(sums)})."
+        f"The decode steps were {_times(sums)} as fast as plain decoding: {_span(sums.seconds)}, where that would have "
+        f"taken about {_span(sums.plain_seconds)} ({_basis(sums)})."
     ]
 
 
@@ -192,8 +192,12 @@ def _choice_sentence(choice: BatchChoice) -> str:
     name = _name(choice.chosen)
     if verdict.drafts:
         drafted = f"{name[0].upper()}{name[1:]} drafts" if name else "Drafting"
-        worth = f"{_times(sums)} plain decoding's speed in {sums.steps:,} steps, of which {_share(sums)} speculated"
-        return f"{drafted} at {place}: a draft token costs {cost} and brings {gain}; {worth}."
+        # A short job has spent its steps on finding out.
+        until = " it has not paid yet, with what finding out took:" if sums.speedup < 1 else ""
+        worth = (
+            f"{sums.steps:,} steps, of which {_share(sums)} speculated, were {_times(sums)} as fast as plain decoding"
+        )
+        return f"{drafted} at {place}: a draft token costs {cost} and brings {gain};{until} {worth}."
     whose = f" of {name}" if name else ""
     tried = f"; drafting was tried in {_share(sums)} of {sums.steps:,} steps" if sums.spec_row_steps else ""
     return f"Plain decoding at {place}: a draft token{whose} costs {cost} and would bring {gain}{tried}."

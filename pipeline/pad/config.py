@@ -21,13 +21,13 @@ class PivotsConfig:
     """The labelling of rejected draft tokens.
 
     Args:
-        input: Prompts, as `jobs.generate` takes them.
+        input: Prompts, as `drafter generate` takes them.
         output: Folder for the results: a new or empty one, or that of an earlier submission of the same job.
-        scorer: What an answer is worth: `number`, `string`, `json`, or `FILE.py:function`; see `jobs.compare`. None is
-            worth less than 0.
+        scorer: What an answer is worth: `number`, `string`, `json`, or `FILE.py:function`; see `drafter compare`. None
+            is worth less than 0.
         target: Column with the right answer, for a built-in scorer.
         model: Target model: hub id or folder; by default the embedded demonstration model.
-        drafter: Drafter whose rejected tokens are labelled; as `jobs.generate` takes it.
+        drafter: Drafter whose rejected tokens are labelled; as `drafter generate` takes it.
         tokens_per_prompt: Rejected tokens of each prompt that are labelled, drawn by their positions.
         rollouts: Answers that are generated with a rejected token, and as many without.
         temperature: Their temperature.
@@ -156,12 +156,12 @@ from the base's hidden state.
 The job writes to --output: labels.parquet, verifier/ (for --verifier pad --verifier.classifier), pivots.json,
 and plots: ROC, and utility against speed. Submitting the same command again goes on where the job stopped.
 
-  python -m jobs.pivots --input gsm8k.jsonl --reading.prompt_column question --scorer number --target answer \\
+  drafter pivots --input gsm8k.jsonl --reading.prompt_column question --scorer number --target answer \\
       --output pivots
-  python -m jobs.pivots --input prompts.jsonl --scorer score.py:is_right --model MODEL --drafter HEAD --output pivots"""
+  drafter pivots --input prompts.jsonl --scorer score.py:is_right --model MODEL --drafter HEAD --output pivots"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> PivotsConfig:
     """Parse the job's command line; see `command_line.parse`."""
-    parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION, _COMMON)
+    parser = make_parser(PivotsConfig, "pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION, _COMMON)
     return parse(PivotsConfig, parser, arguments)

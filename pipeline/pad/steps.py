@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -179,7 +180,7 @@ class PivotSteps:
         requests, answers = [row.request for row in held_out], self._answers()
         rows = [answers[request.request_id] for request in requests]
         pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
-        load = partial(load_models, self._model, asdict(config.loading), resources.threads)
+        load = partial(load_models, self._model, asdict(config.loading), resources.threads, os.getcwd())
         with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
             where: dict[str, Any] = ask("load", command)
             ask("begin", config.drafter, config.engine, requests, config.rounds)

@@ -175,7 +175,7 @@ class Progress:
         return left / self.recent_row_rate if self.recent_row_rate > 0 else None
 
 
-Kind = Literal["engine", "part", "stage", "failure", "crash", "line", "refusal"]
+Kind = Literal["engine", "part", "stage", "failure", "crash", "line", "refusal", "begun", "stop"]
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class StatusFile:
     """Writes `status.json` throughout a `with` block, which is one submission.
 
     Only a killed process leaves it at `generating`, with an old `updated_at`. It keeps each submission's use of
-    resources, from which `jobs.report` computes the cost.
+    resources, from which `drafter report` computes the cost.
     """
 
     def __init__(self, file: Location) -> None:

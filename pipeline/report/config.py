@@ -16,15 +16,15 @@ _REPORT = """\
 Show what a generation job has done as one HTML page: totals, speed, acceptance, cost, slow and failed
 rows, and some rows step by step. The job may still be running, and its output may be on S3 or the like.
 
-  python -m jobs.report results
-  python -m jobs.report results --against plain-results --page /tmp/report.html"""
+  drafter report results
+  drafter report results --against plain-results --page /tmp/report.html"""
 _COMPARISON = """\
 Compare two outputs of generation jobs, of the same prompts: how many rows have the same tokens, where the
 others differ, and, with a scorer, whether one is worth more than the other.
 
-  python -m jobs.compare exact lenient --scorer number --target answer
-  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
-  python -m jobs.compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
+  drafter compare exact lenient --scorer number --target answer
+  drafter compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
+  drafter compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -47,7 +47,7 @@ class ReportConfig:
 
 
 def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
-    parser = new_parser("jobs.report", "output [settings]", _REPORT)
+    parser = new_parser("report", "output [settings]", _REPORT)
     parser.add_argument("output", help="folder or URI of a generation job's results")
     parser.add_argument("--page", help=f"file or URI to write; by default {REPORT_PAGE} in the output")
     parser.add_argument("--against", help="output of the same job with --drafter none, to compare with")
@@ -91,7 +91,7 @@ class CompareConfig:
 
 
 def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:
-    parser = new_parser("jobs.compare", "first [second] [settings]", _COMPARISON)
+    parser = new_parser("compare", "first [second] [settings]", _COMPARISON)
     parser.add_argument("first", help="folder or URI of a generation job's results")
     parser.add_argument("second", nargs="?", help="the same of another job on the same prompts")
     parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")

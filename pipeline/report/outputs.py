@@ -10,6 +10,7 @@ from heapq import nlargest, nsmallest
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset
@@ -37,6 +38,7 @@ _COLUMNS = (
 )
 _LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
 _MOST_CATEGORIES = 10_000
+_SHORTEST_SECONDS = 1e-3  # that a row counts as having taken
 
 
 def open_output(uri: str) -> OutputFolder:
@@ -104,13 +106,13 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
     Raises `InputError` if there are none, they cannot be read, or they lack columns.
     """
     if not output.data.parquets():
-        raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
+        raise InputError(f"output {output.root.path} has no finished rows: run drafter generate first")
     try:
         found = parquet_dataset(output.data)
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
     if missing := [name for name in _COLUMNS if name not in found.schema.names]:
-        raise InputError(f"{output.data.path} is not of jobs.generate: its rows have no {', '.join(missing)}")
+        raise InputError(f"{output.data.path} is not of drafter generate: its rows have no {', '.join(missing)}")
     return found
 
 
@@ -152,6 +154,30 @@ class Category:
 
 
 @dataclass
+class SecondSums:
+    """Sums at one second, by which `tokens_by_second` spreads each row's tokens evenly over the time that it took."""
+
+    begun: int = 0  # rows
+    ended: int = 0
+    tokens: float = 0.0  # of this second, beside those of rows that had begun before
+    rate: float = 0.0  # change of the tokens of each later second
+
+
+def tokens_by_second(sums: Mapping[int, SecondSums]) -> dict[int, tuple[int, float]]:
+    """Return finished rows and new tokens of each second in which rows ran or ended."""
+    found: dict[int, tuple[int, float]] = {}
+    open_rows, rate, seconds = 0, 0.0, sorted(sums)
+    for second, following in zip(seconds, [*seconds[1:], 0], strict=True):
+        one = sums[second]
+        found[second] = one.ended, max(rate + one.tokens, 0.0)
+        open_rows += one.begun - one.ended
+        rate = rate + one.rate if open_rows else 0.0
+        if open_rows:  # otherwise nothing runs until another submission, months later perhaps
+            found |= dict.fromkeys(range(second + 1, following), (0, rate))
+    return found
+
+
+@dataclass
 class RowSummary:
     """Totals over the finished rows.
 
@@ -165,7 +191,7 @@ class RowSummary:
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))  # by category, if any
-    by_second: dict[int, tuple[int, int]] = field(default_factory=dict)  # (rows, tokens) by second of the Unix epoch
+    by_second: dict[int, SecondSums] = field(default_factory=lambda: defaultdict(SecondSums))  # of the Unix epoch
     slowest: list[Row] = field(default_factory=list)  # some columns of the slowest rows, slowest first
     drawn: dict[str, str] = field(default_factory=dict)
 
@@ -222,11 +248,22 @@ def _add_counts(result: RowSummary, table: pa.Table) -> None:
 
 
 def _add_times(result: RowSummary, table: pa.Table) -> None:
-    seconds = table["finished_at"].cast(pa.timestamp("s", "UTC"), safe=False).cast(pa.int64())
-    sums = pa.table({"second": seconds, "tokens": table["num_output_tokens"]}).group_by("second")
-    for one in sums.aggregate([("tokens", "sum"), ("tokens", "count")]).to_pylist():
-        rows, tokens = result.by_second.get(one["second"], (0, 0))
-        result.by_second[one["second"]] = (rows + one["tokens_count"], tokens + one["tokens_sum"])
+    # A row's tokens are a slope from its beginning to its end: what it adds to the second in which it begins, and its
+    # rate to all later ones; its end takes both back.
+    ends = table["finished_at"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy() / 1e6
+    lasted = np.maximum(table["generation_seconds"].to_numpy(), _SHORTEST_SECONDS)
+    rates = table["num_output_tokens"].to_numpy() / lasted
+    for times, sign in ((ends - lasted, 1), (ends, -1)):
+        seconds, places = np.unique(np.floor(times).astype(np.int64), return_inverse=True)
+        tokens = np.bincount(places, sign * rates * (np.floor(times) + 1 - times))
+        changes = np.bincount(places, sign * rates)
+        counts = np.bincount(places)
+        for second, count, some, change in zip(
+            *(values.tolist() for values in (seconds, counts, tokens, changes)), strict=True
+        ):
+            one = result.by_second[second]
+            one.tokens, one.rate = one.tokens + some, one.rate + change
+            one.begun, one.ended = one.begun + (count if sign > 0 else 0), one.ended + (count if sign < 0 else 0)
 
 
 def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) -> None:

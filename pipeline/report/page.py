@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ from drafter.statistics import (
     draft_acceptance_rate,
     mean_acceptance_length,
     per_second,
+    speculated_share,
     total,
 )
 from drafter.text.detokenizer import Detokenizer
@@ -42,6 +43,7 @@ from pipeline.report.outputs import (
     read_full,
     read_rows,
     read_run_of,
+    tokens_by_second,
 )
 
 _COMPARED_ROWS = 100  # rows drawn from both outputs for the comparison token by token
@@ -80,7 +82,7 @@ def report(config: ReportConfig) -> None:
         examples=examples,
         not_shown=not_shown,
         acceptance=_acceptance_charts(rows.counts),
-        over_time=rates_over_time(rows.by_second),
+        over_time=rates_over_time(tokens_by_second(rows.by_second)),
         learning=_read_learning(output, run),
         # None in outputs of earlier releases, which have the drafter chosen at each batch size.
         speculation=status.get("speculation") or run.get("speculation"),
@@ -101,6 +103,7 @@ def render(template: str, **values: Any) -> str:
     environment.filters |= {
         "acceptance_length": mean_acceptance_length,
         "acceptance": draft_acceptance_rate,
+        "speculated": speculated_share,
         "count": "{:,}".format,
         "cut": _cut,
         "decimals": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
@@ -298,6 +301,7 @@ class Chart:
     along: str  # meaning of the horizontal axis
     bars: Sequence[Bar]
     marks: tuple[tuple[float, str], ...] = ()  # (share of the width, text) below the bars; empty to label each bar
+    plain: float | None = None  # plain decoding's value, which has a line of its own
     form: Callable[[float], str] = "{:,.10g}".format  # of a number on the scale
 
     @property
@@ -335,15 +339,15 @@ def _acceptance_charts(counts: DecodeCounts) -> list[Chart]:
     return charts
 
 
-def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
-    """Chart new tokens a second over equal intervals, by `RowSummary.by_second`; None without rows."""
+def rates_over_time(by_second: Mapping[int, tuple[int, float]]) -> Chart | None:
+    """Chart new tokens a second over equal intervals, by `tokens_by_second`; None without rows."""
     if not by_second:
         return None
     first, last = min(by_second), max(by_second)
     width = _bar_width(last - first + 1)
     begin = first - first % width
     number = (last - begin) // width + 1
-    rows, tokens = [0] * number, [0] * number
+    rows, tokens = [0] * number, [0.0] * number
     for second, (some_rows, some_tokens) in by_second.items():
         rows[(second - begin) // width] += some_rows
         tokens[(second - begin) // width] += some_tokens
@@ -356,9 +360,9 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
         seconds = min(end, last + 1) - max(start, first)  # the first and the last interval may be shorter
         rate = per_second(tokens[index], seconds)
         when = datetime.fromtimestamp(start, UTC).strftime(form)
-        bars.append(Bar(when, rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
+        bars.append(Bar(when, rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows finished"))
     marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))
-    title = f"Tokens a second, of the rows finished in each {_span(width)}"
+    title = f"Tokens a second, in each {_span(width)}; a row's are spread over the time that it took"
     return Chart(title, "tokens/s", "time (UTC)", bars, marks)
 
 
@@ -400,7 +404,12 @@ def learning_charts(moments: list[Moment]) -> list[Chart]:
     lengths = [DecodeCounts(num_output_tokens=one.tokens, num_decode_steps=one.row_steps) for one in moments]
     rates = [per_second(one.tokens, one.seconds) for one in moments]
     return [
-        _versions_chart("Acceptance length", "tokens a step", moments, list(map(mean_acceptance_length, lengths)), 2),
+        replace(
+            _versions_chart(
+                "Acceptance length", "tokens a step", moments, list(map(mean_acceptance_length, lengths)), 2
+            ),
+            plain=1.0,
+        ),
         _versions_chart("Tokens a second", "tokens/s", moments, rates, 0),
     ]
 

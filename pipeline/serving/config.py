@@ -59,8 +59,8 @@ class LimitsConfig:
         choices: Texts that one request may ask for: its prompts times its `n`.
         body_bytes: Largest body of a request, in bytes.
         connections: Connections that may be open; a further one closes that which has waited for its client the
-            longest. Like `receive_seconds` it holds only where `jobs.serve` starts the cluster: Ray Serve's own proxy
-            has no such limits.
+            longest. Like `receive_seconds` it holds only where `drafter serve` starts the cluster: Ray Serve's own
+            proxy has no such limits.
         receive_seconds: Longest time for receiving a request, for a connection to begin one, and for a client to leave
             an answer unread.
         seconds: Longest time a request may take. An update waits that long for open streams.
@@ -120,7 +120,7 @@ class ApplicationConfig:
         name: What clients call the model; by default its hub id, its folder's name, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
-            unless `jobs.serve` listens on a loopback address and is given no keys.
+            unless `drafter serve` listens on a loopback address and is given no keys.
         keys_file: File with a key on each line, to be found where the ingress runs. Keys may also be in the ingress's
             environment variable DRAFTER_API_KEYS, separated by commas.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
@@ -202,14 +202,14 @@ Serve a model by OpenAI's API, with speculative decoding that never changes the 
 Any client of OpenAI's works with http://HOST:PORT/v1, and a browser with http://HOST:PORT/.
 Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C or SIGTERM.
 
-  python -m jobs.serve
-  python -m jobs.serve --model meta-llama/Llama-3.2-1B-Instruct --port 8080
-  python -m jobs.serve --replicas.max 4 --replicas.gpus 0.5 --host 0.0.0.0 --keys_file keys.txt"""
+  drafter serve
+  drafter serve --model meta-llama/Llama-3.2-1B-Instruct --port 8080
+  drafter serve --replicas.max 4 --replicas.gpus 0.5 --host 0.0.0.0 --keys_file keys.txt"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
     """Parse the endpoint's command line; see `command_line.parse`."""
-    return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION, _COMMON), arguments)
+    return parse(ServeConfig, make_parser(ServeConfig, "serve", "", _DESCRIPTION, _COMMON), arguments)
 
 
 def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:
@@ -218,4 +218,4 @@ def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:
     Raises:
         InputError: An unknown setting, or a value of the wrong type or out of range.
     """
-    return parse_object(ApplicationConfig, make_parser(ApplicationConfig, "jobs.serve", "", _DESCRIPTION), settings)
+    return parse_object(ApplicationConfig, make_parser(ApplicationConfig, "serve", "", _DESCRIPTION), settings)

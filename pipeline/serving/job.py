@@ -15,14 +15,15 @@ from dataclasses import replace
 
 from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
+from drafter.requests import sampling_defaults
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
-from pipeline.engines.models import head_fingerprints, model_fingerprint, model_name
+from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
-from pipeline.io.files import locate, make_folders
+from pipeline.io.files import local_path, locate, make_folders
 from pipeline.learning.config import NEW, SHIPPED
-from pipeline.serving.config import EVERYBODY, ServeConfig
+from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig
 from pipeline.serving.keys import ENVIRONMENT, read_agreement, read_keys, settle
 
 _NAME = "drafter"
@@ -38,6 +39,7 @@ def serve_until_signal(config: ServeConfig) -> None:
         JobError: The server cannot be started.
     """
     config = replace(config, keys=settle(config.keys, config.keys_file, loopback=config.loopback))
+    config = _with_local_files(config)
     own_cluster = will_start()
     if own_cluster:  # the ingress will run here, with the same keys: report a mistake in them at once
         read_agreement(config.learning, read_keys(config.keys_file, config.keys))
@@ -61,6 +63,14 @@ def serve_until_signal(config: ServeConfig) -> None:
     stop.clear()
     print("stopping: open requests may end; a second signal ends them", file=sys.stderr, flush=True)
     take_down(stop)
+
+
+def _with_local_files(config: ServeConfig) -> ServeConfig:
+    """Return the configuration with absolute paths of files with keys, which the ingress reads in another folder."""
+    keys, learning = config.keys_file, config.learning
+    if learning.agreed not in (EVERYBODY, NOBODY):
+        learning = replace(learning, agreed=local_path(learning.agreed))
+    return replace(config, keys_file=None if keys is None else local_path(keys), learning=learning)
 
 
 def _start(config: ServeConfig, *, own_cluster: bool) -> None:
@@ -185,5 +195,8 @@ def check_models(config: ServeConfig) -> None:
     try:
         make_verifier(config.verifier)
         load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+        settings = generation_settings(name) if config.loading.generation_config == "auto" else {}
+        temperature = sampling_defaults(settings, name, drawn=True).temperature
     except LoadError as error:
         raise InputError(str(error)) from error
+    say(f"a request without a temperature is sampled at {temperature:g} (jobs and Python decode greedily by default)")

@@ -16,7 +16,7 @@ class TextsConfig:
     """The texts to train on.
 
     Args:
-        held_out: Output of another distillation to measure β on; by default some prompts of `data` are held out.
+        held_out: Output of another distillation to measure β on; by default some prompts of `input` are held out.
         held_out_texts: Texts that β is measured on; by default 64, or an eighth of fewer than 512 texts.
         max_length: Tokens of a text; longer texts are cut.
         store_hidden: Compute the target model's hidden states once and store them, after their size has been shown.
@@ -88,9 +88,9 @@ class TrainConfig:
     """A training job.
 
     Args:
-        data: Output of `jobs.distill`, or a list of such outputs.
+        input: Output of `drafter distill`, or a list of such outputs.
         output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
-        model: The target model that generated the texts, as a hub id or folder; by default the embedded one.
+        model: The target model that generated the texts, as a hub id or folder; by default the one that they name.
         trust_remote_code: Run modeling code that comes with the target model.
         algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3`, `specformer` or `exit`.
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
@@ -105,7 +105,7 @@ class TrainConfig:
         checkpoint_every: Steps between two checkpoints.
     """
 
-    data: str | list[str]
+    input: str | list[str]
     output: str
     model: str | None = None
     trust_remote_code: bool = False
@@ -121,7 +121,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if not self.folders or not all(folder.strip() for folder in self.folders):
-            raise InputError("data is empty")
+            raise InputError("input is empty")
         if not self.output.strip():
             raise InputError("output is empty")
         at_least("log_every", self.log_every, 1)
@@ -135,7 +135,7 @@ class TrainConfig:
 
     @property
     def folders(self) -> list[str]:
-        return [self.data] if isinstance(self.data, str) else list(self.data)
+        return [self.input] if isinstance(self.input, str) else list(self.input)
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -144,7 +144,7 @@ class TrainConfig:
 
 
 _COMMON = (
-    "data",
+    "input",
     "output",
     "model",
     "algorithm",
@@ -171,18 +171,18 @@ _COMMON = (
 _DESCRIPTION = """\
 Train a draft head on its target model's own answers.
 
---data is the output of jobs.distill. The job writes to --output: head/ (the head with the highest held-out β, for
---drafter of jobs.generate), metrics.jsonl, tensorboard/, training.png and run.json (what was run).
+--input is the output of drafter distill. The job writes to --output: head/ (the head with the highest held-out β, for
+--drafter of drafter generate), metrics.jsonl, tensorboard/, training.png and run.json (what was run).
 Submit the same command again to resume from the last checkpoint.
 
-  python -m jobs.train --data distilled --output trained
-  python -m jobs.train --data '[distilled, distilled-sampled]' --output trained --head '{label_context: 1}'
-  python -m jobs.train --data distilled --output trained --model MODEL --workers.number 8 \\
+  drafter train --input distilled --output trained
+  drafter train --input '[distilled, distilled-sampled]' --output trained --head '{label_context: 1}'
+  drafter train --input distilled --output trained --model MODEL --workers.number 8 \\
       --sharding.zero_stage 2 --training.precision bf16
-  python -m jobs.train --config examples/train.yaml"""
+  drafter train --config examples/train.yaml"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """Parse a training job's command line; see `command_line.parse`."""
-    parser = make_parser(TrainConfig, "jobs.train", "--data DIR --output DIR", _DESCRIPTION, _COMMON)
+    parser = make_parser(TrainConfig, "train", "--input DIR --output DIR", _DESCRIPTION, _COMMON)
     return parse(TrainConfig, parser, arguments)

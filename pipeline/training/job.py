@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import shlex
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
+from threading import Event, Thread
 from typing import Any
 
 import ray
@@ -15,24 +19,25 @@ from drafter.heads.checkpoint import HEADS, exportable
 from drafter.heads.config import head_config
 from drafter.heads.published import TargetOfExport, base_embeddings
 from drafter.target.loading import load_config
-from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out
+from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out, start_beside_driver
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.io.files import locate
 from pipeline.output.folder import check_output, mend_run, read_run, save_run, take_output, versions
 from pipeline.output.lease import Lease
 from pipeline.progress.board import Mail, StatusBoard
 from pipeline.progress.watch import Pulse, fetch
 from pipeline.settings import ResourcesConfig
-from pipeline.stopping import Stopping
+from pipeline.stopping import BY_SIGNAL, Stopping
 from pipeline.training.config import TrainConfig
-from pipeline.training.folder import Record, TrainingFolder, go_back, tidy
+from pipeline.training.folder import Record, TrainingFolder, complete_checkpoints, go_back, tidy
 from pipeline.training.texts import StagedTexts, Texts, open_texts, stage_texts
 from pipeline.training.worker import WorkerTask, train_worker
 
 _CHECKPOINTS_KEPT = 2
 _POLL_SECONDS = 0.5
+_SAVE_SECONDS = 60.0  # for a step and its checkpoint, before a stop
 
 
 def train(config: TrainConfig) -> None:
@@ -41,11 +46,13 @@ def train(config: TrainConfig) -> None:
     Raises `InputError` for a mistake in the configuration or the data, `JobError` if the job failed on the way, and
     `JobStopped` if it was told to stop.
     """
-    say(f"looking at the texts of {', '.join(config.folders)} and the model {config.model or 'embedded'}")
+    say(f"looking at the texts of {', '.join(config.folders)}")
     texts = open_texts(config.folders, config.texts.held_out)
-    model = model_name(config.model)
-    meant = meaning(config, texts, model_fingerprint(model))
+    model, fingerprint = target_model(config, texts)
+    config = replace(config, model=config.model or texts.data[0].model)
+    meant = meaning(config, texts, fingerprint)
     base = check_head(config, model)
+    check_made_by(config, texts, fingerprint, base)
     text = base.get_text_config(decoder=True)
     folder = TrainingFolder(locate(config.output))
     check_output(config.output, folder, meant)
@@ -66,10 +73,50 @@ def train(config: TrainConfig) -> None:
         raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
 
 
+def target_model(config: TrainConfig, texts: Texts) -> tuple[str, str]:
+    """Return the target model, by default that of the texts, and its fingerprint, or raise `InputError`."""
+    if config.model is not None:
+        model = model_name(config.model)
+        return model, model_fingerprint(model)
+    first = texts.data[0]
+    model = model_name(first.model)
+    say(f"the target model is {first.model or 'the embedded one'}, which generated them")
+    try:
+        return model, model_fingerprint(model)
+    except InputError as error:
+        raise InputError(f"input {first.uri} was made by a model that is not here: give --model ({error})") from error
+
+
+def check_made_by(config: TrainConfig, texts: Texts, fingerprint: str, base: Any) -> None:
+    """Raise `InputError` if another model generated the texts, as far as that is known before weights are loaded.
+
+    `fingerprint` is of the target model's files. It differs for another chat template, too, so that sizes decide.
+    """
+    for one in (*texts.data, *([texts.held_out] if texts.held_out else [])):
+        if one.model_fingerprint == fingerprint:
+            continue
+        named = one.model or "the embedded model"
+        try:
+            theirs = load_config(model_name(one.model), trust_remote_code=config.trust_remote_code)
+        except LoadError:  # it is not on this machine, or has code of its own
+            theirs = base
+        if _sizes(theirs) != _sizes(base):
+            raise InputError(
+                f"input {one.uri} was made by {named}, and not by the model {config.model}: a head learns from its own "
+                "target model's answers; leave --model out, or distil with this target model"
+            )
+        say(f"input {one.uri} was made by {named}: whether {config.model} has the same weights shows once it is loaded")
+
+
+def _sizes(config: Any) -> tuple[int, int, int]:
+    text = config.get_text_config(decoder=True)
+    return text.vocab_size, text.hidden_size, text.num_hidden_layers
+
+
 def meaning(config: TrainConfig, texts: Texts, model: str) -> dict[str, Any]:
     """Return all that determines the head; `model` is the target model's fingerprint."""
     return {
-        "data": [one.meaning for one in texts.data],
+        "input": [one.meaning for one in texts.data],
         "held_out": texts.held_out.meaning if texts.held_out else None,
         "model": model,
         "algorithm": config.algorithm,
@@ -126,7 +173,7 @@ def run(
     lease = Lease(folder.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
     facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
     with stopping, lease:
-        take_output(config.output, folder, meant)
+        again = not take_output(config.output, folder, meant)
         save_run(folder.run_file, asdict(config), meant, state="running", **facts)
         workers = config.workers
         wanted = ResourcesConfig(workers.fewest, workers.most, workers.gpus, workers.cpus)
@@ -138,12 +185,14 @@ def run(
         if staged is None:
             say("staging the texts")
             staged = stage_texts(texts, folder.staged, config, vocab_size)
-        say("starting the workers, which load the model")
         tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
+        if again and not complete_checkpoints(folder.checkpoints):
+            say("the submission before has left no checkpoint: training begins with step 1")
+        say("starting the workers, which load the model")
         chosen_by = str(config.training.chosen_by)
         if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
             say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
-        execute(config, model, texts.base_fingerprints, folder, staged, resources)
+        execute(config, model, texts.base_fingerprints, folder, staged, resources, stopping)
         folder.draw()
         facts |= {"texts": asdict(staged.counts), "products": folder.products()}
         save_run(folder.run_file, asdict(config), meant, state="finished", **facts)
@@ -153,6 +202,11 @@ class _Listener:
     def __init__(self, board: Any) -> None:
         self._board, self._mail = board, Mail()
         self._refusals: list[tuple[bool, str]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the workers take steps."""
+        return "begun" in self._mail.first
 
     def look(self) -> None:
         self._take(fetch(self._board, self._mail))
@@ -167,7 +221,7 @@ class _Listener:
         for (kind, _), report in mail.reports.items():
             if kind == "line":
                 say(report)
-            else:
+            elif kind == "refusal":
                 self._refusals.append(report)
 
 
@@ -178,15 +232,17 @@ def execute(
     folder: TrainingFolder,
     staged: StagedTexts,
     resources: ActorResources,
+    stopping: Stopping,
 ) -> None:
     """Train, and show the progress.
 
-    Raises `InputError` if the target model or the head cannot be used, and `JobError` if training failed.
+    Raises `InputError` if the target model or the head cannot be used, `JobError` if training failed, and
+    `KeyboardInterrupt` or `JobStopped` after a signal, by which the workers save the step that they are at.
     """
-    board = ray.remote(num_cpus=0)(StatusBoard).remote()
+    board = start_beside_driver(StatusBoard)
     listener = _Listener(board)
     provenance: dict[str, Any] = {
-        "recipe": "jobs.train",
+        "recipe": "drafter train",
         "data": asdict(staged.counts),
         "settings": asdict(config.training),
         "versions": versions("deepspeed"),
@@ -196,19 +252,53 @@ def execute(
         provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
         say(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
     task = WorkerTask(config, model, base_fingerprints, folder, staged, provenance, board, resources.threads)
+    # Ray Train handles SIGINT by ending its workers at once, but only where it runs in the main thread.
+    training = _in_thread(_trainer(task, resources).fit)
+
+    told = Event()
+
+    def save() -> None:
+        told.set()
+        ray.get(board.put.remote("stop", True))
+        if listener.has_begun:
+            say("stopping: the step that is under way is saved first")
+            wait([training], _SAVE_SECONDS)
+
     failure: Exception | None = None
     with Pulse(_POLL_SECONDS, listener.look):
         try:
-            _trainer(task, resources).fit()
+            with stopping.draining(save):
+                training.result()
         except TrainingFailedError as error:
             failure = error
-        except SystemExit as error:  # Ray Train turns an interrupt into this.
-            raise KeyboardInterrupt from error
+        except JobStopped:  # after `save`, or because another submission has taken the output
+            board.put.remote("stop", True)
+            raise
+        except KeyboardInterrupt:
+            save()
+            raise
+    if failure is None and told.is_set():
+        raise JobStopped(BY_SIGNAL)
     if refusal := listener.refusal():
         of_input, message = refusal
         raise (InputError if of_input else JobError)(message) from failure
     if failure is not None:
         raise JobError(_reason(failure)) from failure
+
+
+def _in_thread(work: Callable[[], object]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # raised where the result is asked for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=run, name="training", daemon=True).start()  # no exit waits for it, as it would for a pool's
+    return done
 
 
 def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:
@@ -254,6 +344,8 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
     evaluated = [record for record in records if "beta" in record]
     best = max(evaluated, key=lambda record: (record["beta"][chosen_by], record["step"]))
     last: Record = next(record for record in reversed(records) if "loss" in record)
+    of_model = "" if config.model is None else f"--model {shlex.quote(config.model)} "
+    head = shlex.quote(folder.head.path)
     return "\n".join(
         [
             f"steps       {last['step']:,}, last loss {last['loss']:.3f}",
@@ -262,5 +354,7 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
             f"head        {folder.head.path}",
             f"metrics     {folder.metrics.path}, {folder.plot.path}, {folder.events.path}",
             f"run         {folder.run_file.path}",
+            f"next        drafter evaluate {of_model}--drafter {head} --input PROMPTS --output evaluated",
+            f"            drafter generate {of_model}--drafter {head} --input PROMPTS --output out",
         ]
     )

@@ -1,4 +1,4 @@
-"""Distilled texts, the output of `jobs.distill`: checks, and staging for training."""
+"""Distilled texts, the output of `drafter distill`: checks, and staging for training."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class DistilledTexts:
     filesystem: fs.FileSystem
     files: tuple[tuple[str, int], ...]  # path and size of each Parquet file
     base_fingerprint: str
+    model: str | None  # the target model that generated them, as that job was given it; None is the embedded one
+    model_fingerprint: str  # of its files; see `engines.models`
 
     @property
     def meaning(self) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def open_texts(uris: Sequence[str], held_out: str | None) -> Texts:
     schemes = [base.rpartition("-")[0] for base in by_base]
     if len(set(schemes)) < len(schemes):
         named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
-        raise InputError(f"data of different target models cannot be used together: {named}")
+        raise InputError(f"input of different target models cannot be used together: {named}")
     return Texts(data, test, tuple(by_base))
 
 
@@ -99,31 +101,32 @@ def _open(uri: str) -> DistilledTexts:
         rows = sum(_rows(output.data.filesystem, path) for path, _ in files)
     except (OSError, pa.ArrowException) as error:
         raise InputError(
-            f"data {uri} cannot be read: {one_line(error)} (submit its distillation again: it makes again what is "
+            f"input {uri} cannot be read: {one_line(error)} (submit its distillation again: it makes again what is "
             "damaged)"
         ) from error
     if not rows:
-        raise InputError(f"data {uri} has no rows: see {output.errors.path} for why none was generated")
-    return DistilledTexts(uri, output.data.filesystem, files, run["base_fingerprint"])
+        raise InputError(f"input {uri} has no rows: see {output.errors.path} for why none was generated")
+    made_by = run["config"].get("model"), str(run["meaning"].get("model"))
+    return DistilledTexts(uri, output.data.filesystem, files, run["base_fingerprint"], *made_by)
 
 
 def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
     if not output.run_file.exists:
-        raise InputError(f"data {uri} is not the output of jobs.distill: it has no run.json")
+        raise InputError(f"input {uri} is not the output of drafter distill: it has no run.json")
     try:
         run = read_run(output.run_file)
-        finished, base = run["state"] == "finished", run.get("base_fingerprint")
+        finished, base = run["state"] == "finished" and "config" in run, run.get("base_fingerprint")
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"data {uri} has a damaged run.json: distil again") from error
+        raise InputError(f"input {uri} has a damaged run.json: distil again") from error
     if not finished:
-        raise InputError(f"data {uri} is not finished: submit its distillation again")
+        raise InputError(f"input {uri} is not finished: submit its distillation again")
     if not isinstance(base, str):
-        raise InputError(f"data {uri} does not say which target model made it: distil again into a new folder")
+        raise InputError(f"input {uri} does not say which target model made it: distil again into a new folder")
     # Older outputs do not record a verifier: there was only the exact one.
     if run.get("lossless") is False:
         raise InputError(
-            f"data {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again with "
-            "the exact one, because a head learns from its own target model's answers"
+            f"input {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again "
+            "with the exact one, because a head learns from its own target model's answers"
         )
     return run
 
@@ -141,7 +144,7 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
                 if name == "request_id" or (pa.types.is_list(kinds[0]) and pa.types.is_integer(kinds[0].value_type)):
                     continue
                 what = f"holds {kinds[0]}, not lists of token ids, in column"
-            raise InputError(f"{path} {what} {name!r}: it was not written by jobs.distill")
+            raise InputError(f"{path} {what} {name!r}: it was not written by drafter distill")
         return int(file.metadata.num_rows)
 
 
@@ -239,8 +242,8 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size:
         raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
     if count < texts_per_step:
         raise InputError(
-            f"data holds {count} texts to learn from ({unusable} rows have no prompt or no answer, {test.num_rows} are "
-            f"held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
+            f"input holds {count} texts to learn from ({unusable} rows have no prompt or no answer, {test.num_rows} "
+            f"are held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
         )
     _write(folder, _HELD_OUT, test.select(_TEXT))
     size = STEPS_PER_PART * texts_per_step
@@ -290,7 +293,7 @@ def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
     assert whole is not None
     rows = whole.materialize()
     if strange := _table(rows.filter(expr=col("problem").is_not_null()))["problem"].to_pylist():
-        raise InputError(f"data is not of this target model: {min(strange)}")
+        raise InputError(f"input is not of this target model: {min(strange)}")
     return rows
 
 

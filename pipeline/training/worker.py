@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from drafter.target.model import BaseModel
 from drafter.training.loop import StepDone, TrainingStep, train, training_layers
 from drafter.training.targets import simulated_beta
 from pipeline.errors import InputError
+from pipeline.progress.board import Kind, Mail
+from pipeline.progress.watch import fetch
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import (
     Record,
@@ -48,6 +51,7 @@ from pipeline.training.steps import BatchFeed, store_hidden
 from pipeline.training.texts import StagedTexts
 
 _FLUSH_SECONDS = 5.0
+_ASK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class WorkerTask:
 def train_worker(loop_config: dict[str, Any]) -> None:
     """Train as `loop_config["task"]`, a `WorkerTask`, says."""
     task: WorkerTask = loop_config["task"]
-    if _is_refused(task.board):
+    if _is_told(task.board, "refusal"):
         return  # Ray Train has restarted the worker after an error that would come again.
     try:
         with refusals(task.board):
@@ -75,7 +79,7 @@ def train_worker(loop_config: dict[str, Any]) -> None:
     except Exception:
         # After an error Ray Train restarts the worker, which takes long, for the same refusal. Other workers need the
         # error, because they wait for this one.
-        if ray.train.get_context().get_world_size() > 1 or not _is_refused(task.board):
+        if ray.train.get_context().get_world_size() > 1 or not _is_told(task.board, "refusal"):
             raise
 
 
@@ -97,8 +101,27 @@ def refusals(board: Any) -> Iterator[None]:
         raise
 
 
-def _is_refused(board: Any) -> bool:
-    return "refusal" in ray.get(board.mail.remote("", 0)).first
+def _is_told(board: Any, kind: Kind) -> bool:
+    return kind in fetch(board, Mail("", 0)).first
+
+
+class StopSign:
+    """Whether the driver wants training to stop: the first worker asks the board, and tells the others."""
+
+    def __init__(self, board: Any, rank: int, workers: int, device: torch.device) -> None:
+        self._board, self._rank, self._workers, self._device = board, rank, workers, device
+        self._asked = -math.inf
+
+    def is_up(self) -> bool:
+        """Return the same on all workers, which call this together after a step."""
+        stop = False
+        if self._rank == 0 and time.monotonic() - self._asked >= _ASK_SECONDS:
+            stop, self._asked = _is_told(self._board, "stop"), time.monotonic()
+        if self._workers == 1:
+            return stop
+        told = torch.tensor([stop], dtype=torch.uint8, device=self._device)
+        torch.distributed.broadcast(told, 0)
+        return bool(told)
 
 
 class RunRecorder:
@@ -203,6 +226,8 @@ def run(task: WorkerTask) -> None:
     rank, workers = context.get_world_rank(), context.get_world_size()
     show = partial(task.board.put.remote, "line")
     saved = restore(task.folder.checkpoints, rank == 0, broadcast_from_rank_zero, show)
+    if rank == 0 and saved is not None:
+        show(f"going on after step {saved.steps} of {settings.steps}, whose checkpoint is the newest")
     torch.manual_seed(settings.seed)
     counts = task.staged.token_counts() if config.draft_vocab_size else None
     head = new_head(config.algorithm, base, config.head, counts)
@@ -221,8 +246,11 @@ def run(task: WorkerTask) -> None:
 
     feed = BatchFeed(task.staged, config, head.config.depth, device, rank, workers)
     recorder = RunRecorder(task, head, base, saved.records if saved else []) if rank == 0 else None
+    sign = StopSign(task.board, rank, workers, device)
+    task.board.put.remote("begun", True, str(rank))
     for done in train(optimiser, feed.batches(optimiser.steps), settings, evaluate, optimiser.steps):
-        checkpoint = done.step == settings.steps or done.step % config.checkpoint_every == 0
+        stop = sign.is_up()
+        checkpoint = stop or done.step == settings.steps or done.step % config.checkpoint_every == 0
         # All workers take part in gathering the state.
         state = optimiser.state() if checkpoint or done.beta is not None else None
         if recorder is not None:
@@ -235,11 +263,15 @@ def run(task: WorkerTask) -> None:
             if recorder is not None:
                 recorder.flush()
                 to_save = replace(state, records=recorder.records)
-            report(to_save, done.step, task)
+            report(to_save, done.step, task, CheckpointUploadMode.SYNC if stop else CheckpointUploadMode.ASYNC)
+        if stop:
+            if rank == 0:
+                ray.get(show(f"step {done.step} is saved"))  # Ray Train ends the process next
+            return
 
 
-def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
-    """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
+def report(saved: SavedRun | None, step: int, task: WorkerTask, mode: CheckpointUploadMode) -> None:
+    """Give a checkpoint to Ray Train, which uploads it: by ASYNC while training goes on. Every worker calls this.
 
     `saved` is None on all workers but the first.
     """
@@ -257,7 +289,8 @@ def report(saved: SavedRun | None, step: int, task: WorkerTask) -> None:
         {"step": step},
         checkpoint,
         checkpoint_dir_name=checkpoint_name(step),
-        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_mode=mode,
+        delete_local_checkpoint_after_upload=True,
         checkpoint_upload_fn=keep,
     )
 
@@ -278,7 +311,7 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
     for one in task.base_fingerprints:
         if not base.has_fingerprint(one):
             raise InputError(
-                f"data was made by another target model (fingerprint {one}) than {base.name} ({base.fingerprint}): "
+                f"input was made by another target model (fingerprint {one}) than {base.name} ({base.fingerprint}): "
                 "a head learns from its own target model's answers; distil with this target model"
             )
     return base

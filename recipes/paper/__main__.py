@@ -56,12 +56,12 @@ def run(config: PaperConfig) -> None:
     jobs = stages(config)
     measured = evaluation_of(config)
     plan = measured.plan()
-    for name, file in measured.questions.items():  # hours before they are measured
+    for name, file in measured.files.items():  # hours before they are measured
         try:
             questions = read_questions(in_repository(file), measured.questions_per_file)
             check_batches(name, questions, plan.samples, plan.batches)
         except QuestionError as error:
-            raise InputError(f"evaluation.questions: {error}") from error
+            raise InputError(f"evaluation.input: {error}") from error
     with alone(places):
         values = {**dataclasses.asdict(config), "output": str(config.folder)}
         write_whole(places.run, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -114,7 +114,7 @@ def _prompts(config: PaperConfig) -> None:
     from recipes.paper.distillation_prompts import write_prompts
 
     places = Places(config.folder)
-    write_prompts(config.prompts, evaluation_of(config).questions, places.questions, places.prompts)
+    write_prompts(config.prompts, evaluation_of(config).files, places.questions, places.prompts)
 
 
 _COMMANDS: dict[str, Callable[[PaperConfig], None]] = {

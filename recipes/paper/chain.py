@@ -33,7 +33,7 @@ _CLUSTER = "cluster"
 """File in the output that names the cluster that was started here, as long as there is one."""
 
 Submit = Callable[[Stage], int]
-"""Submits a stage's job, waits for its end, and returns the exit code of `jobs.submit`."""
+"""Submits a stage's job, waits for its end, and returns the exit code of `drafter submit`."""
 
 
 def run_chain(stages: list[Stage], places: Places, submit: Submit) -> None:
@@ -103,19 +103,19 @@ def submission_name(stage: Stage, places: Places) -> str:
 def entrypoint(stage: Stage) -> list[str]:
     """Return what is run for a stage: its command, which names its settings by their path alone, and their digest.
 
-    `jobs.submit` follows a job of the same name only if it runs the same. One that is still under way with earlier
+    `drafter submit` follows a job of the same name only if it runs the same. One that is still under way with earlier
     settings is neither taken for this one, nor does a second one start to write to its output: this one is refused.
     """
     return ["env", f"PAPER_STAGE={stage.digest}", *stage.command]
 
 
 def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str]) -> Submit:
-    """Return what submits a stage by `jobs.submit`.
+    """Return what submits a stage by `drafter submit`.
 
     Args:
         config: The run.
         places: Where its output is.
-        environment: The environment that `jobs.submit` runs in.
+        environment: The environment that `drafter submit` runs in.
     """
 
     def submit(stage: Stage) -> int:

@@ -63,7 +63,7 @@ def write_prompts(config: PromptsConfig, measured: Mapping[str, str], questions:
     Args:
         config: Says which.
         measured: Files of questions that heads are measured on, by name.
-        questions: What the base wrote, as `jobs.generate` leaves it; not read if it wrote nothing.
+        questions: What the base wrote, as `drafter generate` leaves it; not read if it wrote nothing.
         file: Where they go, each with its temperature.
 
     Raises:

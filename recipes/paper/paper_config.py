@@ -159,12 +159,12 @@ class PaperConfig:
         output: Folder for everything that is made. All machines of the cluster see it under this path.
         base: The base.
         prompts: What it answers.
-        questions: Settings of `jobs.generate`, with which the base writes questions.
-        answers: Settings of `jobs.distill`, with which it answers. Every third answer is sampled, others are greedy.
+        questions: Settings of `drafter generate`, with which the base writes questions.
+        answers: Settings of `drafter distill`, with which it answers. Every third answer is sampled, others are greedy.
         heads: The heads, by their names in `heads.yaml`, each with fields of its configuration beside those there.
         depth: Draft tokens of a path, the same for every head.
-        training: Settings of `jobs.train`, the same for every head.
-        evaluation: Settings of `jobs.evaluate`.
+        training: Settings of `drafter train`, the same for every head.
+        evaluation: Settings of `drafter evaluate`.
         hardware: What GPU hours are estimated for.
         submissions: How often each job is submitted at most.
         address: Address of the cluster's dashboard; by default RAY_API_SERVER_ADDRESS. Where neither is set, a cluster

@@ -27,8 +27,8 @@ from recipes.paper.paper_config import PaperConfig
 _OWN = {
     "generate": {"input", "output", "model", "reading"},
     "distill": {"input", "output", "model"},
-    "train": {"data", "output", "model", "algorithm", "head"},
-    "evaluate": {"output", "model", "drafters"},
+    "train": {"input", "output", "model", "algorithm", "head"},
+    "evaluate": {"output", "model", "drafter"},
 }
 """Settings of each job that the recipe makes itself."""
 
@@ -122,7 +122,7 @@ def stages(config: PaperConfig) -> list[Stage]:
         InputError: A job's settings cannot be used, or there is no such head.
     """
     places = Places(config.folder)
-    measured = evaluation_of(config).questions
+    measured = evaluation_of(config).files
     prepared = [_own(places, "base", asdict(config.base))]
     if config.prompts.written:
         prepared.append(_own(places, "openings", {"written": config.prompts.written}))
@@ -134,10 +134,10 @@ def stages(config: PaperConfig) -> list[Stage]:
     trained = []
     for name in config.heads:
         algorithm, head = head_settings(config, name)
-        made = {"data": places.answers, "output": places.training(name), "algorithm": algorithm, "head": head}
+        made = {"input": places.answers, "output": places.training(name), "algorithm": algorithm, "head": head}
         trained.append(_job(places, f"train-{plain_name(name)}", "train", config.training, **made))
     drafters = [str(places.head(name)) for name in config.heads]
-    made = {"output": places.evaluation, "drafters": drafters}
+    made = {"output": places.evaluation, "drafter": drafters}
     evaluate = _job(places, "evaluate", "evaluate", config.evaluation, **made)
     found: list[Stage] = []
     for stage in prepared:
@@ -176,7 +176,7 @@ def _job(places: Places, name: str, job: str, settings: Mapping[str, Any], **mad
         made: Those that the recipe makes.
     """
     if taken := _OWN[job] & settings.keys():
-        raise InputError(f"settings of jobs.{job} cannot have {min(taken)!r}: the recipe sets it")
+        raise InputError(f"settings of drafter {job} cannot have {min(taken)!r}: the recipe sets it")
     paths = {key: str(value) if isinstance(value, Path) else value for key, value in made.items()}
     merged = {**paths, "model": str(places.base), **settings}
     try:
@@ -192,7 +192,7 @@ def _parser(job: str) -> JobParser:
     """Make a job's command line, which takes a tenth of a second, once."""
     if job in ("generate", "distill"):
         return generate_parser()
-    return make_parser(_CONFIGS[job], f"jobs.{job}", "", "")
+    return make_parser(_CONFIGS[job], job, "", "")
 
 
 _CONFIGS: dict[str, type] = {

@@ -42,7 +42,7 @@ def train(model: Path, output: Path, rounds: int, settings: Sequence[str]) -> No
     if missing := [str(one) for one in answers if not one.exists()]:
         raise InputError(f"there is no {missing[0]}: run the stage distil first, or name fewer --rounds")
     data = json.dumps([str(one) for one in answers])
-    given = ["--data", data, "--output", str(_training(output, rounds)), "--model", str(model)]
+    given = ["--input", data, "--output", str(_training(output, rounds)), "--model", str(model)]
     try:
         run_training(parse_training(["--config", str(HERE / "train.yaml"), *given, *settings]))
     finally:
@@ -63,10 +63,10 @@ def evaluate(model: Path, output: Path, rounds: int, settings: Sequence[str]) ->
         JobError: The job failed on the way.
     """
     head = _trained(output, rounds)
-    given = ["--output", str(output / f"evaluation-{rounds}"), "--model", str(model), "--drafters", str(head)]
+    given = ["--output", str(output / f"evaluation-{rounds}"), "--model", str(model), "--drafter", str(head)]
     given = ["--config", str(HERE / "evaluate.yaml"), *given, *settings]
     try:
-        run_evaluation(parse_evaluation(given), command_of("jobs.evaluate", given))
+        run_evaluation(parse_evaluation(given), command_of("evaluate", given))
     finally:
         ray.shutdown()
 

@@ -45,7 +45,7 @@ def choose(rows: Iterable[dict[str, Any]], known: Sequence[str]) -> list[str]:
     """Return the questions that are of use, in order.
 
     Args:
-        rows: Rows of `jobs.generate`: `text`, `finish_reason` and `num_output_tokens` of each.
+        rows: Rows of `drafter generate`: `text`, `finish_reason` and `num_output_tokens` of each.
         known: Questions that must not be repeated: earlier ones, and those that are measured on.
     """
     repeats = Repeats()

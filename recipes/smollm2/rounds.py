@@ -2,9 +2,9 @@
 
 A round has a folder:
 
-- `openings.jsonl`: where the model writes a question each; `questions/` is what it wrote, as `jobs.generate` leaves it;
+- `openings.jsonl`: where the model writes a question each; `questions/` is what it wrote by `drafter generate`;
 - `prompts.jsonl`: the questions that are of use, and questions of GSM8K's training split;
-- `answers/`: the model's answers, as `jobs.distill` leaves them and `jobs.train` takes them.
+- `answers/`: the model's answers, as `drafter distill` leaves them and `drafter train` takes them.
 
 What is there is not made again. A round follows from its number and from the rounds before it.
 """
@@ -87,7 +87,7 @@ def write_prompts(one: Round) -> None:
 
 
 def prompt_rows(sources: Iterable[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    """Yield rows for `jobs.distill`, each with its temperature, of prompts and where each of them is from."""
+    """Yield rows for `drafter distill`, each with its temperature, of prompts and where each of them is from."""
     for number, (source, text) in enumerate(sources):
         yield {"prompt": text, "source": source, "sampling": {"temperature": SAMPLED if number % 3 == 2 else 0.0}}
 

@@ -106,7 +106,7 @@ def test_what_is_not_as_promised_is_said(changes: dict[str, Any], said: str) -> 
 
 def test_the_next_command_has_the_model() -> None:
     assert closing(Path("build/demo"), "folder")[-1].endswith(
-        "-m jobs.generate --input FILE --output results --model folder"
+        "drafter generate --input FILE --output results --model folder"
     )
     assert closing(Path("build/demo"), None)[-1].endswith("--output results")
 

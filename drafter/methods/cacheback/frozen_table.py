@@ -97,7 +97,7 @@ class NgramCounts:
 FORMAT = "drafter-ngram-table-1"
 _KINDS = {"leaders": (1, np.int32), "offsets": (1, np.int64), "continuations": (2, np.int32)}
 """Dimensions and dtypes of the arrays."""
-_HINT = "make one with python -m jobs.cache"
+_HINT = "make one with drafter cache"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_a_table_without_leaders_finds_nothing(tmp_path: Path) -> None:
 
 def test_a_table_of_another_tokeniser_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, TABLE)
-    with pytest.raises(LoadError, match=r"is of another tokeniser .*make one with python -m jobs.cache for this model"):
+    with pytest.raises(LoadError, match=r"is of another tokeniser .*make one with drafter cache for this model"):
         load_table(file, Vocabulary("fedcba9876543210", 100))
 
 

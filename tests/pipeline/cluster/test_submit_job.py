@@ -152,18 +152,19 @@ def test_a_job_under_way_is_followed_by_its_name(cluster: LocalCluster, tmp_path
     assert later.returncode == 0
 
 
-@pytest.mark.slow
-def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
-    command = [sys.executable, "-m", "jobs.submit", "--address", "http://127.0.0.1:9", "--", "python"]
-    failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert failed.returncode == 1
-    assert "error: the job failed: no cluster takes jobs at http://127.0.0.1:9" in failed.stderr
+def test_without_a_cluster_it_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # which is put back
+    assert main(["--address", "http://127.0.0.1:9", "--working_dir", str(tmp_path), "--", "python"]) == 1
+    told = "error: no cluster takes jobs at http://127.0.0.1:9: start one here by `ray start --head`, or give"
+    assert capsys.readouterr().err.startswith(told)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no job: give its command after --, such as `-- python -m jobs.generate"),
+        ([], "no job: give its command after --, such as `-- drafter generate"),
         (["--submissions", "0", "--", "python"], "submissions must be at least 1, not 0"),
         (["--name", "two words", "--", "python"], "name must be one word of letters, digits, dots and hyphens"),
         (["--working_dir", "nowhere", "--", "python"], "working_dir nowhere is not a folder"),

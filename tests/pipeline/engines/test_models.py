@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -15,7 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engines.models import folder_fingerprint, head_fingerprints, model_fingerprint, tensor_spans
+from drafter.engine.config import EngineSettings
+from pipeline.engines.models import (
+    EngineSpec,
+    fed,
+    folder_fingerprint,
+    head_fingerprints,
+    model_fingerprint,
+    model_name,
+    tensor_spans,
+)
 from pipeline.errors import InputError
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
 from tests.support.paths import ROOT
@@ -157,6 +167,27 @@ sys.exit(main({[*files, "--model", "tiny-model"]}))
 def test_a_slip_in_a_drafters_name_is_found_before_anything_is_loaded() -> None:
     with pytest.raises(InputError, match=r"no drafter 'ngarm': did you mean ngram\?"):
         head_fingerprints(None, "ctc+ngarm")
+
+
+def test_paths_mean_to_workers_what_they_mean_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    monkeypatch.chdir(tmp_path / "here")
+    mine = str(tmp_path / "here" / "models" / "mine")
+    assert [model_name(name) for name in ("models/mine", "~/models/mine", mine)] == [mine] * 3
+    assert [model_name(name) for name in ("org/name", "models/none")] == ["org/name", "models/none"]
+    spec = EngineSpec("models/mine", "models/mine+ngram", {}, fed(EngineSettings()), torch.get_num_threads())
+    sent = pickle.dumps(spec)
+    monkeypatch.chdir(tmp_path / "there")
+    loaded: list[tuple[str, Path]] = []
+
+    def load(model: str, drafter: str, **_: object) -> None:
+        loaded.append((drafter, Path(model).resolve()))
+
+    monkeypatch.setattr("drafter.llm.SpeculativeLM.from_pretrained", load)
+    pickle.loads(sent).load()
+    assert loaded == [("models/mine+ngram", Path(mine))]
 
 
 def test_an_early_exit_names_no_file() -> None:

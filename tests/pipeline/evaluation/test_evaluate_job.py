@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter.embedded import embedded_heads
-from drafter.evaluation.results import Results
+from drafter.evaluation.results import Results, figures
 from jobs.evaluate import main
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig, parse_config
@@ -28,8 +27,9 @@ def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     )
 
     def job(*settings: object) -> Outcome:
-        arguments = ["--output", tmp_path / "out", "--model", model, "--questions", f"{{tiny: {questions}}}"]
-        arguments += ["--batches", "[1,2]", "--num_draft_tokens", "4", "--rounds", "1", "--max_new_tokens", "6"]
+        arguments = ["--output", tmp_path / "out", "--model", model, "--input", f"{{tiny: {questions}}}"]
+        arguments += ["--batch", "[1,2]", "--num_draft_tokens", "4", "--max_new_tokens", "6"]
+        arguments += ["--drafter", "ngram", "--tree", "[exact, static]", "--transformers", "true"]
         capfd.readouterr()
         code = main([str(argument) for argument in [*arguments, *settings]])
         printed = capfd.readouterr()
@@ -44,12 +44,15 @@ def test_the_job_measures_and_goes_on(local_ray: None, evaluate: Evaluate) -> No
     for line in ("## Temperature 0, batch 2", "| ngram | exact | 4 |", "left out: ngram with the static tree"):
         assert line in outcome.stdout
     results = Results.load(outcome.folder)
+    ngram = figures(results.cells)[-1]
+    gain = f"ngram is {ngram.gamma:.2f} times as fast as plain decoding, with {ngram.rate:,.0f} tokens/s"
+    assert f"tiny, temperature 0, batch 2: {gain}\n" in outcome.stdout
     assert [(cell.batch, cell.arm.method) for cell in results.cells] == [
         (batch, method) for batch in (1, 2) for method in ("transformers.generate", "plain decoding", "ngram")
     ]
     assert all(cell.differing_tokens == 0 for cell in results.cells)
     assert results.questions["tiny"]["prompts"] == 3
-    assert "jobs.evaluate --output" in results.environment["command"]
+    assert "drafter evaluate --output" in results.environment["command"]
     names = {path.name for path in outcome.folder.iterdir()}
     assert {"results.json", "table.md", "beta_by_nodes.png", "gamma_by_batch.png", "stage_times.png"} <= names
     # As after a job that was stopped: only what is missing is measured.
@@ -68,7 +71,7 @@ def test_the_job_measures_and_goes_on(local_ray: None, evaluate: Evaluate) -> No
 
 def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evaluate: Evaluate, tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
-    outcome = evaluate("--drafters", tmp_path / "head")
+    outcome = evaluate("--drafter", tmp_path / "head")
     assert outcome.code == 2
     assert outcome.error.startswith("error: draft head")
     assert "has no config.json" in outcome.error
@@ -78,16 +81,17 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("--questions", "{tiny: nowhere.jsonl}"), "question file nowhere.jsonl cannot be read"),
-        (("--questions", "{}"), "questions must name at least one file"),
+        (("--input", "{tiny: nowhere.jsonl}"), "question file nowhere.jsonl cannot be read"),
+        (("--input", "nowhere.jsonl"), "question file nowhere.jsonl cannot be read"),
+        (("--input", "{}"), "input must name at least one file"),
         (("--num_draft_tokens", "0"), "num_draft_tokens must be at least 1, not 0"),
         (("--num_draft_tokens", "many"), "num_draft_tokens must be"),
-        (("--batches", "[2, 2]"), "batches must be at least one value, none of them twice"),
-        (("--trees", "round"), "trees must be"),
-        (("--temperatures", "-1"), "temperatures must be finite and at least 0"),
-        (("--drafters", "none"), "none and transformers.generate are no drafters"),
+        (("--batch", "[2, 2]"), "batch must be at least one value, none of them twice"),
+        (("--tree", "round"), "tree must be"),
+        (("--temperature", "-1"), "temperature must be finite and at least 0"),
+        (("--drafter", "none"), "none and transformers.generate are no drafters"),
         (("--samples", "2"), "at temperature 0 all answers to a question are the same"),
-        (("--samples", "2", "--verifiers", "fly", "--scorer", "number"), "samples are of an evaluation of drafters"),
+        (("--samples", "2", "--verifier", "fly", "--scorer", "number"), "samples are of an evaluation of drafters"),
         (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
         (("--colour", "red"), "colour"),
     ],
@@ -118,19 +122,23 @@ def test_an_output_of_verifiers_is_left_alone(evaluate: Evaluate, tmp_path: Path
 
 
 def test_one_value_or_a_list() -> None:
-    plan = parse_config(
-        ["--output", "o", "--drafters", "a", "--num_draft_tokens", "[16, auto]", "--batches", "4"]
-    ).plan()
+    given = ["--input", "i", "--output", "o", "--drafter", "a", "--num_draft_tokens", "[16, auto]", "--batch", "4"]
+    plan = parse_config(given).plan()
     assert (plan.drafters, plan.num_draft_tokens, plan.batches) == (("a",), (16, "auto"), (4,))
-    assert EvaluateConfig("o", model="other").plan().drafters == ("ngram",)
-    assert EvaluateConfig("o").plan().drafters == tuple(embedded_heads())
-    assert "ctc" in embedded_heads()
     with pytest.raises(InputError, match="output is empty"):
-        EvaluateConfig(" ")
+        EvaluateConfig("i", " ")
+
+
+def test_by_default_it_tells_what_a_job_would_gain_on_a_file() -> None:
+    config = EvaluateConfig("data/my prompts.jsonl", "o", model="other")
+    assert config.files == {"my prompts": "data/my prompts.jsonl"}
+    plan = config.plan()
+    assert (plan.drafters, plan.trees, plan.num_draft_tokens) == (("auto",), ("exact",), ("auto",))
+    assert [config.plan(questions).batches for questions in (1, 5, 16, 1000)] == [(1,), (1, 5), (1, 16), (1, 16)]
 
 
 @pytest.mark.parametrize("file", ["examples/evaluate.yaml", "benchmarks/memory.yaml", "benchmarks/samples.yaml"])
 def test_the_committed_configurations_are_valid(file: str) -> None:
     config = parse_config(["--config", str(ROOT / file)])
     assert config.output == yaml.safe_load((ROOT / file).read_text())["output"]
-    assert all((ROOT / questions).is_file() for questions in config.questions.values())
+    assert all((ROOT / questions).is_file() for questions in config.files.values())

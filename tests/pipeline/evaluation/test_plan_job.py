@@ -20,7 +20,7 @@ def test_the_job_compares_stacks_and_names_the_best(
     local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     questions = write_jsonl(tmp_path / "questions.jsonl", [{"question": "how many pens"}, {"question": "apples she"}])
-    arguments = ["--output", tmp_path / "out", "--model", model, "--questions", questions, "--num_draft_tokens", 4]
+    arguments = ["--output", tmp_path / "out", "--model", model, "--input", questions, "--num_draft_tokens", 4]
     arguments += ["--drafters", f'[cacheback, "model:{model}"]', "--max_new_tokens", 8]
     code = main([str(argument) for argument in arguments])
     printed = capfd.readouterr()
@@ -37,14 +37,14 @@ def test_the_job_compares_stacks_and_names_the_best(
     assert 0 < found["measured"]["acceptance"][1][-1] <= 1
     assert f"best:     --drafter '{found['best']}'" in printed.out
     assert "| drafter | expected ms a token |" in printed.out
-    assert "jobs.plan --output" in found["environment"]["command"]
+    assert "drafter plan --output" in found["environment"]["command"]
     assert main([str(argument) for argument in [*arguments, "--drafters", "[ctc]"]]) == 2
     assert "cannot be planned with" in capfd.readouterr().err
 
 
 def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    config = parse_plan(["--output", "out", "--drafters", "[ngram, 'model:a']"])
-    assert config == PlanConfig("out", ["ngram", "model:a"])
+    config = parse_plan(["--input", "in", "--output", "out", "--drafters", "[ngram, 'model:a']"])
+    assert config == PlanConfig("in", "out", ["ngram", "model:a"])
     wrong: list[tuple[list[str], dict[str, Any]]] = [
         ([], {}),
         (["ngram", "ngram"], {}),
@@ -54,9 +54,9 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     ]
     for drafters, change in wrong:
         with pytest.raises(InputError):
-            PlanConfig("out", drafters, **change)
+            PlanConfig("in", "out", drafters, **change)
     one = write_jsonl(tmp_path / "one.jsonl", [{"question": "how many pens"}])
     with pytest.raises(InputError, match="a plan needs at least 2"):
-        plan(PlanConfig("out", ["ngram"], questions=str(one)), "")
+        plan(PlanConfig(str(one), "out", ["ngram"]), "")
     with pytest.raises(InputError, match="temperature"):
-        PlanConfig("out", ["ngram"], temperature=-1.0)
+        PlanConfig("in", "out", ["ngram"], temperature=-1.0)

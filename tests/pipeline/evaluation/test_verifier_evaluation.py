@@ -34,9 +34,9 @@ def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     scorer.write_text("def worth(row): return 1 + (len(row['token_ids']) + int(row['answer'][5:])) % 2\n")
 
     def job(*settings: object) -> JobRun:
-        arguments = ["--output", tmp_path / "out", "--model", model, "--questions", f"{{tiny: {questions}}}"]
-        arguments += ["--drafters", "ngram", "--batches", 4, "--num_draft_tokens", 8, "--max_new_tokens", 40]
-        arguments += ["--scorer", f"{scorer}:worth", "--verifiers", "[typical, 'fly:window=1,theta=0']"]
+        arguments = ["--output", tmp_path / "out", "--model", model, "--input", f"{{tiny: {questions}}}"]
+        arguments += ["--drafter", "ngram", "--batch", 4, "--num_draft_tokens", 8, "--max_new_tokens", 40]
+        arguments += ["--scorer", f"{scorer}:worth", "--verifier", "[typical, 'fly:window=1,theta=0']"]
         capfd.readouterr()
         code = main([str(argument) for argument in [*arguments, *settings]])
         printed = capfd.readouterr()
@@ -48,7 +48,7 @@ def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_verifiers_are_measured_and_the_fastest_that_keeps_enough_is_named(evaluate: Evaluate) -> None:
-    outcome = evaluate("--temperatures", "[0.0, 0.9]", "--keep", 0.5)
+    outcome = evaluate("--temperature", "[0.0, 0.9]", "--keep", 0.5)
     assert outcome.code == 0, outcome.stderr
     results = json.loads((outcome.folder / "verifiers.json").read_text())
     greedy, drawn = results["blocks"]
@@ -67,8 +67,8 @@ def test_verifiers_are_measured_and_the_fastest_that_keeps_enough_is_named(evalu
     )
     assert best in greedy["kept"]
     assert "keeps 50.0%: --verifier fly --verifier.theta 0.0 --verifier.window 1" in outcome.stdout
-    assert results["environment"]["command"].startswith("python -m jobs.evaluate")
-    again = evaluate("--temperatures", "[0.0, 0.9]", "--keep", 0.5)
+    assert results["environment"]["command"].startswith("drafter evaluate")
+    again = evaluate("--temperature", "[0.0, 0.9]", "--keep", 0.5)
     assert again.code == 0
     assert "temperature 0.9: measured before" in again.stderr
     assert json.loads((outcome.folder / "verifiers.json").read_text()) == results
@@ -127,14 +127,16 @@ class Measured:
     def run(self, **settings: Any) -> None:
         """Evaluate."""
         config = EvaluateConfig(
+            "questions.jsonl",
             str(self.output),
             self._model,
-            temperatures=[0.0, 0.5],
+            drafter="ngram",
+            temperature=[0.0, 0.5],
             num_draft_tokens=8,
-            batches=1,
+            batch=1,
             scorer="number",
             target="answer",
-            **{"verifiers": "typical:delta=0.3", **settings},
+            **{"verifier": "typical:delta=0.3", **settings},
         )
         evaluate_verifiers(config, self._questions, "command", self.output, ActorResources(1, 0, 1, None))
 
@@ -172,7 +174,7 @@ def test_blocks_of_the_same_machine_and_code_go_on(evaluation: Measured) -> None
 
 
 def test_all_that_the_search_tries_is_in_the_results(evaluation: Measured, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluation.run(verifiers="typical", keep=0.99)
+    evaluation.run(verifier="typical", keep=0.99)
     for block in evaluation.results["blocks"]:
         deltas = [one["settings"].get("delta") for one in block["verifiers"]]
         assert deltas == [None, 0.9, 0.5, 0.3, 0.2475, 0.2213, 0.2082, 0.195, 0.09, 0.03, 0.01]
@@ -246,14 +248,14 @@ def test_a_verifier_by_name(text: str, settings: VerifierSettings) -> None:
 )
 def test_what_is_no_verifier_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        EvaluateConfig("out", verifiers=text, scorer="json")
+        EvaluateConfig("in", "out", verifier=text, scorer="json")
 
 
 def test_bad_settings_of_verifiers(tmp_path: Path) -> None:
     for arguments, message in (
-        (["--keep", "0.9"], "scorer and keep are of verifiers: name some"),
-        (["--verifiers", "fly"], "verifiers are measured by what answers are worth: name a scorer"),
-        (["--verifiers", "fly", "--scorer", "json", "--keep", "1.5"], "keep must be more than 0 and at most 1"),
+        (["--keep", "0.9"], "scorer and keep are of verifiers: name one as verifier"),
+        (["--verifier", "fly"], "verifiers are measured by what answers are worth: name a scorer"),
+        (["--verifier", "fly", "--scorer", "json", "--keep", "1.5"], "keep must be more than 0 and at most 1"),
     ):
         with pytest.raises(InputError, match=message):
-            parse_config(["--output", str(tmp_path), *arguments])
+            parse_config(["--input", "in", "--output", str(tmp_path), *arguments])

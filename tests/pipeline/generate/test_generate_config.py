@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 
 from drafter.acceptance.settings import VerifierSettings
 from pipeline.errors import InputError
+from pipeline.generate.checks import checked_job
 from pipeline.generate.config import GenerateConfig, parse_config
 from tests.support.paths import ROOT
 
@@ -158,3 +160,21 @@ def test_the_command_explains_itself_and_fails_with_code_2_and_one_line() -> Non
     failed = subprocess.run([*command, "--input", "nowhere", "--output", "x"], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == "checking nowhere and the model\nerror: input nowhere does not exist\n"
+
+
+def test_how_tokens_are_chosen_is_said_and_the_models_path_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "how many"}\n')
+    monkeypatch.chdir(model.parent)
+    given = ["--input", str(source), "--output", str(tmp_path / "out"), "--model", model.name]
+    for temperature, said in (
+        ([], "chosen greedily (temperature 0)"),
+        (["--sampling.temperature", "0.7"], "sampled at temperature 0.7"),
+    ):
+        job = checked_job(parse_config([*given, *temperature]))
+        assert f"tokens are {said}\n" in capsys.readouterr().err
+        job.save_run("running")
+        # Training on the output takes the model from there, whatever folder it is started in.
+        assert json.loads((tmp_path / "out" / "run.json").read_text())["config"]["model"] == str(model)

@@ -262,6 +262,18 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, prompts(*"abcdef"))
+    lines = job.source.read_text().splitlines()
+    job.source.write_text("\n".join(["{", *lines[:2], "[1]", *lines[2:], "x", "y"]) + "\n")
+    (tmp_path / "new").mkdir()
+    told = str(dry_run(replace(job.job, output=OutputFolder(locate(str(tmp_path / "new"))))))
+    assert told.startswith("10 rows: 0 kept, 0 changed, 10 new; 0 removed, whose results go; 4 cannot be read")
+    assert "go to errors/: in.jsonl:1: " in told
+    assert "; in.jsonl:4: " in told
+    assert told.endswith("; and 1 more")
+
+
 def test_whatever_moment_a_driver_ends_at_the_rows_are_the_same(tmp_path: Path) -> None:
     """The input changes, and the driver ends at each change of the file system; the next one begins again."""
     rows, later = prompts(*"abcdefgh"), prompts(*"bxdefghi")

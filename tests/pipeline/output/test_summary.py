@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from drafter.statistics import PLAIN, BatchChoice, DecodeCounts, MemberView, StepSums, Verdict
@@ -90,13 +91,14 @@ AT_16 = BatchChoice(
 
 def test_what_was_chosen_and_why_is_said_in_sentences() -> None:
     whole, small, large, unused = speculation_sentences([AT_4, AT_16])
-    assert whole.startswith(
-        "The decode steps took 01:40. Plain decoding would have taken about 01:51 for as many tokens, 1.12 ± "
+    assert whole.startswith("The decode steps were 1.12 ± ")
+    assert whole.endswith(
+        " times as fast as plain decoding: 01:40, where that would have taken about 01:51 (an estimate from 1,212 "
+        "steps, 412 of them plain)."
     )
-    assert whole.endswith(" times as long (an estimate from 1,212 steps, 412 of them plain).")
     assert small == (
         "Memory drafts at 4 rows: a draft token costs 0.08 of a step and brings 0.31 tokens; "
-        "1.31 ± 0.03 times plain decoding's speed in 812 steps, of which 92% speculated."
+        "812 steps, of which 92% speculated, were 1.31 ± 0.03 times as fast as plain decoding."
     )
     assert large == (
         "Plain decoding at 16 rows: a draft token of memory costs 0.31 of a step and would bring 0.22 tokens; "
@@ -118,11 +120,17 @@ def test_what_is_not_known_of_drafting_is_not_said() -> None:
     ]
     untimed = StepSums(steps=9, row_steps=9, spec_row_steps=9, seconds=2.0, plain_seconds=3.0)
     assert speculation_sentences([BatchChoice(1, "", 0, (), Verdict(15, 0.02, 0.1), untimed)]) == [
-        "The decode steps took 2.0 s. Plain decoding would have taken about 3.0 s for as many tokens, 1.50 times "
-        "as long (an estimate from latencies measured at start).",
+        "The decode steps were 1.50 times as fast as plain decoding: 2.0 s, where that would have taken about 3.0 s "
+        "(an estimate from latencies measured at start).",
         "Drafting at 1 row: a draft token costs 0.02 of a step and brings 0.10 tokens; "
-        "1.50 times plain decoding's speed in 9 steps, of which 100% speculated.",
+        "9 steps, of which 100% speculated, were 1.50 times as fast as plain decoding.",
     ]
+    # What was chosen may have taken more to find out than it gained.
+    late = replace(untimed, seconds=4.0)
+    assert speculation_sentences([BatchChoice(1, "", 0, (), Verdict(15, 0.02, 0.1), late)])[-1] == (
+        "Drafting at 1 row: a draft token costs 0.02 of a step and brings 0.10 tokens; it has not paid yet, "
+        "with what finding out took: 9 steps, of which 100% speculated, were 0.75 times as fast as plain decoding."
+    )
     # A head that is the best of its kind and does not pay is named, too.
     plainly = BatchChoice(1, "head", 1, (view("head"),), Verdict(3, 0.3, 0.1), few)
     assert speculation_sentences([plainly])[-1] == "Not chosen in the end: the draft head (plain decoding is faster)."

@@ -35,7 +35,7 @@ def test_rates_over_time_are_tokens_by_the_seconds_there_were() -> None:
     chart = rates_over_time({second: (1, 30), second + 2: (2, 60)})
     assert chart is not None
     assert [bar.value for bar in chart.bars] == [30.0, 0.0, 60.0]
-    assert chart.bars[2].text == "60 tokens/s, 2 rows"
+    assert chart.bars[2].text == "60 tokens/s, 2 rows finished"
     assert chart.marks[0] == (0.0, "03:04:05")
     # Long jobs get wider bars; the outer ones count only the seconds that there were.
     hours = rates_over_time({second + index: (1, 10) for index in range(7200)})
@@ -58,6 +58,7 @@ def test_shares_are_labelled() -> None:
 
 def test_charts_of_learning_mark_the_versions() -> None:
     beta, speed = learning_charts([Moment(2.0, 2.0, 100, 50, 0.0, None), Moment(4.0, 2.0, 80, 50, 2.0, 1)])
+    assert (beta.plain, speed.plain) == (1.0, None)
     assert [bar.value for bar in beta.bars] == [2.0, 1.6]
     assert [bar.value for bar in speed.bars] == [50.0, 40.0]
     assert beta.marks == ((0.5, "version 1"),)

@@ -13,6 +13,7 @@ from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
 from pipeline.serving.config import ApplicationConfig, ServeConfig, parse_application, parse_config
+from pipeline.serving.job import check_models
 from pipeline.serving.keys import ENVIRONMENT
 from tests.support.paths import ROOT
 
@@ -115,3 +116,8 @@ def test_a_mistake_costs_one_line(
     error = capfd.readouterr().err.rstrip().rpartition("\n")[2]
     assert error.startswith("error: ")
     assert message in error
+
+
+def test_the_default_temperature_is_said_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    check_models(ServeConfig())
+    assert capsys.readouterr().err.startswith("a request without a temperature is sampled at 1 ")

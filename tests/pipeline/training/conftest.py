@@ -70,7 +70,7 @@ def distilled(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFac
 
 def arguments_of(data: Any, output: Path, model: Path, **settings: Any) -> list[str]:
     """A command line; `settings` with `_` for `.` after the first word are given as `group__name`."""
-    chosen = {"data": data, "output": output, "model": model, **SETTINGS}
+    chosen = {"input": data, "output": output, "model": model, **SETTINGS}
     chosen |= {name.replace("__", "."): value for name, value in settings.items()}
     return [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
 

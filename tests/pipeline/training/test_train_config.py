@@ -12,20 +12,26 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from pyarrow import fs
+from transformers import AutoConfig
 
+from drafter.embedded import EMBEDDED_BASE
+from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError
-from pipeline.training.config import parse_config
+from pipeline.training.config import TrainConfig, parse_config
+from pipeline.training.job import check_made_by, target_model
+from pipeline.training.texts import DistilledTexts, Texts
 from tests.pipeline.training.conftest import Train
 
-GOOD = "--data a --output b"
+GOOD = "--input a --output b"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("--output b", "data"),
-        ("--data a", "output"),
-        ("--data a --output b --speed 3", "speed"),
+        ("--output b", "input"),
+        ("--input a", "output"),
+        ("--input a --output b --speed 3", "speed"),
         (f"{GOOD} --training.steps 0", "steps must be at least 1"),
         (f"{GOOD} --training.learning_rate nan", "learning_rate"),
         (f"{GOOD} --training.precision fp8", "training.precision must be one of fp32, bf16"),
@@ -91,7 +97,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        (delete("run.json"), {}, "is not the output of jobs.distill: it has no run.json"),
+        (delete("run.json"), {}, "is not the output of drafter distill: it has no run.json"),
         (delete("data"), {}, "has no rows"),
         (rewrite_rows(lambda table: table.slice(0, 0)), {}, "has no rows"),
         (rewrite_run(state="running"), {}, "is not finished"),
@@ -120,7 +126,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         pytest.param(
             rewrite_run(base_fingerprint="0123456789abcdef"),
             {},
-            "data was made by another target model .fingerprint 0123456789abc",
+            "input was made by another target model .fingerprint 0123456789abc",
             marks=pytest.mark.slow,
         ),
     ],
@@ -140,13 +146,39 @@ def test_texts_that_cannot_be_learnt_from_are_refused(
     assert re.search(message, refused.error), refused.error
 
 
+def made_by(model: str | None, fingerprint: str = "v2-other") -> Texts:
+    return Texts([DistilledTexts("distilled", fs.LocalFileSystem(), (), "v2-a", model, fingerprint)], None, ("v2-a",))
+
+
+def test_the_target_model_is_that_of_the_texts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, fingerprint = TrainConfig("distilled", "out"), model_fingerprint(str(model))
+    assert target_model(config, made_by(str(model))) == (str(model), fingerprint)
+    assert target_model(config, made_by(None))[0] == str(EMBEDDED_BASE)
+    with pytest.raises(InputError, match="input distilled was made by a model that is not here: give --model"):
+        target_model(config, made_by(str(tmp_path / "gone")))
+    monkeypatch.chdir(model.parent)
+    given = TrainConfig("distilled", "out", model=model.name)
+    assert target_model(given, made_by(None)) == (str(model), fingerprint)
+    # Another model is told before anything is loaded, and a copy with another chat template may be the same.
+    base = AutoConfig.from_pretrained(model)
+    check_made_by(given, made_by(str(model), fingerprint), fingerprint, base)
+    capsys.readouterr()
+    check_made_by(given, made_by(str(model)), fingerprint, base)
+    assert "whether tiny has the same weights".replace("tiny", model.name) in capsys.readouterr().err
+    with pytest.raises(InputError, match=f"was made by the embedded model, and not by the model {model.name}: a head"):
+        check_made_by(given, made_by(None), fingerprint, base)
+    check_made_by(given, made_by(str(tmp_path / "gone")), fingerprint, base)
+
+
 def test_texts_of_two_bases_cannot_go_together(train: Train, distilled: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(distilled, other)
     rewrite_run(base_fingerprint="v2-0123456789abcdef")(other)
     refused = train(json.dumps([str(distilled), str(other)]))
     assert refused.code == 2
-    assert "data of different target models cannot be used together" in refused.error
+    assert "input of different target models cannot be used together" in refused.error
 
 
 def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: Path) -> None:
@@ -159,7 +191,7 @@ def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: 
 def test_a_job_that_failed_on_its_settings_is_mended_in_place(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = train(texts__held_out_texts=40)
     assert refused.code == 2
-    assert "data holds 0 texts to learn from" in refused.error
+    assert "input holds 0 texts to learn from" in refused.error
 
     def began(*_: Any) -> None:
         raise InputError("this one began to train")

@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 
 from drafter.heads.checkpoint import load_head
 from drafter.target.loading import load_base
+from pipeline.command_line import say
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.faults import FullFiles
 from tests.support.prepared_workers import prepared_workers
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def test_the_best_head_is_kept_and_everything_is_told(
@@ -73,6 +74,39 @@ def test_the_best_head_is_kept_and_everything_is_told(
     drafted = run(source, "--engine.num_draft_tokens", 4, drafter=str(unbroken.folder / "head"))
     assert drafted.code == 0, drafted.stderr
     assert drafted.rows[0]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
+    train: Train, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Before the first checkpoint is due. In this process Ctrl-C is SIGINT to ourselves."""
+
+    def signalled(number: signal.Signals) -> Training:
+        left = [number]
+
+        def hear(line: str) -> None:
+            say(line)
+            if line.startswith("step ") and "loss" in line and left:
+                os.kill(os.getpid(), left.pop())
+
+        monkeypatch.setattr("pipeline.training.job.say", hear)
+        monkeypatch.setattr("pipeline.training.job._SAVE_SECONDS", PATIENCE)
+        many = {"training__steps": 9000, "training__evaluate_every": 9000, "checkpoint_every": 9000}
+        return train(**many, workers__number=workers)
+
+    stopped = signalled(signal.SIGTERM)
+    assert stopped.code == 143
+    assert "stopping: the step that is under way is saved first" in stopped.stderr
+    (first,) = stopped.checkpoints
+    assert f"step {int(first[5:])} is saved" in stopped.stderr
+    interrupted = signalled(signal.SIGINT)
+    assert interrupted.code == 130
+    assert f"going on after step {int(first[5:])} of 9000" in interrupted.stderr
+    before, second = interrupted.checkpoints
+    assert (before, second > first) == (first, True)
+    # Every step once, in the metrics too.
+    assert list(interrupted.losses) == list(range(1, int(second[5:]) + 1))
 
 
 def same(one: Training, other: Training) -> None:

@@ -28,6 +28,7 @@ from tests.support.paths import ROOT
 from tests.support.prepared_workers import PreparedWorkers, prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
+GSM8K = "data/gsm8k/test.jsonl"
 CONFIGURATIONS = ["tiny", "smollm2", "vicuna-7b", "vicuna-13b", "vicuna-33b"]
 
 
@@ -58,7 +59,7 @@ def test_every_configuration_is_a_chain_whose_jobs_take_their_settings(name: str
     trained = [f"train-{head}" for head in plain]
     assert [one.name for one in found] == ["base", "openings", "questions", "prompts", "answers", *trained, "evaluate"]
     assert {"medusa", "hydra", "hydra++", "ctc", "eagle3", "specformer"} < set(config.heads)
-    drafters = found[-1].settings["drafters"]
+    drafters = found[-1].settings["drafter"]
     assert drafters == [str(tmp_path / "heads" / head / "head") for head in plain]
     # What the chain's own jobs read is what the run was given.
     values = yaml.safe_load(yaml.safe_dump({**dataclasses.asdict(config), "output": str(tmp_path)}))
@@ -150,11 +151,14 @@ def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
         ({"heads": {"nobody": {}}}, "heads names 'nobody': recipes/paper/heads.yaml has medusa, hydra"),
         ({"heads": {"medusa": {"frames": 3}}}, "heads: draft head 'medusa': unknown configuration key 'frames'"),
         ({"training": {"steps": 3}}, "stage train-medusa: unknown setting steps: did you mean training.steps?"),
-        ({"training": {"model": "other"}}, "settings of jobs.train cannot have 'model': the recipe sets it"),
-        ({"evaluation": {"batches": 0}}, "batches must be at least 1, not 0"),
+        ({"training": {"model": "other"}}, "settings of drafter train cannot have 'model': the recipe sets it"),
+        ({"evaluation": {"input": GSM8K, "batch": 0}}, "batch must be at least 1, not 0"),
         ({"prompts": {"written": 0, "files": []}}, "there are no prompts: set prompts.written"),
-        ({"evaluation": {"questions": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
-        ({"evaluation": {"questions_per_file": 3, "batches": [1, 16]}}, "prompts do not fill a batch of 16"),
+        ({"evaluation": {"input": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
+        (
+            {"evaluation": {"input": GSM8K, "questions_per_file": 3, "batch": [1, 16]}},
+            "prompts do not fill a batch of 16",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
@@ -173,7 +177,7 @@ def test_mistakes_are_found_before_anything_runs(
     ("settings", "message"),
     [
         (("--training.training", "{stepps: 3}"), "stage train-medusa: "),
-        (("--evaluation.batches", "0"), "batches must be at least 1, not 0"),
+        (("--evaluation.batch", "0"), "batch must be at least 1, not 0"),
     ],
 )
 def test_what_could_not_be_run_is_not_estimated(

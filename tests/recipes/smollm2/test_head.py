@@ -49,9 +49,9 @@ def test_the_head_that_was_trained_is_measured(tmp_path: Path, monkeypatch: pyte
     trained.mkdir(parents=True)
     head.evaluate(Path("base"), tmp_path, 2, [])
     ((config, command),) = asked
-    assert (config.model, config.drafters, config.output) == ("base", str(trained), str(tmp_path / "evaluation-2"))
-    assert sorted(config.questions) == ["chat", "gsm8k"]
-    assert command.startswith("python -m jobs.evaluate --config ")
+    assert (config.model, config.drafter, config.output) == ("base", str(trained), str(tmp_path / "evaluation-2"))
+    assert sorted(config.files) == ["chat", "gsm8k"]
+    assert command.startswith("drafter evaluate --config ")
 
 
 def test_the_head_that_was_trained_is_shipped_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
