@@ -171,6 +171,7 @@ class Engine:
         exhausted = False
         try:
             self._drop_unwanted()
+            self._share_slots()
             self._admit()
             self._make_room()
             if sequences := list(self.scheduler.active):
@@ -376,11 +377,19 @@ class Engine:
     def _make_room(self) -> None:
         """Reserve memory for the next step; if there is too little, the youngest sequences give theirs up."""
         while not self.scheduler.grow():
-            if self.flights:
-                self._deliver(0)  # it may end a sequence, and must not come for one that waits
-            else:
-                self.scheduler.put_youngest_back()
-                self._counts["preemptions"] += 1
+            self._put_back(self.scheduler.youngest())
+
+    def _share_slots(self) -> None:
+        """Preempt sequences of salts that have more slots than others of which some wait."""
+        while (sequence := self.scheduler.over_share()) is not None:
+            self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        if self.flights:
+            self._deliver(0)  # it may end a sequence, and must not come for one that waits
+        else:
+            self.scheduler.put_back(sequence)
+            self._counts["preemptions"] += 1
 
     def _preempt(self) -> None:
         self._deliver(0)
