@@ -58,7 +58,9 @@ class WaitingQueue:
         self._waiting: dict[str, deque[Sequence]] = {}  # of each salt that has any; the one served last comes last
         self._lock = threading.Lock()
         self.closed: EngineError | None = None  # why later requests are refused
-        self.salted = False  # whether there has been a request with a salt: without any, all is first come, first served
+        self.salted = (
+            False  # whether there has been a request with a salt: without any, all is first come, first served
+        )
         # No request becomes unwanted before this (monotonic seconds), so most steps need not look at all of them.
         self._check_at = math.inf
 
@@ -86,7 +88,7 @@ class WaitingQueue:
             self.salted |= bool(sequence.salt)
 
     def put_back(self, sequences: Several[Sequence]) -> None:
-        """Put requests that had been taken before the others of their salts, in their order. The limit does not count."""
+        """Put requests that had been taken before others of their salts, in their order. The limit does not count."""
         with self._lock:
             for sequence in reversed(sequences):
                 self._waiting.setdefault(sequence.salt, deque()).appendleft(sequence)
