@@ -58,9 +58,7 @@ class WaitingQueue:
         self._waiting: dict[str, deque[Sequence]] = {}  # of each salt that has any; the one served last comes last
         self._lock = threading.Lock()
         self.closed: EngineError | None = None  # why later requests are refused
-        self.salted = (
-            False  # whether there has been a request with a salt: without any, all is first come, first served
-        )
+        self.salted = False  # whether a request had a salt: otherwise all is first come, first served
         # No request becomes unwanted before this (monotonic seconds), so most steps need not look at all of them.
         self._check_at = math.inf
 

@@ -193,7 +193,7 @@ def create_app(
     def check_operator(request: Request) -> None:
         if not keys.may_operate(request.headers.get("authorization")):
             message = (
-                "This is for operators, whose keys have the word operator behind them where the server reads them."
+                "This is for operators: their keys have the word operator after them in the server's list of keys."
             )
             raise OpenAIError(403, message, code="not_an_operator")
 
