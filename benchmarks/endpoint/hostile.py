@@ -3,10 +3,11 @@
     python -m benchmarks.endpoint.hostile --seconds 60 --json benchmarks/results/hostile.json
 
 For each kind, eight connections do the same thing again and again for some time, while a neighbour with another key
-streams answers and somebody asks `/health` four times a second. Reported are the longest of these answers, the neighbour's
-tokens a second beside those just before, when it was alone, and by how much the server's memory has grown. Exits with 1
-where `/health` took more than 0.5 s, the neighbour had less than 0.7 of its speed, or memory grew by more than 100 MB;
-a kind that takes slots as other clients do is only reported. All of it stays on this machine's loopback address.
+streams answers and somebody asks `/health` four times a second. Reported are the longest of these answers, the
+neighbour's tokens a second beside those just before, when it was alone, and by how much the server's memory has grown.
+Exits with 1 where `/health` took more than 0.5 s, the neighbour had less than 0.7 of its speed, or memory grew by more
+than 100 MB; a kind that takes slots as other clients do is only reported. All of it stays on this machine's loopback
+address.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.endpoint.other_keys --json benchmarks/results/other_keys.json
 
 While one key's answer streams, whose prompt has a secret of eight digits, another key guesses these one by one by the
-time until its own first token. It also compares prompts that begin like the other one with prompts that do not: the AUC
-is the probability that the first kind is answered sooner (0.5: the times tell nothing). The same is done with the other
-one's own key, where the prefix is shared. Exits with 1 where more than two digits are found with another key, or its AUC
-is 0.6 or more, or it can read `/metrics`. All of it stays on this machine's loopback address.
+time until its own first token. It also compares prompts that begin like the other one with prompts that do not: the
+AUC is the probability that the first kind is answered sooner (0.5: the times tell nothing). The same is done with the
+owner's key, for which the prefix is shared. Exits with 1 where another key finds more than two digits, has an AUC of
+0.6 or more, or can read `/metrics`. All of it stays on this machine's loopback address.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _learn(server: Server, name: str, key: str, args: argparse.Namespace) -> Lea
     with _streaming(server, f"Remember this: my PIN is {_SECRET} "):
         known = ""
         for _ in _SECRET:
-            seconds = {str(digit): [0.0] * 0 for digit in range(10)}
+            seconds = {str(digit): list[float]() for digit in range(10)}
             for _ in range(args.tries):
                 for digit in rng.sample(list(seconds), 10):
                     seconds[digit].append(_seconds(server, key, f"Remember this: my PIN is {known}{digit}"))
@@ -89,7 +89,7 @@ def _learn(server: Server, name: str, key: str, args: argparse.Namespace) -> Lea
             if best != _SECRET[len(known)]:
                 break
             known += best
-    text = " ".join(rng.choice("Tom Anna Ben has sells buys 3 7 12 apples pens books".split()) for _ in range(500))
+    text = " ".join(rng.choice(["Tom", "Anna", "has", "sells", "3", "12", "apples", "books"]) for _ in range(500))
     times: dict[bool, list[float]] = {True: [], False: []}
     with _streaming(server, text):
         for _ in range(args.pairs):
