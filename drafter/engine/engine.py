@@ -322,8 +322,8 @@ class Engine:
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
 
-        They enter all at once if no active one is streamed, as full batches are fastest. Otherwise a step reads only so
-        many tokens, so that the streamed ones do not stand still for as long as a long prompt takes.
+        They enter all at once if no active one is streamed and all have one salt, as full batches are fastest. Otherwise
+        a step reads only so many tokens, so that others do not stand still for as long as long prompts take.
         """
         while self._may_read() and self.scheduler.admit(packs=self._packs):
             self._times.mark("host")
@@ -332,7 +332,7 @@ class Engine:
 
     def _may_read(self) -> bool:
         read = self._counts["prefilled_tokens"] - self._prefilled_before
-        return read < self.scheduler.chunk or not any(one.handle.streams for one in self.scheduler.active)
+        return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.

@@ -65,6 +65,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(map(len, tuple(self._waiting.values())))
 
+    @property
+    def salts(self) -> tuple[str, ...]:
+        return tuple(self._waiting)
+
     def refuse_full(self, salt: str) -> None:
         """Raise `QueueFullError` if no further request of `salt` may wait, or why the queue is closed."""
         with self._lock:
@@ -180,6 +184,13 @@ class Scheduler:
     @property
     def in_slots(self) -> list[Sequence]:
         return [*self.active, *self.entering]
+
+    @property
+    def has_company(self) -> bool:
+        """True if a sequence is streamed, or there are several salts: none must stand still for others' prompts."""
+        if any(sequence.handle.streams for sequence in self.active):
+            return True
+        return self.waiting.salted and len({*self.waiting.salts, *(one.salt for one in self.in_slots)}) > 1
 
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
         slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}

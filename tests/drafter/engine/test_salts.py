@@ -113,6 +113,20 @@ def test_one_salt_alone_has_all_slots_and_gives_others_their_share_at_once(tiny_
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in alone]
 
 
+@pytest.mark.parametrize(("salt", "read_at_once"), [("greedy", 5 * 59), ("small", 32)])
+def test_long_prompts_of_one_salt_do_not_hold_up_another(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, salt: str, read_at_once: int
+) -> None:
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 32)
+    engine = engine_of(tiny_base, 8)
+    engine.submit(Request([5], SamplingParams(max_new_tokens=60, ignore_eos=True), salt=salt))
+    engine.step()
+    for first in range(5):
+        engine.submit(Request([first + 3, *range(30, 89)], SamplingParams(max_new_tokens=1), salt="greedy"))
+    engine.step()
+    assert engine.state().prefilled_tokens == read_at_once
+
+
 def test_without_salts_none_is_preempted(tiny_base: BaseModel) -> None:
     engine = engine_of(tiny_base, 2)
     for request in many(9, "", 8):
