@@ -322,8 +322,8 @@ class Engine:
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
 
-        They enter all at once if no active one is streamed and all have one salt, as full batches are fastest. Otherwise
-        a step reads only so many tokens, so that others do not stand still for as long as long prompts take.
+        They enter all at once if no active one is streamed and all have one salt, as full batches are fastest.
+        Otherwise a step reads only so many tokens, so that others do not stand still for as long as long prompts take.
         """
         while self._may_read() and self.scheduler.admit(packs=self._packs):
             self._times.mark("host")
