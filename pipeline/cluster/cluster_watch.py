@@ -46,7 +46,8 @@ class ClusterWatch:
 
     def end(self, reason: str) -> None:
         """End this process now, and the cluster that it has started: Ray's own shutdown may wait for the dead."""
-        say(f"error: {reason}")
+        with suppress(OSError):  # nobody may read it any more
+            say(f"error: {reason}")
         self._note_started()
         for pid, begun in self._started:
             if _begun(pid) == begun:  # or the number is another process's by now
@@ -56,11 +57,13 @@ class ClusterWatch:
 
     def _ask(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
-            with suppress(Exception):  # Ray raises bare ones, and what has not answered is not heard
-                alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-                if self._here not in alive:
-                    self.end("Ray has died on this machine (its raylet), and what ran there with it: start again")
-                self._heard = time.monotonic()
+            try:
+                nodes = ray.nodes()
+            except Exception:  # Ray raises bare ones
+                continue
+            self._heard = time.monotonic()
+            if not any(node["Alive"] for node in nodes if node["NodeID"] == self._here):
+                self.end("Ray has died on this machine (its raylet), and what ran there with it: start again")
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):

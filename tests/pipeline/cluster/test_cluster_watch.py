@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.cluster import cluster_watch
 from pipeline.cluster.cluster_watch import ClusterWatch
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 
 class Ended:
@@ -37,7 +38,7 @@ class Ended:
             raise self.nodes
         return self.nodes
 
-    def _end(self, _: ClusterWatch, reason: str) -> None:
+    def _end(self, reason: str) -> None:
         self._reasons.append(reason)
         self._ended.set()
 
@@ -74,5 +75,10 @@ import time; time.sleep(600)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert (ended.returncode, ended.stderr) == (1, "error: it is over\n")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(ended.stdout), 0)
+
+    def is_gone() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(int(ended.stdout)).status() == psutil.STATUS_ZOMBIE
+        return True
+
+    wait_until(is_gone, "the child's end")

@@ -60,7 +60,7 @@ def test_prefixes_are_shared_within_one_key(keys: tuple[str, ...], shared: bool,
     """One client's answer streams while the other one asks the same; without keys all are one."""
     known = Keys(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
     config = EngineConfig(max_num_seqs=2, num_draft_tokens=0)
-    asked: dict[str, Any] = {"model": NAME, "prompt": "how many apples and pens does she have", "temperature": 0}
+    asked: dict[str, Any] = {"model": NAME, "prompt": "how many apples and pens " * 4, "temperature": 0}
     with (
         SpeculativeLM.from_pretrained(model, "none", config=config) as lm,
         served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, known) as address,
