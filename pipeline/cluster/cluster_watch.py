@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +40,13 @@ class ClusterWatch:
         self._over.set()
 
     def end_in(self, seconds: float, reason: str) -> None:
-        """End this process with `reason` unless it ends by itself in this time."""
-        _daemon(lambda: (time.sleep(seconds), self.end(reason)))
+        """End this process with `reason` unless it ends by itself, or is no longer watched, in this time."""
+
+        def wait() -> None:
+            if not self._over.wait(seconds):
+                self.end(reason)
+
+        threading.Thread(target=wait, name="deadline", daemon=True).start()
 
     def end(self, reason: str) -> None:
         """End this process now, and the cluster that it has started: Ray's own shutdown may wait for the dead."""
@@ -74,10 +78,6 @@ class ClusterWatch:
     def _note_started(self) -> None:
         if self._own_cluster:
             self._started |= {(pid, _begun(pid)) for pid in _descendants(os.getpid())}
-
-
-def _daemon(work: Callable[[], object]) -> None:
-    threading.Thread(target=work, daemon=True).start()
 
 
 def _descendants(pid: int) -> list[int]:

@@ -86,7 +86,8 @@ def _in_passing(work: Callable[[], None]) -> None:
 
     def settle_done() -> None:
         try:
-            done.set_result(work())
+            work()
+            done.set_result(None)
         except Exception as error:  # Ray raises bare ones
             done.set_exception(JobError(f"the endpoint cannot be taken down: {one_line(error)}"))
 
@@ -114,10 +115,12 @@ def _start(config: ServeConfig, *, own_cluster: bool) -> ClusterWatch:
         say("starting the replicas, which load the model and time steps")
         serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
+        watch.close()
         raise
     except Exception as error:  # Ray raises bare ones
         refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{_deployment_messages()}")
         take_down(threading.Event())
+        watch.close()
         if refusal:
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error

@@ -63,10 +63,10 @@ def test_a_head_node_that_does_not_answer_is_noticed(monkeypatch: pytest.MonkeyP
 
 def test_a_process_that_ends_takes_those_with_it_that_it_has_started() -> None:
     code = """
-import subprocess, sys
+import subprocess, sys, threading
 from pipeline.cluster.cluster_watch import ClusterWatch
 watch = ClusterWatch.__new__(ClusterWatch)
-watch._own_cluster, watch._started = True, set()
+watch._own_cluster, watch._started, watch._over = True, set(), threading.Event()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 watch.end_in(0, "it is over")
@@ -78,7 +78,7 @@ import time; time.sleep(600)
 
     def is_gone() -> bool:
         with suppress(psutil.NoSuchProcess):
-            return psutil.Process(int(ended.stdout)).status() == psutil.STATUS_ZOMBIE
+            return bool(psutil.Process(int(ended.stdout)).status() == psutil.STATUS_ZOMBIE)
         return True
 
     wait_until(is_gone, "the child's end")
