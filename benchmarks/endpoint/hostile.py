@@ -46,7 +46,7 @@ class Kind:
         first: What it sends on a new connection.
         then: What it sends after that for as long as it can; empty for nothing.
         reads: Whether it reads what comes, until the server closes. One that does not keeps the connection open.
-        fair: Whether it takes nobody's slot, so that the neighbour's speed is held against the limit.
+        fair: Whether it takes nobody's slot, so that the neighbour's speed and the memory are held against the limits.
     """
 
     first: bytes
@@ -155,8 +155,8 @@ class Cost:
     @property
     def within(self) -> bool:
         """Whether it is within the limits."""
-        slow = self.fair and self.beside < _SPEED * self.alone
-        return self.health <= _HEALTH_SECONDS and self.growth <= _GROWTH and not slow
+        costly = self.beside < _SPEED * self.alone or self.growth > _GROWTH
+        return self.health <= _HEALTH_SECONDS and not (self.fair and costly)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
