@@ -53,7 +53,7 @@ class ClusterWatch:
         with suppress(OSError):  # nobody may read it any more
             say(f"error: {reason}")
         self._note_started()
-        for pid, begun in self._started:
+        for pid, begun in tuple(self._started):
             if _begun(pid) == begun:  # or the number is another process's by now
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
