@@ -269,6 +269,7 @@ class Request:
     timeout: float | None = None  # seconds from submission until it ends with `RequestTimeoutError`
     prompt_logprobs: int | None = None  # as `SamplingParams.logprobs`, of each token of the prompt
     may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
+    salt: str = ""  # whose it is: prefixes are shared with requests of the same one only, and slots fairly between them
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):

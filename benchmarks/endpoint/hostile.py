@@ -2,11 +2,12 @@
 
     python -m benchmarks.endpoint.hostile --seconds 60 --json benchmarks/results/hostile.json
 
-For each kind, eight connections do the same thing again and again for some time, while a neighbour with a key streams
-answers and somebody asks `/health` four times a second. Reported are the longest of these answers, the neighbour's
-tokens a second beside those just before, when it was alone, and by how much the server's memory has grown. Exits with 1
-where `/health` took more than 0.5 s, the neighbour had less than 0.7 of its speed, or memory grew by more than 100 MB;
-a kind that takes slots as other clients do is only reported. All of it stays on this machine's loopback address.
+For each kind, eight connections do the same thing again and again for some time, while a neighbour with another key
+streams answers and somebody asks `/health` four times a second. Reported are the longest of these answers, the
+neighbour's tokens a second beside those just before, when it was alone, and by how much the server's memory has grown.
+Exits with 1 where `/health` took more than 0.5 s, the neighbour had less than 0.7 of its speed, or memory grew by more
+than 100 MB; a kind that takes slots as other clients do is only reported. All of it stays on this machine's loopback
+address.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.endpoint.leaving_clients import resident_bytes
 from benchmarks.endpoint.servers import Server, endpoint
 from drafter.source_commit import source_commit
 
-_KEY = "sk-of-this-measurement"
+_KEY, _NEIGHBOURS_KEY = "sk-of-the-hostile", "sk-of-the-neighbour"
 _CHAT = "/v1/chat/completions"
 _HEALTH_SECONDS, _SPEED, _GROWTH = 0.5, 0.7, 100e6
 _UNREAD_BUFFER = 4096
@@ -45,7 +46,7 @@ class Kind:
         first: What it sends on a new connection.
         then: What it sends after that for as long as it can; empty for nothing.
         reads: Whether it reads what comes, until the server closes. One that does not keeps the connection open.
-        fair: Whether it takes nobody's slot, so that the neighbour's speed is held against the limit.
+        fair: Whether it takes nobody's slot, so that the neighbour's speed and the memory are held against the limits.
     """
 
     first: bytes
@@ -69,6 +70,10 @@ def _keyed(body: object, path: str = _CHAT) -> bytes:
 
 def _ask(**more: object) -> dict[str, object]:
     return {"model": "model", "messages": [{"role": "user", "content": "Count to a thousand."}], **more}
+
+
+def _said(content: str) -> dict[str, object]:
+    return _ask(messages=[{"role": "user", "content": content}], max_tokens=1)
 
 
 def kinds() -> dict[str, Kind]:
@@ -107,6 +112,19 @@ def kinds() -> dict[str, Kind]:
         "key: metrics": Kind(_request("GET", "/metrics", f"Authorization: Bearer {_KEY}", "Connection: close")),
         "key: long streams that are not read": Kind(_keyed(unread), reads=False, fair=False),
         "key: streams that are read": Kind(_keyed(_ask(stream=True, max_tokens=400)), fair=False),
+        "key: sixteen long answers": Kind(
+            _keyed(_ask(n=16, max_tokens=1000, logprobs=True, top_logprobs=20, ignore_eos=True)), fair=False
+        ),
+        "key: sixteen prompts that are echoed": Kind(
+            _keyed(
+                {"model": "model", "prompt": [[5] * 900] * 16, "echo": True, "logprobs": 5, "max_tokens": 1},
+                "/v1/completions",
+            ),
+            fair=False,
+        ),
+        "key: 31,000 letters": Kind(_keyed(_said("a" * 31_000))),
+        "key: 31,000 letters that become more": Kind(_keyed(_said("\ufdfa" * 5_000))),
+        "key: 450 special tokens": Kind(_keyed(_said("<|end|>" * 450))),
     }
 
 
@@ -137,8 +155,8 @@ class Cost:
     @property
     def within(self) -> bool:
         """Whether it is within the limits."""
-        slow = self.fair and self.beside < _SPEED * self.alone
-        return self.health <= _HEALTH_SECONDS and self.growth <= _GROWTH and not slow
+        costly = self.beside < _SPEED * self.alone or self.growth > _GROWTH
+        return self.health <= _HEALTH_SECONDS and not (self.fair and costly)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -152,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     costs = []
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.txt"
-        keys.write_text(_KEY, encoding="ascii")
+        keys.write_text(f"{_KEY} operator\n{_NEIGHBOURS_KEY}\n", encoding="ascii")
         with endpoint(None, "ctc", ["--keys_file", str(keys), "--engine.num_draft_tokens", "16"]) as server:
             _neighbour(server, 5.0)
             for name, kind in kinds().items():
@@ -206,7 +224,7 @@ def _measure(server: Server, name: str, kind: Kind, seconds: float, connections:
 def _neighbour(server: Server, seconds: float) -> float:
     """Stream answers for some time; tokens a second."""
     body = _ask(stream=True, max_tokens=200, temperature=0, speculation=True, ignore_eos=True)
-    headers, tokens, begun = {"Authorization": f"Bearer {_KEY}"}, 0, time.monotonic()
+    headers, tokens, begun = {"Authorization": f"Bearer {_NEIGHBOURS_KEY}"}, 0, time.monotonic()
     with httpx2.Client(base_url=server.address, headers=headers, timeout=seconds + 60) as client:
         while time.monotonic() - begun < seconds:
             try:

@@ -173,6 +173,7 @@ class Engine:
         exhausted = False
         try:
             self._drop_unwanted()
+            self._share_slots()
             self._admit()
             self._make_room()
             if sequences := list(self.scheduler.active):
@@ -334,8 +335,8 @@ class Engine:
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
 
-        They enter all at once if no active one is streamed, as full batches are fastest. Otherwise a step reads only so
-        many tokens, so that the streamed ones do not stand still for as long as a long prompt takes.
+        They enter all at once if no active one is streamed and all have one salt, as full batches are fastest.
+        Otherwise a step reads only so many tokens, so that others do not stand still for as long as long prompts take.
         """
         while self._may_read() and self.scheduler.admit(packs=self._packs):
             self._times.mark("host")
@@ -344,7 +345,7 @@ class Engine:
 
     def _may_read(self) -> bool:
         read = self._counts["prefilled_tokens"] - self._prefilled_before
-        return read < self.scheduler.chunk or not any(one.handle.streams for one in self.scheduler.active)
+        return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.
@@ -389,11 +390,19 @@ class Engine:
     def _make_room(self) -> None:
         """Reserve memory for the next step; if there is too little, the youngest sequences give theirs up."""
         while not self.scheduler.grow():
-            if self.flights:
-                self._deliver(0)  # it may end a sequence, and must not come for one that waits
-            else:
-                self.scheduler.put_youngest_back()
-                self._counts["preemptions"] += 1
+            self._put_back(self.scheduler.youngest())
+
+    def _share_slots(self) -> None:
+        """Preempt sequences of salts that have more slots than others of which some wait."""
+        while (sequence := self.scheduler.over_share()) is not None:
+            self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        if self.flights:
+            self._deliver(0)  # it may end a sequence, and must not come for one that waits
+        else:
+            self.scheduler.put_back(sequence)
+            self._counts["preemptions"] += 1
 
     def _preempt(self) -> None:
         self._deliver(0)

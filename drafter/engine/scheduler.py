@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Several
 
 from drafter.drafters.contract import Ids
@@ -49,39 +48,69 @@ class RowLimit:
 
 
 class WaitingQueue:
-    """At most `limit` requests that wait for a slot, first come, first served. Thread-safe."""
+    """At most `limit` requests that wait for a slot: of each salt first come, first served. Thread-safe.
+
+    Salts take turns. Where others fill the queue, a salt may still have its share of the limit in it.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: dict[str, deque[Sequence]] = {}  # of each salt that has any; the one served last comes last
         self._lock = threading.Lock()
         self.closed: EngineError | None = None  # why later requests are refused
+        self.salted = False  # whether a request had a salt: otherwise all is first come, first served
         # No request becomes unwanted before this (monotonic seconds), so most steps need not look at all of them.
         self._check_at = math.inf
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, tuple(self._waiting.values())))
+
+    @property
+    def salts(self) -> tuple[str, ...]:
+        return tuple(self._waiting)
+
+    def refuse_full(self, salt: str) -> None:
+        """Raise `QueueFullError` if no further request of `salt` may wait, or why the queue is closed."""
+        with self._lock:
+            self._refuse_full(salt)
+
+    def _refuse_full(self, salt: str) -> None:
+        if self.closed is not None:
+            raise self.closed
+        share = self._limit // len({salt, *self._waiting})
+        if len(self) >= self._limit and len(self._waiting.get(salt, ())) >= share:
+            raise QueueFullError(f"{len(self)} requests are waiting already: submit again later")
 
     def put(self, sequence: Sequence) -> None:
-        """Put a request at the end; raise `QueueFullError` if too many wait, or why the queue is closed."""
+        """Put a request behind the others of its salt; raises as `refuse_full` does."""
         with self._lock:
-            if self.closed is not None:
-                raise self.closed
-            if len(self._waiting) >= self._limit:
-                raise QueueFullError(f"{self._limit} requests are waiting already: submit again later")
-            self._waiting.append(sequence)
+            self._refuse_full(sequence.salt)
+            self._waiting.setdefault(sequence.salt, deque()).append(sequence)
             self._check_at = min(self._check_at, sequence.handle.deadline)
+            self.salted |= bool(sequence.salt)
 
     def put_back(self, sequences: Several[Sequence]) -> None:
-        """Put requests that had been taken at the front, in their order. The limit does not count."""
+        """Put requests that had been taken before others of their salts, in their order. The limit does not count."""
         with self._lock:
-            self._waiting.extendleft(reversed(sequences))
+            for sequence in reversed(sequences):
+                self._waiting.setdefault(sequence.salt, deque()).appendleft(sequence)
             self._check_at = -math.inf
 
-    def take(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """Take the oldest request; None if there is none or it does not fit, so that none overtakes it."""
+    def first(self, in_slots: Several[Sequence]) -> Sequence | None:
+        """Return the oldest request of the salt that has the fewest of those `in_slots`; None if none waits."""
         with self._lock:
-            return self._waiting.popleft() if self._waiting and fits(self._waiting[0]) else None
+            if len(self._waiting) < 2:
+                return next((waiting[0] for waiting in self._waiting.values()), None)
+            held = Counter(sequence.salt for sequence in in_slots)
+            return self._waiting[min(self._waiting, key=lambda salt: held[salt])][0]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a request that waits, and let other salts go before its own."""
+        with self._lock:
+            waiting = self._waiting.pop(sequence.salt)
+            waiting.remove(sequence)
+            if waiting:
+                self._waiting[sequence.salt] = waiting
 
     def look_again(self) -> None:
         """Note that a request has been cancelled, which may be one that waits."""
@@ -93,23 +122,32 @@ class WaitingQueue:
         if now < self._check_at:
             return []
         with self._lock:
-            unwanted = [sequence for sequence in self._waiting if sequence.handle.unwanted(now)]
-            for sequence in unwanted:
-                self._waiting.remove(sequence)
-            self._check_at = min((sequence.handle.deadline for sequence in self._waiting), default=math.inf)
+            unwanted: list[Sequence] = []
+            wanted: dict[str, deque[Sequence]] = {}
+            self._check_at = math.inf
+            for sequence in self._all():
+                if sequence.handle.unwanted(now):
+                    unwanted.append(sequence)
+                else:
+                    wanted.setdefault(sequence.salt, deque()).append(sequence)
+                    self._check_at = min(self._check_at, sequence.handle.deadline)
+            self._waiting = wanted
         return unwanted
 
     def close(self, error: EngineError) -> list[Sequence]:
         """Refuse later requests with `error`; return those that wait."""
         with self._lock:
             self.closed = error
-            waiting = list(self._waiting)
+            waiting = self._all()
             self._waiting.clear()
         return waiting
 
+    def _all(self) -> list[Sequence]:
+        return [sequence for waiting in self._waiting.values() for sequence in waiting]
 
-_Beginnings = defaultdict[bytes, list[tuple[int, Sequence]]]
-"""Places and sequences by their first tokens: there may be hundreds, and most have nothing in common."""
+
+_Beginnings = defaultdict[tuple[str, bytes], list[tuple[int, Sequence]]]
+"""Places and sequences by salt and first tokens: there may be hundreds, and most have nothing in common."""
 
 
 def longest_shared(sequence: Sequence, others: _Beginnings) -> tuple[int, int]:
@@ -147,6 +185,13 @@ class Scheduler:
     def in_slots(self) -> list[Sequence]:
         return [*self.active, *self.entering]
 
+    @property
+    def has_company(self) -> bool:
+        """True if a sequence is streamed, or there are several salts: none must stand still for others' prompts."""
+        if any(sequence.handle.streams for sequence in self.active):
+            return True
+        return self.waiting.salted and len({*self.waiting.salts, *(one.salt for one in self.in_slots)}) > 1
+
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
         slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}
         return [slots[id(sequence)] for sequence in sequences]
@@ -163,13 +208,11 @@ class Scheduler:
     def _enter(self) -> bool:
         """Give the next waiting sequence the slot behind all others; False if there is none, no slot or no memory."""
         slot = len(self.active) + len(self.entering)
-
-        def fits(sequence: Sequence) -> bool:
-            return self._state.has_room(sequence.length + 1, slot)
-
-        sequence = self.waiting.take(fits) if slot < self.limit.most else None
-        if sequence is None:
+        sequence = self.waiting.first(self.in_slots) if slot < self.limit.most else None
+        # None overtakes one that does not fit.
+        if sequence is None or not self._state.has_room(sequence.length + 1, slot):
             return False
+        self.waiting.remove(sequence)
         # It is in a list before anything can fail, so that a failure finds it.
         self.entering.append(sequence)
         sequence.enter()
@@ -226,14 +269,31 @@ class Scheduler:
         ahead = self._flights.ahead
         return all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active))
 
-    def put_youngest_back(self) -> None:
-        """Preempt the sequence that has entered last. No flight may be under way."""
-        youngest = max(self.in_slots, key=lambda sequence: sequence.entered or 0.0)
-        if youngest in self.entering:
-            self._leave(youngest)
+    def over_share(self) -> Sequence | None:
+        """Return the sequence to preempt for one that waits and has a right to its slot; None for none.
+
+        It is the youngest of the salt with the most slots, if that has two more than the salt of the one that waits.
+        """
+        waiting = self.waiting.first(self.in_slots) if self.waiting.salted else None
+        taken = len(self.in_slots)
+        if waiting is None or (taken < self.limit.most and self._state.has_room(waiting.length + 1, taken)):
+            return None
+        held = Counter(sequence.salt for sequence in self.in_slots)
+        greediest = max(held, key=held.__getitem__, default="")
+        return self.youngest(greediest) if held[greediest] >= held[waiting.salt] + 2 else None
+
+    def youngest(self, salt: str | None = None) -> Sequence:
+        """Return the sequence that has entered last, of all or of a salt."""
+        some = [sequence for sequence in self.in_slots if salt in (None, sequence.salt)]
+        return max(some, key=lambda sequence: sequence.entered or 0.0)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Preempt a sequence. No flight may be under way."""
+        if sequence in self.entering:
+            self._leave(sequence)
         else:
-            self.retire(youngest)
-        self.waiting.put_back([youngest])
+            self.retire(sequence)
+        self.waiting.put_back([sequence])
 
     def retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take an active sequence out: the last active one takes its slot, and those that enter move up.

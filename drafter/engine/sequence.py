@@ -171,7 +171,8 @@ class Sequence:
         self.first_token: float | None = None  # when it got its first token
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
         self.prefilled: Ids = np.empty(0, dtype=np.int64)  # when it last entered a slot: all but the last are read
-        self.beginning = b""  # the first `LEAST_SHARED` of these
+        self.salt = handle.request.salt
+        self.beginning = ("", b"")  # the salt and the first `LEAST_SHARED` of these: what must be equal to share more
         self.read = 0  # number of these that are read by now
         self.proven = False  # a step has shown, since it last entered a slot, that its state there is finite
         self.borrowed = False  # its prefix was copied from another sequence's slot
@@ -207,7 +208,7 @@ class Sequence:
     def enter(self) -> None:
         """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
-        self.beginning = self.prefilled[:LEAST_SHARED].tobytes()
+        self.beginning = self.salt, self.prefilled[:LEAST_SHARED].tobytes()
         self.proven = self.borrowed = False
         if self.entered is None:
             self.entered = time.monotonic()

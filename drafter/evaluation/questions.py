@@ -54,7 +54,8 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
         content = Path(file).expanduser().read_bytes()
         lines = (gzip.decompress(content) if str(file).endswith(".gz") else content).decode().split("\n")
     except (OSError, EOFError, zlib.error) as error:
-        raise QuestionError(f"question file {file} cannot be read: {getattr(error, "strerror", None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise QuestionError(f"question file {file} cannot be read: {reason}") from error
     except UnicodeDecodeError as error:
         raise QuestionError(f"question file {file} is not UTF-8 text: give JSON lines") from error
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]

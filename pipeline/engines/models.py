@@ -109,6 +109,19 @@ def model_name(model: str | None) -> str:
     return local_path(model) if model is not None else str(EMBEDDED_BASE)
 
 
+def longest_request(name: str, most: int, *, trust_remote_code: bool) -> int:
+    """Return the most tokens of prompt and output, of at most `most`, that a target model has positions for."""
+    from transformers import AutoConfig
+
+    from drafter.hub import local_only
+    from drafter.target.architecture import max_positions
+
+    name = os.path.expanduser(name)
+    settings = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
+    config = AutoConfig.from_pretrained(name, **settings).get_text_config(decoder=True)
+    return min(most, max_positions(config) or most)
+
+
 def model_fingerprint(name: str) -> str:
     """Return a target model's identity, or raise `InputError`: its folder's fingerprint, or its hub id and commit."""
     return _fingerprint("model", name, Path(name).expanduser(), "a model")

@@ -28,7 +28,7 @@ from pipeline.cluster.ray_cluster import (
 )
 from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
-from pipeline.engines.models import EngineSpec, fed, model_name
+from pipeline.engines.models import EngineSpec, fed, longest_request, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
@@ -244,13 +244,14 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     from pipeline.generate.row_requests import PromptSettings, to_requests
 
     config, date, resources = job.config, job.meaning["reading"]["date"], work.resources
+    name = model_name(config.model)
     prompts = PromptSettings(
-        model_name(config.model),
+        name,
         config.loading.trust_remote_code,
         job.prompts,
         config.reading,
         config.sampling,
-        config.engine.longest,
+        longest_request(name, config.engine.longest, trust_remote_code=config.loading.trust_remote_code),
         None if date is None else datetime.fromisoformat(date),
     )
     engine = {

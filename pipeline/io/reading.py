@@ -310,8 +310,8 @@ def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tupl
             for end in ends:
                 number += 1
                 line += end
-                if text := line.strip(b"\r"):
-                    yield number, bytes(text)
+                if line.strip():
+                    yield number, bytes(line.strip(b"\r"))
                     told = number
                 line.clear()
             if number - told > _MOST_BLANK:
@@ -320,14 +320,12 @@ def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tupl
                 )
             if len(line) <= _LONGEST_LINE:
                 line += rest
-        if text := line.strip(b"\r"):
-            yield number + 1, bytes(text)
+        if line.strip():
+            yield number + 1, bytes(line.strip(b"\r"))
 
 
 def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None) -> dict[str, Any]:
     text = _decode(line).strip()
-    if not text:
-        raise ValueError("the line is blank")
     try:
         record = json.loads(text)
     except ValueError as error:

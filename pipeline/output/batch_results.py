@@ -26,6 +26,8 @@ from pipeline.output.folder import OutputFolder
 _ROWS = 256
 # Errors of the request itself, which OpenAI would have answered with status 400.
 _REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused")
+_CODES = {"BadRow": "invalid_json_line", "TimedOut": "request_timeout", "EngineDied": "server_error"}
+"""OpenAI's codes of other errors, by the type in `errors/`."""
 
 Row = dict[str, Any]
 
@@ -123,11 +125,11 @@ def _error_line(row: Row, created: int) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):  # the line is not a record
         line, custom_id = {}, None
     if not isinstance(custom_id, str) or not custom_id:
-        return failure_line(None, place, created, "invalid_line", f"{place}: {row['message']}")
+        return failure_line(None, place, created, _CODES["BadRow"], f"{place}: {row['message']}")
     if row["error_type"] == "NotFinite":
         return refusal_line(custom_id, created, not_finite())
     if row["error_type"] not in _REFUSED:
-        return failure_line(custom_id, place, created, row["error_type"], row["message"])
+        return failure_line(custom_id, place, created, _CODES[row["error_type"]], row["message"])
     try:
         parse_line(line)
     except OpenAIError as error:

@@ -40,11 +40,11 @@ from pipeline.serving.handles import (
     metrics_page,
     unavailable,
 )
-from pipeline.serving.keys import Agreement, may_ask, read_agreement, read_keys
+from pipeline.serving.keys import Agreement, read_agreement, read_keys
 from pipeline.serving.work_limits import LargeWork
 
 _LARGE_BODY = 32 << 10
-"""Bodies from this many bytes on are parsed in another thread, one at a time."""
+"""Bodies above this many bytes are parsed in another thread, one at a time."""
 _MESSAGES = {404: "There is nothing at this address.", 405: "This address does not take this method."}
 _PAGE_HEADERS = {  # a browser may run the page's own script and style and ask this server only; none can frame it
     "Content-Security-Policy": (
@@ -97,11 +97,11 @@ class Ingress:
         learner: DeploymentHandle | None,
     ):
         try:
-            digests = read_keys(keys_file, rule)
-            agreement = read_agreement(learning, digests)
+            keys = read_keys(keys_file, rule)
+            agreement = read_agreement(learning, keys)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
-        self._connections = Connections(limits, digests)
+        self._connections = Connections(limits, keys)
         self._app = create_app(
             Engines(engines),
             self._connections,
@@ -174,7 +174,7 @@ def create_app(
         loopback: Whether only this machine can connect; requests for other hosts are then refused.
         agreement: Clients that opted in to training on their requests; default: none.
     """
-    digests, limits = connections.digests, connections.limits
+    keys = connections.keys
     app = FastAPI(
         title="drafter",
         description="OpenAI's API over lossless speculative decoding.",
@@ -187,25 +187,34 @@ def create_app(
         app.add_middleware(LoopbackHosts)
 
     def check_key(request: Request) -> None:
-        if not may_ask(request.headers.get("authorization"), digests):
+        if not keys.may_ask(request.headers.get("authorization")):
             raise OpenAIError(401, "There is no such API key: send one as a bearer token.", code="invalid_api_key")
 
+    def check_operator(request: Request) -> None:
+        if not keys.may_operate(request.headers.get("authorization")):
+            message = (
+                "This is for operators: their keys have the word operator after them in the server's list of keys."
+            )
+            raise OpenAIError(403, message, code="not_an_operator")
+
     # The first checks nothing: it has the OpenAPI document say that a key is needed.
-    keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
-    _add_generation(app, engines, keyed, limits, agreement or Agreement())
+    keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if keys.clients else []
+    _add_generation(app, engines, keyed, connections, agreement or Agreement())
     _add_models(app, engines, keyed)
-    _add_state(app, engines, keyed, connections, learner)
+    _add_state(app, engines, [*keyed, Depends(check_operator)], connections, learner)
     for path, (name, media_type) in _PAGE_FILES.items():
         app.add_api_route(path, _sender(name, media_type), include_in_schema=False)
     return app
 
 
 def _add_generation(
-    app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig, agreement: Agreement
+    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, agreement: Agreement
 ) -> None:
-    large_work = LargeWork()
+    large_work, limits = LargeWork(), connections.limits
 
     async def answer(request: Request, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
+        authorization = request.headers.get("authorization")
+        client = connections.keys.client(authorization)
         given = await read_body(request, limits.body_bytes)
 
         def understand() -> tuple[ParsedRequest, bool]:
@@ -213,15 +222,14 @@ def _add_generation(
             speculation = wants_speculation(body)
             return parse(body), speculation
 
-        parsed, speculation = await large_work.run(understand) if len(given) > _LARGE_BODY else understand()
+        parsed, speculation = await large_work.run(client, understand) if len(given) > _LARGE_BODY else understand()
         model = engines.called(parsed.model)
         if model is None:
             raise _no_model(parsed.model)
         parsed = replace(parsed, model=model)
         if parsed.choices > limits.choices:
             raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
-        may_teach = agreement.covers(request.headers.get("authorization"))
-        found = await engines.ask(Call(parsed, speculation, may_teach))
+        found = await engines.ask(Call(parsed, speculation, agreement.covers(authorization), client))
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
@@ -261,7 +269,7 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
 
 
 def _add_state(
-    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerReport | None
+    app: FastAPI, engines: Engines, operators: list[Any], connections: Connections, learner: LearnerReport | None
 ) -> None:
     @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
@@ -271,7 +279,7 @@ def _add_state(
             raise unavailable()
         return JSONResponse({"status": "ok", "replicas": replicas, "connections": connections.state()})
 
-    @app.get("/metrics", dependencies=keyed, **openapi.METRICS)
+    @app.get("/metrics", dependencies=operators, **openapi.METRICS)
     async def metrics() -> Response:
         """Give the metrics of all replicas, and of the learner, for Prometheus."""
         snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [({}, connections.families())]
@@ -288,7 +296,7 @@ def _add_state(
     if learner is None:
         return
 
-    @app.get("/learning", dependencies=keyed, **openapi.LEARNING)
+    @app.get("/learning", dependencies=operators, **openapi.LEARNING)
     async def learning() -> Response:
         """Say what the learner does."""
         report = await learner()

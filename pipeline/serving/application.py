@@ -23,8 +23,8 @@ from pipeline.settings import ResourcesConfig
 
 PLAIN = "plain"
 """Suffix of the name of a model that is served without a drafter."""
-_INGRESS_REQUESTS = 10_000
-"""Practically unlimited: replicas refuse excess requests themselves, with OpenAI's errors."""
+_UNLIMITED_REQUESTS = 10_000
+"""Practically unlimited: engines refuse excess requests themselves, by client; Ray Serve's queues know no clients."""
 _HEALTH_SECONDS = 2.0
 
 
@@ -68,7 +68,7 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         Ingress,
         "Ingress",
         {"num_cpus": HELPER_CPUS},
-        max_ongoing_requests=_INGRESS_REQUESTS,
+        max_ongoing_requests=_UNLIMITED_REQUESTS,
         graceful_shutdown_timeout_s=config.limits.seconds,
     )
     return ingress.bind(
@@ -115,8 +115,7 @@ def _engines(
         EngineReplica,
         name,
         {"num_cpus": share.cpus, "num_gpus": share.gpus},
-        max_ongoing_requests=slots + limits.queue,
-        max_queued_requests=limits.queue,
+        max_ongoing_requests=_UNLIMITED_REQUESTS,
         graceful_shutdown_timeout_s=limits.seconds,
         **scaled,
     )

@@ -55,7 +55,8 @@ class LimitsConfig:
     """Limits on clients' requests.
 
     Args:
-        queue: Requests that may wait for a slot of a replica; further ones are refused with status 429.
+        queue: Requests that may wait for a slot of a replica; further ones are refused with status 429, but for keys
+            that have less than their share of it.
         choices: Texts that one request may ask for: its prompts times its `n`.
         body_bytes: Largest body of a request, in bytes.
         connections: Connections that may be open; a further one closes that which has waited for its client the
@@ -113,7 +114,8 @@ class ApplicationConfig:
             id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `long:N:DRAFTER`,
             `stack:LOWER>model:A`, or `auto`.
         isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Response times would
-            leak it to clients who send many requests. Without isolation all clients must trust each other.
+            leak it to clients who send many requests. Without isolation all clients must trust each other. Prefixes are
+            shared within one key in either case.
         verifier: Which draft tokens become output; by default those that plain decoding would give. Clients cannot
             choose it.
         learning: A draft head that learns from the requests of clients who agreed to that.
@@ -122,7 +124,8 @@ class ApplicationConfig:
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
             unless `drafter serve` listens on a loopback address and is given no keys.
         keys_file: File with a key on each line, to be found where the ingress runs. Keys may also be in the ingress's
-            environment variable DRAFTER_API_KEYS, separated by commas.
+            environment variable DRAFTER_API_KEYS, separated by commas. The word `operator` after a key lets its owner
+            read the metrics.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         loading: How the models are loaded.
         engine: How much an engine does at once.

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.openai.requests import OpenAIError, shown
 from pipeline.serving.config import LimitsConfig
-from pipeline.serving.keys import may_ask
+from pipeline.serving.keys import Keys
 from pipeline.serving.work_limits import Turns
 
 Reason = Literal["crowded", "late", "refused", "slow", "unread"]
@@ -117,10 +117,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Connections:
-    """All connections of one server. Without digests of keys everybody's requests are taken."""
+    """All connections of one server."""
 
-    def __init__(self, limits: LimitsConfig, digests: Sequence[bytes] = ()) -> None:
-        self.limits, self.digests = limits, digests
+    def __init__(self, limits: LimitsConfig, keys: Keys | None = None) -> None:
+        self.limits, self.keys = limits, keys or Keys()
         self.patience = limits.receive_seconds
         self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
         self.guests_pieces: Turns[_Connection] = Turns(_TURNS)
@@ -348,7 +348,7 @@ class _Connection(HttpToolsProtocol):
 
     def _is_guests(self, scope: Any) -> bool:
         given = (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
-        return not (scope["path"].startswith("/v1/") and may_ask(next(given, None), self.budget.digests))
+        return not (scope["path"].startswith("/v1/") and self.budget.keys.may_ask(next(given, None)))
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request: a guest's at its turn, and another one's at its turn where it is refused."""

@@ -42,11 +42,12 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True)
 class Call:
-    """A request on its way to a replica; `may_teach` if its client agreed that a head learns from it."""
+    """A request on its way to a replica; `may_teach` if its `client` (see `Keys`) agreed that a head learns from it."""
 
     request: ParsedRequest
     speculation: bool
     may_teach: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True)

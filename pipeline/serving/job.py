@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
 from drafter.requests import sampling_defaults
 from drafter.text.tokenizers import load_tokenizer
+from pipeline.cluster.cluster_watch import ClusterWatch
 from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
 from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint, model_name
@@ -29,14 +32,20 @@ from pipeline.serving.keys import ENVIRONMENT, read_agreement, read_keys, settle
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
 _ASK_SECONDS = 5.0
+_MARGIN_SECONDS = 60.0
+"""Time for taking the endpoint down beside what open requests may take."""
+_AT_ONCE_SECONDS = 10.0
+"""Time for an end in good order after a second signal."""
 
 
 def serve_until_signal(config: ServeConfig) -> None:
     """Serve until SIGINT or SIGTERM, then let open requests end and take the application down.
 
+    If the cluster is lost, the process ends with exit code 1.
+
     Raises:
         InputError: The configuration, the keys or the models cannot be used.
-        JobError: The server cannot be started.
+        JobError: The server cannot be started, or taken down.
     """
     config = replace(config, keys=settle(config.keys, config.keys_file, loopback=config.loopback))
     config = _with_local_files(config)
@@ -45,7 +54,7 @@ def serve_until_signal(config: ServeConfig) -> None:
         read_agreement(config.learning, read_keys(config.keys_file, config.keys))
     say(f"looking at the model {config.model or 'embedded'}")
     check_models(config)
-    _start(config, own_cluster=own_cluster)
+    watch = _start(config, own_cluster=own_cluster)
     print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
     if config.keys != "required":
         unless = "" if own_cluster else f", unless the cluster's machines have {ENVIRONMENT}"
@@ -56,13 +65,21 @@ def serve_until_signal(config: ServeConfig) -> None:
         clients = "all clients" if agreed == EVERYBODY else f"clients whose keys are in {agreed}"
         hint = f"a head learns from the requests of {clients}, and is kept in {config.learning.folder}"
         print(hint, file=sys.stderr)
-    stop = threading.Event()
+    stop, at_once = threading.Event(), threading.Event()
+
+    def on_signal(*_: object) -> None:
+        if stop.is_set():
+            watch.end_in(_AT_ONCE_SECONDS, "ended at once: the endpoint could not be taken down in good order")
+            at_once.set()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     stop.wait()
-    stop.clear()
     print("stopping: open requests may end; a second signal ends them", file=sys.stderr, flush=True)
-    take_down(stop)
+    watch.end_in(config.limits.seconds + _MARGIN_SECONDS, "the endpoint could not be taken down: Ray does not answer")
+    _in_passing(lambda: take_down(at_once))
+    watch.close()
 
 
 def _with_local_files(config: ServeConfig) -> ServeConfig:
@@ -73,14 +90,30 @@ def _with_local_files(config: ServeConfig) -> ServeConfig:
     return replace(config, keys_file=None if keys is None else local_path(keys), learning=learning)
 
 
-def _start(config: ServeConfig, *, own_cluster: bool) -> None:
-    """Start the endpoint, and wait until it answers."""
+def _in_passing(work: Callable[[], None]) -> None:
+    """Do `work` in a thread, so that signals reach this one whatever it waits for; raise `JobError` for its errors."""
+    done: Future[None] = Future()
+
+    def settle_done() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except Exception as error:  # Ray raises bare ones
+            done.set_exception(JobError(f"the endpoint cannot be taken down: {one_line(error)}"))
+
+    threading.Thread(target=settle_done, daemon=True).start()
+    done.result()
+
+
+def _start(config: ServeConfig, *, own_cluster: bool) -> ClusterWatch:
+    """Start the endpoint, and wait until it answers; return what watches its cluster."""
     proxy_port = config.port
     if own_cluster:
         _check_port(config)
         os.environ.update(_direct_ingress(config.port))
         proxy_port = next(port for port in free_ports(2) if port != config.port)
     cluster = connect()
+    watch = ClusterWatch(own_cluster=own_cluster)
     from ray import serve  # which reads the environment as it is imported
 
     from pipeline.serving.application import application
@@ -92,13 +125,16 @@ def _start(config: ServeConfig, *, own_cluster: bool) -> None:
         say("starting the replicas, which load the model and time steps")
         serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
+        watch.close()
         raise
     except Exception as error:  # Ray raises bare ones
         refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{_deployment_messages()}")
         take_down(threading.Event())
+        watch.close()
         if refusal:
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
+    return watch
 
 
 def _direct_ingress(port: int) -> dict[str, str]:

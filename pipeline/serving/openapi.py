@@ -57,6 +57,7 @@ class Health(BaseModel):
 _MEANING = {
     400: "The request cannot be used.",
     401: "There is no such key.",
+    403: "The key is no operator's.",
     404: "There is no such model.",
     408: "The request took too long.",
     413: "The body is too large.",
@@ -78,8 +79,8 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 MODELS: dict[str, Any] = {"responses": {200: {"model": ModelList}, **_errors(401)}}
 MODEL: dict[str, Any] = {"responses": {200: {"model": Model}, **_errors(401, 404), "4XX": {"model": ErrorBody}}}
 HEALTH: dict[str, Any] = {"responses": {200: {"model": Health}, **_errors(503)}}
-METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _errors(401)}
-LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 503)}}
+METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _errors(401, 403)}
+LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 403, 503)}}
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

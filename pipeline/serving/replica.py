@@ -65,8 +65,8 @@ _EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
 """Most events of all streams together. Each wakes a dozen threads and, on shared cores, interrupts the engine."""
 _LARGEST_MESSAGE = 1 << 19
 """Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
-_LARGE_PROMPT = 32 << 10
-"""Prompts from this many characters on are encoded one at a time."""
+_LARGE_PROMPT = 2 << 10
+"""Prompts above this many characters are encoded one at a time. Others take up to four milliseconds."""
 _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
 _REST = 3.0
@@ -184,8 +184,8 @@ class Answers:
         request = call.request
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
-            do = self._large_work.run if _characters(request.prompts) > _LARGE_PROMPT else asyncio.to_thread
-            for each in await do(self._requests, call):
+            self._lm.engine.scheduler.waiting.refuse_full(call.client)  # before any work is done for it
+            for each in await self._encoded(call):
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 chunks = Chunks(request, name, created, self._token_text, speculation=call.speculation)
@@ -205,9 +205,15 @@ class Answers:
             for handle in handles:
                 handle.cancel()
 
+    async def _encoded(self, call: Call) -> list[Request]:
+        if _characters(call.request.prompts) > _LARGE_PROMPT:
+            return await self._large_work.run(call.client, partial(self._requests, call))
+        return await asyncio.to_thread(self._requests, call)
+
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
         request = call.request
-        generations = [self._finished(await handle.outcome()) for handle in handles]
+        generations = await asyncio.gather(*(handle.outcome() for handle in handles))
+        generations = [self._finished(generation) for generation in generations]
         if request.echo:
             prompts = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
             generations = [echoed(one, prompt) for one, prompt in zip(generations, prompts, strict=True)]
@@ -277,7 +283,8 @@ class Answers:
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 scored = own.logprobs if request.echo else None
-                requests.append(Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach))
+                made = Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach, salt=call.client)
+                requests.append(made)
         return requests
 
     def _text(self, prompt: Prompt) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, TypeVar
 
 Holder = TypeVar("Holder")
 Result = TypeVar("Result")
-Parameters = ParamSpec("Parameters")
 
 _REST = 3.0
 """Rest after large work, for each second that it took: it has a quarter of one core at most."""
@@ -61,7 +61,7 @@ class Turns(Generic[Holder]):
 
 
 class LargeWork:
-    """Does large work in a thread, one piece after the other, each followed by a rest.
+    """Does large work in a thread, one piece after the other, each followed by a rest. Clients take turns.
 
     Work whose caller has gone is not begun; once begun it is done, and the next waits for it.
     """
@@ -69,18 +69,40 @@ class LargeWork:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "large-work")
         self._rested = 0.0
+        self._busy = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # of each client; the one served last comes last
 
-    async def run(
-        self, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Result:
+    async def run(self, client: str, work: Callable[[], Result]) -> Result:
+        """Do `work` at the client's turn, and return its result."""
 
         def rested() -> Result:
             time.sleep(max(self._rested - time.monotonic(), 0))
             begun = time.monotonic()
             try:
-                return work(*args, **kwargs)
+                return work()
             finally:
                 now = time.monotonic()
                 self._rested = now + _REST * (now - begun)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, rested)
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._give()
+        try:
+            await turn
+            return await loop.run_in_executor(self._thread, rested)
+        finally:
+            if not turn.cancelled():
+                self._busy = False
+                self._give()
+
+    def _give(self) -> None:
+        while self._waiting and not self._busy:
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns
+            if not turn.done():
+                turn.set_result(None)
+                self._busy = True

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipeline.serving.app import create_app
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.connections import Connections
 from pipeline.serving.handles import Answer, Call, Engines, Reply, Snapshot
-from pipeline.serving.keys import Agreement
+from pipeline.serving.keys import Agreement, Keys
 from pipeline.serving.replica import Answers
 
 
@@ -60,12 +60,12 @@ class LocalEngines(Engines):
 @contextmanager
 def served(
     answers: Mapping[str, Answers],
-    digests: Sequence[bytes] = (),
+    keys: Keys | None = None,
     limits: LimitsConfig | None = None,
     agreement: Agreement | None = None,
 ) -> Iterator[str]:
     """Serve on a free port of the loopback; gives the server's address."""
-    connections = Connections(limits or LimitsConfig(), digests)
+    connections = Connections(limits or LimitsConfig(), keys)
     app = create_app(LocalEngines(answers), connections, loopback=True, agreement=agreement)
     with listening(app, connections) as address:
         yield address

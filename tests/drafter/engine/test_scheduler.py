@@ -14,33 +14,57 @@ from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
 
 
-def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Sequence]:
+def waiting(queue: WaitingQueue, *timeouts: float | None, salt: str = "") -> list[Sequence]:
     """Put a request with each of these time limits into the queue."""
     slots = []
     for timeout in timeouts:
-        handle = Handle(Request([5], timeout=timeout), stream=False, on_cancel=queue.look_again)
+        handle = Handle(Request([5], timeout=timeout, salt=salt), stream=False, on_cancel=queue.look_again)
         slots.append(Sequence(handle, frozenset(), None, ExactVerifier(), max_length=8))
         queue.put(slots[-1])
     return slots
 
 
-def fits(sequence: Sequence) -> bool:
-    return True
-
-
-def test_none_overtakes_one_that_does_not_fit() -> None:
-    queue = WaitingQueue(limit=2)
-    first, second = waiting(queue, None, None)
-    assert queue.take(lambda sequence: sequence is second) is None
-    assert queue.take(lambda sequence: sequence is first) is first
+def take(queue: WaitingQueue, in_slots: list[Sequence] | None = None) -> Sequence | None:
+    """Take the request that is next."""
+    if (first := queue.first(in_slots or [])) is not None:
+        queue.remove(first)
+    return first
 
 
 def test_requests_leave_in_their_order_and_those_put_back_go_first() -> None:
     queue = WaitingQueue(limit=3)
     first, second, third = waiting(queue, None, None, None)
-    assert [queue.take(fits), queue.take(fits)] == [first, second]
+    assert [take(queue), take(queue)] == [first, second]
     queue.put_back([first, second])
-    assert [queue.take(fits) for _ in range(4)] == [first, second, third, None]
+    assert [take(queue) for _ in range(4)] == [first, second, third, None]
+
+
+def test_salts_take_turns_and_those_with_fewer_slots_go_first() -> None:
+    queue = WaitingQueue(limit=9)
+    a, b, c, d = waiting(queue, *[None] * 4, salt="one")
+    e, f = waiting(queue, None, None, salt="two")
+    assert [take(queue) for _ in range(3)] == [a, e, b]
+    assert [take(queue, [e]), take(queue, [e, b, c])] == [c, f]
+    queue.put_back([a, b])
+    assert [take(queue) for _ in range(4)] == [a, b, d, None]
+
+
+def test_one_salt_may_fill_the_queue_and_keeps_no_other_out() -> None:
+    queue = WaitingQueue(limit=4)
+    waiting(queue, *[None] * 4, salt="one")
+    waiting(queue, None, None, salt="two")
+    for salt in ("one", "two"):
+        with pytest.raises(QueueFullError, match="6 requests"):
+            waiting(queue, None, salt=salt)
+        with pytest.raises(QueueFullError):
+            queue.refuse_full(salt)
+    waiting(queue, None, salt="three")  # a third of four
+    with pytest.raises(QueueFullError):
+        waiting(queue, None, salt="three")
+    for _ in range(4):
+        take(queue)
+    waiting(queue, None, salt="one")  # three wait
+    assert len(queue) == 4
 
 
 def test_the_limit_holds_for_new_requests_only() -> None:
@@ -48,7 +72,7 @@ def test_the_limit_holds_for_new_requests_only() -> None:
     slots = waiting(queue, None, None)
     with pytest.raises(QueueFullError, match="2 requests"):
         waiting(queue, None)
-    queue.take(fits)
+    take(queue)
     waiting(queue, None)
     queue.put_back(slots[:1])
     assert len(queue) == 3
@@ -63,14 +87,14 @@ def test_unwanted_requests_are_taken_out_wherever_they_stand() -> None:
     slots[2].handle.cancel()
     assert queue.take_unwanted(now) == [slots[2]]
     assert queue.take_unwanted(slots[1].handle.deadline) == [slots[1]]
-    assert queue.take(fits) is slots[0]
+    assert take(queue) is slots[0]
 
 
 def test_a_closed_queue_refuses_with_the_reason() -> None:
     queue = WaitingQueue(limit=9)
     slots = waiting(queue, None, None)
     assert queue.close(EngineError("gone")) == slots
-    assert queue.take(fits) is None
+    assert take(queue) is None
     with pytest.raises(EngineError, match="gone"):
         waiting(queue, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_what_is_not_a_question_is_refused(tmp_path: Path, content: bytes, messa
     with pytest.raises(QuestionError, match=message) as caught:
         read_questions(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_packed_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"question": "How many?"}\n'))
+    assert [one.turns for one in read_questions(file)] == [("How many?",)]
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(QuestionError, match="cannot be read"):
+        read_questions(file)
 
 
 @pytest.mark.parametrize("place", ["missing.jsonl", "."])

@@ -22,6 +22,7 @@ from pipeline.engines.models import (
     fed,
     folder_fingerprint,
     head_fingerprints,
+    longest_request,
     model_fingerprint,
     model_name,
     tensor_spans,
@@ -212,3 +213,9 @@ def test_an_output_is_not_gone_on_with_by_a_base_with_a_merged_adapter(
     refused = run(finished.source, *JOB_SETTINGS, base=merged)
     assert refused.code == 2
     assert "belongs to another job (model was 'v2-" in refused.error
+
+
+def test_a_request_may_be_as_long_as_the_model_has_positions() -> None:
+    embedded = model_name(None)
+    assert longest_request(embedded, 2048, trust_remote_code=False) == 1024
+    assert longest_request(embedded, 500, trust_remote_code=False) == 500

@@ -83,6 +83,14 @@ def test_line_ends_and_blank_lines(tmp_path: Path, ending: str) -> None:
     assert [row["prompt"] for row in rows] == ["one", "two"]
 
 
+def test_a_line_of_blanks_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "one"}\n  \t\r\n\n {"prompt": "two"} \n   ')
+    ids, rows, problems = staged(tmp_path / "a.jsonl", tmp_path / "staged")
+    assert ids == [["a.jsonl:1", "a.jsonl:4"]]
+    assert [row["prompt"] for row in rows] == ["one", "two"]
+    assert not any(problems.values())
+
+
 def test_long_lines_cross_buffers(tmp_path: Path) -> None:
     prompts = ["x" * 3_000_000, "y", "z" * 2_000_000]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in prompts])

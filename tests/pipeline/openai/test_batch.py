@@ -20,6 +20,7 @@ from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
 from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
 from pipeline.openai.requests import OpenAIError, to_json
+from pipeline.output.batch_results import _error_line
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 
@@ -244,3 +245,20 @@ def test_the_example_is_a_batch() -> None:
     assert find_prompts(listing, ReadingConfig()) == BATCH
     lines = read_lines(Path("examples/openai-batch.jsonl"))
     assert [parse_line({**one, "body": json.dumps(one["body"])}).choices for one in lines] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "code"),
+    [
+        ("{", "BadRow", "invalid_json_line"),
+        ('{"custom_id": 5}', "BadRow", "invalid_json_line"),
+        ('{"custom_id": "a"}', "BadRow", "invalid_json_line"),
+        ('{"custom_id": "a"}', "TimedOut", "request_timeout"),
+        ('{"custom_id": "a"}', "EngineDied", "server_error"),
+    ],
+)
+def test_an_error_line_has_a_code_of_openais(given: str, kind: str, code: str) -> None:
+    row = {"request_id": "in.jsonl:3#0", "input": given, "error_type": kind, "message": "why"}
+    error = _error_line(row, 7)["error"]
+    assert error["code"] == code
+    assert error["message"].endswith("why")

@@ -122,7 +122,7 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
     """
     (port,) = free_ports(1)
     file, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}-{port}"
-    file.write_text("\n".join(["# of the tests", *keys, ""]), encoding="utf-8")
+    file.write_text("\n".join(["# of the tests", *(f"{key} operator" for key in keys), ""]), encoding="utf-8")
     given = {
         "model": model,
         "name": NAME,

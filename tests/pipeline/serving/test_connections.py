@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from pipeline.serving import connections as module
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.connections import Connections, names_loopback
+from pipeline.serving.keys import Keys
 from tests.support.local_endpoint import listening
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -63,8 +64,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 @contextmanager
 def budgeted(app: Any, *, keys: bool = False, **limits: Any) -> Iterator[tuple[str, Connections]]:
     """A server's address and its budget."""
-    digests = [hashlib.sha256(KEY.encode()).digest()] if keys else []
-    connections = Connections(LimitsConfig(**{"receive_seconds": PATIENCE, **limits}), digests)
+    known = Keys((hashlib.sha256(KEY.encode()).digest(),)) if keys else None
+    connections = Connections(LimitsConfig(**{"receive_seconds": PATIENCE, **limits}), known)
     with listening(app, connections) as address:
         yield address, connections
 

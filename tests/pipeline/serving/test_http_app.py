@@ -143,7 +143,7 @@ def test_metrics(local: str) -> None:
 
 
 def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT, "right")
+    monkeypatch.setenv(ENVIRONMENT, "right,mine operator")
     with served({NAME: Answers(plain, "replica", seconds=PATIENCE)}, read_keys(None, "required")) as address:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}):
             for path in (CHAT, "/v1/completions"):
@@ -155,6 +155,9 @@ def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert HTTP.get(address + path, headers=headers).status_code == 401
         right = {"Authorization": "Bearer right"}
         assert HTTP.post(address + CHAT, json=GOOD, headers=right).status_code == 200
+        refused = HTTP.get(f"{address}/metrics", headers=right)
+        assert (refused.status_code, error_of(refused)["code"]) == (403, "not_an_operator")
+        assert HTTP.get(f"{address}/metrics", headers={"Authorization": "Bearer mine"}).status_code == 200
         for path in ("/health", "/", "/page.js", "/openapi.json"):
             assert HTTP.get(address + path).status_code == 200
 

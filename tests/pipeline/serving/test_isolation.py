@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.models import EngineSpec
 from pipeline.serving.application import _engines
 from pipeline.serving.config import ApplicationConfig
+from pipeline.serving.keys import Keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
@@ -51,6 +53,29 @@ def test_what_others_were_answered_shows_in_nothing(drafter: str, model: Path) -
     first, second = answers(model, drafter, isolated=False)
     assert second["content"] == first["content"]
     assert second["num_decode_steps"] < first["num_decode_steps"]
+
+
+@pytest.mark.parametrize(("keys", "shared"), [(("one", "one"), True), (("one", "two"), False), ((), True)])
+def test_prefixes_are_shared_within_one_key(keys: tuple[str, ...], shared: bool, model: Path) -> None:
+    """One client's answer streams while the other one asks the same; without keys all are one."""
+    known = Keys(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=0)
+    asked: dict[str, Any] = {"model": NAME, "prompt": "how many apples and pens " * 4, "temperature": 0}
+    with (
+        SpeculativeLM.from_pretrained(model, "none", config=config) as lm,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, known) as address,
+    ):
+        first, second = (
+            OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+            for key in keys or ("any", "other")
+        )
+        stream = first.completions.create(**asked, stream=True, max_tokens=200, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        answer = second.completions.create(**asked, max_tokens=1)
+        state = lm.engine.state()
+        stream.close()
+    read = answer.usage.prompt_tokens - 1
+    assert (state.shared_tokens, state.prefilled_tokens) == ((read, read) if shared else (0, 2 * read))
 
 
 @pytest.mark.parametrize(("given", "isolated"), [({}, True), ({"isolation": False}, False)])

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import InputError
 from pipeline.serving.config import KeyRule, ServingLearning
-from pipeline.serving.keys import ENVIRONMENT, Agreement, may_ask, read_agreement, read_keys, settle
+from pipeline.serving.keys import ENVIRONMENT, Agreement, Keys, read_agreement, read_keys, settle
 
 RULES: list[KeyRule] = ["auto", "required", "none"]
 
@@ -26,11 +26,29 @@ def test_keys_come_from_the_file_and_the_environment(
     file = tmp_path / "keys"
     file.write_text("# for Ann\nkey-a # old\n\n  key-b\n", encoding="utf-8")
     monkeypatch.setenv(ENVIRONMENT, "key-c, key-d,")
-    digests = read_keys(str(file), rule)
-    assert len(digests) == 4
-    assert not any(b"key" in digest for digest in digests)
-    for key in ("key-a", "key-b", "key-c", "key-d"):
-        assert may_ask(f"Bearer {key}", digests)
+    keys = read_keys(str(file), rule)
+    assert len(keys.clients) == 4
+    assert not any(b"key" in digest for digest in keys.clients)
+    headers = [f"Bearer {key}" for key in ("key-a", "key-b", "key-c", "key-d")]
+    assert all(map(keys.may_ask, headers))
+    assert not any(map(keys.may_operate, headers))
+    assert len({*map(keys.client, headers)}) == 4
+    assert not any("key" in keys.client(header) for header in headers)
+
+
+def test_the_word_operator_makes_a_key_an_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("key-a\nkey-b  operator # for Prometheus\noperator\n", encoding="utf-8")
+    monkeypatch.setenv(ENVIRONMENT, "key-c,key-d operator")
+    keys = read_keys(str(file), "required")
+    clients = ["key-a", "key-b", "key-c", "key-d", "operator"]
+    assert [key for key in clients if keys.may_ask(f"Bearer {key}")] == clients
+    assert [key for key in clients if keys.may_operate(f"Bearer {key}")] == ["key-b", "key-d"]
+    for header in (None, "Bearer key-b operator", "Basic key-b", "Bearer "):
+        assert not keys.may_operate(header)
+    agreed = tmp_path / "agreed"
+    agreed.write_text("key-b operator\n", encoding="utf-8")
+    assert read_agreement(learning(str(agreed)), keys).covers("Bearer key-b")
 
 
 @pytest.mark.parametrize(
@@ -38,13 +56,17 @@ def test_keys_come_from_the_file_and_the_environment(
 )
 def test_others_may_not_ask(header: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, "key")
-    assert not may_ask(header, read_keys(None, "required"))
+    assert not read_keys(None, "required").may_ask(header)
 
 
 @pytest.mark.parametrize("rule", ["auto", "none"])
 def test_everybody_may_ask_where_no_key_is_needed(rule: KeyRule) -> None:
-    assert read_keys(None, rule) == ()
-    assert may_ask(None, ())
+    keys = read_keys(None, rule)
+    assert keys == Keys()
+    for header in (None, "Bearer none", "Bearer other"):
+        assert keys.may_ask(header)
+        assert keys.may_operate(header)
+        assert keys.client(header) == ""  # all are one
 
 
 def test_a_key_that_is_needed_must_be_there() -> None:
@@ -111,7 +133,7 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-KNOWN = (digest("key-a"), digest("key-b"))
+KNOWN = Keys((digest("key-a"), digest("key-b")))
 
 
 def learning(agreed: str) -> ServingLearning:
@@ -127,7 +149,7 @@ def test_without_a_word_nobody_has_agreed(header: str | None) -> None:
 
 @pytest.mark.parametrize("header", [None, "Bearer key-b"])
 def test_all_are_all(header: str | None) -> None:
-    assert read_agreement(learning("all"), ()).covers(header)
+    assert read_agreement(learning("all"), Keys()).covers(header)
 
 
 def test_those_in_a_file_have_agreed_and_others_have_not(tmp_path: Path) -> None:
@@ -146,11 +168,11 @@ def test_those_in_a_file_have_agreed_and_others_have_not(tmp_path: Path) -> None
         (None, KNOWN, "agreed cannot be read: No such file or directory"),
         ("# nobody\n", KNOWN, "agreed has no key: write one on a line"),
         ("key-a\nkey-c\n", KNOWN, "agreed: key 2 is none of the endpoint's"),
-        ("key-a\n", (), "the endpoint has none, and cannot tell clients apart"),
+        ("key-a\n", Keys(), "the endpoint has none, and cannot tell clients apart"),
     ],
 )
 def test_an_agreement_that_cannot_be_kept_is_refused(
-    text: str | None, known: tuple[bytes, ...], message: str, tmp_path: Path
+    text: str | None, known: Keys, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "agreed"
     if text is not None:

@@ -15,7 +15,7 @@ from drafter import EngineConfig, SpeculativeLM
 from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.drafter import Learning
 from drafter.methods.learning.settings import StartingHead
-from pipeline.serving.keys import Agreement
+from pipeline.serving.keys import Agreement, Keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
@@ -42,12 +42,12 @@ class Watched:
 @pytest.fixture(scope="module")
 def learning(model: Path) -> Iterator[tuple[SpeculativeLM, Watched, str]]:
     """An engine whose rows are watched, and the address of an endpoint with it."""
-    digests = [hashlib.sha256(key.encode()).digest() for key in (AGREED, OTHER)]
+    digests = tuple(hashlib.sha256(key.encode()).digest() for key in (AGREED, OTHER))
     config, tap = EngineConfig(max_num_seqs=4), Watched()
     with SpeculativeLM.from_pretrained(model, "auto", config=config, learning=Learning(StartingHead())) as lm:
         lm.engine._tap = tap
         answers = {NAME: Answers(lm, "replica", seconds=PATIENCE)}
-        with served(answers, digests, agreement=Agreement(digests=tuple(digests[:1]))) as address:
+        with served(answers, Keys(digests), agreement=Agreement(digests=digests[:1])) as address:
             yield lm, tap, address
 
 

@@ -26,7 +26,6 @@ def test_the_shipped_file_is_one_for_ray_serve() -> None:
     config = parse_application(app.args)
     assert config == ApplicationConfig()
     engine = next(deployment for deployment in app.deployments if deployment.name == "Engine")
-    assert engine.max_ongoing_requests == config.engine.max_num_seqs + config.limits.queue
     assert engine.autoscaling_config["target_ongoing_requests"] == config.engine.max_num_seqs
     assert {deployment.name for deployment in app.deployments} == {"Ingress", "Engine"}
 

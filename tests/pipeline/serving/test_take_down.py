@@ -74,3 +74,15 @@ def test_clients_that_do_not_read_are_not_waited_for(model: Path, tmp_path: Path
         wait_until(nobody_reads, "all four answers wait to be read")
         endpoint.process.send_signal(signal.SIGTERM)
         assert endpoint.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow  # it starts Ray Serve
+def test_a_lost_cluster_ends_the_endpoint_with_a_reason(model: Path, tmp_path: Path) -> None:
+    with started(model, tmp_path, (KEY,), {"drafter": "none"}) as endpoint:
+        processes = endpoint.started()
+        for name in ("raylet", "Engine"):
+            (victim,) = [one for one in processes if name in " ".join(one.cmdline()[:1]).rpartition("/")[2]]
+            victim.kill()
+        assert endpoint.process.wait(PATIENCE) == 1
+        log = endpoint.log.read_text(encoding="utf-8")
+    assert "error: Ray has died on this machine (its raylet), and what ran there with it: start again\n" in log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +43,7 @@ def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone(
             done.append(name)
             return name
 
-        tasks = [asyncio.create_task(large.run(work, name)) for name in ("first", "gone", "third")]
+        tasks = [asyncio.create_task(large.run("", partial(work, name))) for name in ("first", "gone", "third")]
         await asyncio.to_thread(first_is_on.wait)
         tasks[0].cancel()  # what has begun is done
         tasks[1].cancel()
@@ -52,6 +53,31 @@ def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone(
         return done
 
     assert asyncio.run(scene()) == ["first", "third"]
+
+
+def test_clients_take_turns_at_large_work() -> None:
+    async def scene() -> list[str]:
+        large, done = LargeWork(), list[str]()
+        names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+        tasks = [asyncio.create_task(large.run(name[0], partial(done.append, name))) for name in names]
+        await asyncio.sleep(0)  # all of them wait, and the first one has its turn
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    assert asyncio.run(scene()) == ["a1", "a2", "b1", "c1", "b2", "a4"]
+
+
+def test_who_goes_at_its_turn_passes_it_on() -> None:
+    async def scene() -> list[str]:
+        large, done = LargeWork(), list[str]()
+        gone, other = (asyncio.create_task(large.run(name, partial(done.append, name))) for name in ("gone", "other"))
+        await large.run("first", partial(done.append, "first"))  # both others wait behind it
+        gone.cancel()  # it has the turn, and has not heard of it
+        await other
+        return done
+
+    assert asyncio.run(scene()) == ["first", "other"]
 
 
 def test_after_large_work_there_is_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +95,8 @@ def test_after_large_work_there_is_a_rest(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def scene() -> None:
         large = LargeWork()
-        await large.run(work)
-        await large.run(work)
+        await large.run("one", work)
+        await large.run("two", work)
 
     asyncio.run(scene())
     assert slept == [0, 6.0]
