@@ -124,13 +124,15 @@ def _rates(cell: Cell) -> list[float]:
 
 def _draft_ms(cell: Cell) -> float:
     assert cell.stages is not None
-    return 1e3 * (cell.stages.seconds["draft"] + cell.stages.seconds["tree"]) / cell.stages.tokens
+    spent = cell.stages.seconds["draft"] + cell.stages.seconds["tree"]
+    return float(1e3 * spent / cell.stages.tokens)
 
 
 def sign_test(successes: int, trials: int) -> float:
     """Return the two-sided probability of a count as far from the half or farther, if either side is as likely."""
     fewer = min(successes, trials - successes)
-    return min(1.0, 2 * sum(comb(trials, count) for count in range(fewer + 1)) / 2**trials)
+    ways: int = sum(comb(trials, count) for count in range(fewer + 1))
+    return min(1.0, 2 * ways / 2**trials)
 
 
 def comparisons(cells: Sequence[Cell]) -> dict[Setting, list[Comparison]]:
