@@ -132,7 +132,7 @@ def sign_test(successes: int, trials: int) -> float:
     """Return the two-sided probability of a count as far from the half or farther, if either side is as likely."""
     fewer = min(successes, trials - successes)
     ways: int = sum(comb(trials, count) for count in range(fewer + 1))
-    return min(1.0, 2 * ways / 2**trials)
+    return min(1.0, 2 * ways / (1 << trials))
 
 
 def comparisons(cells: Sequence[Cell]) -> dict[Setting, list[Comparison]]:
