@@ -78,7 +78,7 @@ def test_the_best_head_is_kept_and_everything_is_told(
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
-    train: Train, monkeypatch: pytest.MonkeyPatch, workers: int
+    train: Train, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, workers: int
 ) -> None:
     """Before the first checkpoint is due. In this process Ctrl-C is SIGINT to ourselves."""
 
@@ -95,6 +95,9 @@ def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
         many = {"training__steps": 9000, "training__evaluate_every": 9000, "checkpoint_every": 9000}
         return train(**many, workers__number=workers)
 
+    # A process that a shell has started in the background ignores SIGINT.
+    before_us = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_us))
     stopped = signalled(signal.SIGTERM)
     assert stopped.code == 143
     assert "stopping: the step that is under way is saved first" in stopped.stderr
