@@ -1,4 +1,4 @@
-"""Notices that the Ray cluster under a driver is lost: Ray itself leaves the driver waiting for ever."""
+"""Notices that the Ray cluster under a driver is lost: Ray itself ends it without a word, or leaves it waiting."""
 
 from __future__ import annotations
 
@@ -6,52 +6,66 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 import ray
 
+from pipeline.cluster.ray_cluster import listens
 from pipeline.command_line import say
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 45.0
-"""Longest time without an answer of the cluster's head node. Ray would abort this process after a minute."""
+"""Longest time without an answer of a joined cluster's head. Ray would abort this process after a minute."""
 
 
 class ClusterWatch:
-    """Ends this process with exit code 1 and a reason once its cluster is lost, from threads of its own.
+    """Ends this process with exit code 1 and a reason once its cluster is lost, from a thread of its own.
+
+    Nothing is left in good order, as that would ask Ray for something.
 
     Args:
         own_cluster: Whether this process has started the cluster, whose processes then end with it: those of a raylet
-            that was killed do not end by themselves everywhere.
+            that was killed do not end by themselves everywhere. The head of another one may come back.
+        last_line: Returns the line to print for a reason, and notes that where it must be noted.
     """
 
-    def __init__(self, *, own_cluster: bool) -> None:
-        self._own_cluster = own_cluster
-        self._here = ray.get_runtime_context().get_node_id()
-        self._heard = time.monotonic()
+    def __init__(self, *, own_cluster: bool, last_line: Callable[[str], str]) -> None:
+        self._own_cluster, self._last_line = own_cluster, last_line
+        context = ray.get_runtime_context()
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        self._raylet, self._head = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", context.gcs_address
         self._over = threading.Event()
         self._started: set[tuple[int, str]] = set()
-        for work in (self._ask, self._look):
-            threading.Thread(target=work, name="cluster-watch", daemon=True).start()
+        threading.Thread(target=self._look, name="cluster-watch", daemon=True).start()
+
+    def __enter__(self) -> ClusterWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Watch no longer."""
         self._over.set()
 
-    def end_in(self, seconds: float, reason: str) -> None:
-        """End this process with `reason` unless it ends by itself, or is no longer watched, in this time."""
+    def end_in(self, seconds: float, line: str) -> None:
+        """End this process with `line` unless it ends by itself, or is no longer watched, in this time."""
 
         def wait() -> None:
             if not self._over.wait(seconds):
-                self.end(reason)
+                self.end(line)
 
         threading.Thread(target=wait, name="deadline", daemon=True).start()
 
-    def end(self, reason: str) -> None:
+    def end(self, line: str) -> None:
         """End this process now, and the cluster that it has started: Ray's own shutdown may wait for the dead."""
         with suppress(OSError):  # nobody may read it any more
-            say(f"error: {reason}")
+            say(line)
         self._note_started()
         for pid, begun in tuple(self._started):
             if _begun(pid) == begun:  # or the number is another process's by now
@@ -59,21 +73,24 @@ class ClusterWatch:
                     os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
-    def _ask(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            try:
-                nodes = ray.nodes()
-            except Exception:  # Ray raises bare ones
-                continue
-            self._heard = time.monotonic()
-            if not any(node["Alive"] for node in nodes if node["NodeID"] == self._here):
-                self.end("Ray has died on this machine (its raylet), and what ran there with it: start again")
-
     def _look(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
+        heard, told, why = time.monotonic(), False, ""
+        while not why and not self._over.wait(_LOOK_SECONDS):
             self._note_started()
-            if time.monotonic() - self._heard > _SILENT_SECONDS:
-                self.end(f"the head node of the Ray cluster has not answered for {_SILENT_SECONDS:g} s: start again")
+            answer = listens(self._head)
+            if listens(self._raylet) is False:
+                why = "Ray's process on this machine (the raylet) has ended"
+            elif answer:
+                heard, told = time.monotonic(), False
+            elif answer is False and self._own_cluster:
+                why = "Ray's head process (the GCS) has ended"
+            elif time.monotonic() - heard > _SILENT_SECONDS:
+                why = f"Ray's head at {self._head} has not answered for {_SILENT_SECONDS:g} s"
+            elif not told:
+                told = True
+                say(f"Ray's head at {self._head} does not answer: it may come back within {_SILENT_SECONDS:g} s")
+        if not self._over.is_set():
+            self.end(self._last_line(why))
 
     def _note_started(self) -> None:
         if self._own_cluster:

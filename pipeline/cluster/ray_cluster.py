@@ -9,8 +9,7 @@ import secrets
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -32,7 +31,6 @@ HELPER_CPUS = 0.25  # of a task that reads, tokenises or writes in short bursts 
 _RESERVED_CPUS = 0.5  # of a node, which engines leave to such tasks
 _PACKAGES = ("drafter", "jobs", "pipeline")
 _NO_PROGRESS_SECONDS = 6 * 3600  # such as after losing all machines; then a job fails
-_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,41 +79,7 @@ def takes(resources: ActorResources) -> str:
     return " and ".join(parts)
 
 
-@contextmanager
-def watched(cluster: Cluster, lost: Callable[[str], None]) -> Iterator[None]:
-    """Within this block, call `lost` from another thread, once, with the reason, when Ray itself has ended.
-
-    Ray's own reaction is to end this process without a word: some seconds after its process on this machine (the
-    raylet) has ended, and a minute after the head's (the GCS), unless that comes back, as it may on a cluster.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
-    raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-    head, end = ray.get_runtime_context().gcs_address, threading.Event()
-
-    def look() -> None:
-        told = False
-        while not end.wait(_LOOK_SECONDS):
-            if _listens(raylet) is False:
-                lost("Ray's process on this machine (the raylet) has ended")
-                return
-            if not told and _listens(head) is False:
-                if not cluster.may_grow:
-                    lost("Ray's head process (the GCS) has ended")
-                    return
-                told = True
-                say(f"Ray's head at {head} has ended: unless it comes back, submit the job again")
-
-    thread = threading.Thread(target=look, name="cluster", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def _listens(address: str, patience: float = 5.0) -> bool | None:
+def listens(address: str, patience: float = 5.0) -> bool | None:
     """Return whether a process listens at an address: False if the connection is refused, None if nothing answers."""
     host, port = address.rsplit(":", 1)
     try:
@@ -132,7 +96,7 @@ def cluster_here(patience: float = 5.0) -> bool:
     # Ray leaves its address in a file that only this private function reads. If all its processes were killed, the file
     # stays, and `ray.init` would wait for minutes.
     address = find_bootstrap_address(None)
-    return bool(address and _listens(address, patience))
+    return bool(address and listens(address, patience))
 
 
 def will_start() -> bool:

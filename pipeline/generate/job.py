@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ import pyarrow.dataset
 import ray
 
 from drafter.errors import one_line, printable, without_secrets
+from pipeline.cluster.cluster_watch import ClusterWatch
 from pipeline.cluster.ray_cluster import (
     HELPER_CPUS,
     ActorResources,
@@ -24,7 +24,6 @@ from pipeline.cluster.ray_cluster import (
     share_out,
     start_beside_driver,
     takes,
-    watched,
 )
 from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
@@ -145,16 +144,14 @@ def _stage_and_generate(
     job.save_run("running", **job.engine_facts())
     cluster = connect()
     stopping.take_over()
-    with watched(cluster, partial(_give_up, status)):
+    with ClusterWatch(own_cluster=not cluster.may_grow, last_line=partial(_note_loss, status)):
         return _on_cluster(job, staged, cluster, stopping, status)
 
 
-def _give_up(status: StatusFile, why: str) -> None:
-    # Without Ray no `with` block could be left in order: each would ask it for something. Committed parts stay.
+def _note_loss(status: StatusFile, why: str) -> str:
     error = JobError(why)
-    say(failure_line(error))
     status.end(error)
-    os._exit(1)
+    return failure_line(error)
 
 
 def _on_cluster(

@@ -69,7 +69,7 @@ def serve_until_signal(config: ServeConfig) -> None:
 
     def on_signal(*_: object) -> None:
         if stop.is_set():
-            watch.end_in(_AT_ONCE_SECONDS, "ended at once: the endpoint could not be taken down in good order")
+            watch.end_in(_AT_ONCE_SECONDS, "error: ended at once: the endpoint could not be taken down in good order")
             at_once.set()
         stop.set()
 
@@ -77,7 +77,9 @@ def serve_until_signal(config: ServeConfig) -> None:
         signal.signal(number, on_signal)
     stop.wait()
     print("stopping: open requests may end; a second signal ends them", file=sys.stderr, flush=True)
-    watch.end_in(config.limits.seconds + _MARGIN_SECONDS, "the endpoint could not be taken down: Ray does not answer")
+    watch.end_in(
+        config.limits.seconds + _MARGIN_SECONDS, "error: the endpoint could not be taken down: Ray does not answer"
+    )
     _in_passing(lambda: take_down(at_once))
     watch.close()
 
@@ -113,7 +115,7 @@ def _start(config: ServeConfig, *, own_cluster: bool) -> ClusterWatch:
         os.environ.update(_direct_ingress(config.port))
         proxy_port = next(port for port in free_ports(2) if port != config.port)
     cluster = connect()
-    watch = ClusterWatch(own_cluster=own_cluster)
+    watch = ClusterWatch(own_cluster=own_cluster, last_line="error: {}: start again".format)
     from ray import serve  # which reads the environment as it is imported
 
     from pipeline.serving.application import application

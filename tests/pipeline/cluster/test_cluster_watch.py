@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -17,48 +17,47 @@ from pipeline.cluster.cluster_watch import ClusterWatch
 from tests.support.waiting import PATIENCE, wait_until
 
 
-class Ended:
-    """What a watch says where it would end this process."""
+@pytest.mark.parametrize(
+    ("ends", "own", "said", "why"),
+    [
+        ("raylet", False, None, "Ray's process on this machine (the raylet) has ended"),
+        ("head", True, None, "Ray's head process (the GCS) has ended"),
+        ("head", False, "it may come back within 0.05 s", "has not answered for 0.05 s"),
+    ],
+)
+def test_the_end_of_ray_ends_the_driver_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    own: bool,
+    said: str | None,
+    why: str,
+) -> None:
+    servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("raylet", "head")}
+    ports = {name: server.getsockname()[1] for name, server in servers.items()}
+    node = {"NodeID": "me", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": ports["raylet"]}
+    context = SimpleNamespace(get_node_id=lambda: "me", gcs_address=f"127.0.0.1:{ports['head']}")
+    ray = SimpleNamespace(nodes=lambda: [node, {"NodeID": "another"}], get_runtime_context=lambda: context)
+    monkeypatch.setattr(cluster_watch, "ray", ray)
+    monkeypatch.setattr(cluster_watch, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(cluster_watch, "_SILENT_SECONDS", 0.05)
+    ended, lines = threading.Event(), list[str]()
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]] | Exception) -> None:
-        self.nodes, self._reasons, self._ended = nodes, list[str](), threading.Event()
-        monkeypatch.setattr(cluster_watch, "_LOOK_SECONDS", 0.01)
-        monkeypatch.setattr(cluster_watch, "_SILENT_SECONDS", 0.05)
-        context = SimpleNamespace(get_node_id=lambda: "here")
-        ray = SimpleNamespace(nodes=self._nodes, get_runtime_context=lambda: context)
-        monkeypatch.setattr(cluster_watch, "ray", ray)
-        monkeypatch.setattr(ClusterWatch, "end", self._end)
+    def end(watch: ClusterWatch, line: str) -> None:
+        lines.append(line)
+        ended.set()
 
-    def reason(self) -> str:
-        assert self._ended.wait(PATIENCE)
-        return self._reasons[0]
-
-    def _nodes(self) -> list[dict[str, Any]]:
-        if isinstance(self.nodes, Exception):
-            raise self.nodes
-        return self.nodes
-
-    def _end(self, reason: str) -> None:
-        self._reasons.append(reason)
-        self._ended.set()
-
-
-def node(name: str, *, alive: bool) -> dict[str, Any]:
-    return {"NodeID": name, "Alive": alive}
-
-
-def test_a_dead_raylet_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = Ended(monkeypatch, [node("here", alive=False), node("other", alive=True)])
-    watch = ClusterWatch(own_cluster=False)
-    assert "its raylet" in ended.reason()
-    watch.close()
-
-
-def test_a_head_node_that_does_not_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = Ended(monkeypatch, RuntimeError("no connection"))
-    watch = ClusterWatch(own_cluster=False)
-    assert "has not answered" in ended.reason()
-    watch.close()
+    monkeypatch.setattr(ClusterWatch, "end", end)
+    with ExitStack() as stack:
+        for server in servers.values():
+            stack.enter_context(server)
+        stack.enter_context(ClusterWatch(own_cluster=own, last_line="the last line: {}".format))
+        servers[ends].close()
+        assert ended.wait(PATIENCE)
+    assert len(lines) == 1
+    assert lines[0].startswith("the last line: ")
+    assert why in lines[0]
+    assert (said or "") in capsys.readouterr().err
 
 
 def test_a_process_that_ends_takes_those_with_it_that_it_has_started() -> None:
@@ -74,7 +73,7 @@ child.wait()
 import time; time.sleep(600)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
-    assert (ended.returncode, ended.stderr) == (1, "error: it is over\n")
+    assert (ended.returncode, ended.stderr) == (1, "it is over\n")
 
     def is_gone() -> bool:
         with suppress(psutil.NoSuchProcess):

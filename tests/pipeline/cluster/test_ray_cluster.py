@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 
-from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, share_out, watched
+from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, share_out
 from pipeline.errors import InputError
 from pipeline.settings import ResourcesConfig
-from tests.support.waiting import wait_until
 
 HEAD = Node(0, 0)
 
@@ -25,37 +22,6 @@ def test_an_address_where_nobody_answers_is_no_cluster(monkeypatch: pytest.Monke
     assert not cluster_here()
     monkeypatch.setattr("pipeline.cluster.ray_cluster.find_bootstrap_address", lambda folder: None)
     assert not cluster_here()
-
-
-@pytest.mark.parametrize(
-    ("ends", "may_grow", "why"),
-    [
-        ("raylet", True, "Ray's process on this machine (the raylet) has ended"),
-        ("head", False, "Ray's head process (the GCS) has ended"),
-        ("head", True, None),  # it may come back
-    ],
-)
-def test_the_end_of_ray_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ends: str, may_grow: bool, why: str | None
-) -> None:
-    servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("raylet", "head")}
-    ports = {name: server.getsockname()[1] for name, server in servers.items()}
-    node = {"NodeID": "me", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": ports["raylet"]}
-    context = SimpleNamespace(get_node_id=lambda: "me", gcs_address=f"127.0.0.1:{ports['head']}")
-    monkeypatch.setattr("pipeline.cluster.ray_cluster.ray.nodes", lambda: [node, {"NodeID": "another"}])
-    monkeypatch.setattr("pipeline.cluster.ray_cluster.ray.get_runtime_context", lambda: context)
-    monkeypatch.setattr("pipeline.cluster.ray_cluster._LOOK_SECONDS", 0.01)
-    told: list[str] = []
-    with ExitStack() as stack:
-        for server in servers.values():
-            stack.enter_context(server)
-        stack.enter_context(watched(Cluster((), may_grow), told.append))
-        servers[ends].close()
-        said = wait_until(lambda: told[0] if told else capsys.readouterr().err, "a reason")
-    assert told == ([] if why is None else [why])
-    assert said == (
-        why or f"Ray's head at {context.gcs_address} has ended: unless it comes back, submit the job again\n"
-    )
 
 
 @pytest.mark.parametrize(
