@@ -85,4 +85,4 @@ def test_a_lost_cluster_ends_the_endpoint_with_a_reason(model: Path, tmp_path: P
             victim.kill()
         assert endpoint.process.wait(PATIENCE) == 1
         log = endpoint.log.read_text(encoding="utf-8")
-    assert "error: Ray has died on this machine (its raylet), and what ran there with it: start again\n" in log
+    assert "error: Ray's process on this machine (the raylet) has ended: start again\n" in log
