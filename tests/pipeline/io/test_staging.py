@@ -135,7 +135,8 @@ def test_workers_that_crash_are_looked_into(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_file_that_ends_the_workers_that_stage_it(run: Run, tmp_path: Path) -> None:
+def test_a_file_that_ends_the_workers_that_stage_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.io.listing.apart", apart)
     write_input(tmp_path / "in" / "a.parquet", [{"prompt": "whole"}])
     end_reader(tmp_path / "in" / "b.parquet")
     done = run(tmp_path / "in")
