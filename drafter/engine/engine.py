@@ -226,10 +226,7 @@ class Engine:
         load = self.batch.load(context.host_lengths)
         # A graph drafts for all rows or for none.
         plain = self._graphs is not None and any(sequence.plain for sequence in sequences)
-        useful = max(self._useful(sequences))
-        ask = Ask(0) if plain or not useful else self.budget.plan(load)
-        if self._cuts and ask.nodes > useful:
-            ask = replace(ask, nodes=useful)
+        ask = Ask(0) if plain or not max(self._useful(sequences)) else self.budget.plan(load)
         self._times.mark("host")
         step = self._new_step(sequences, 0, load, ask)
         step.since = since
@@ -279,12 +276,12 @@ class Engine:
     def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
         """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
         if step.ask.nodes:
+            if self._cuts and min(useful := self._useful(step.sequences)) < step.depth:
+                tree = tree.no_deeper(torch.tensor(useful))
             sizes = (tree.tokens[:, 1:] >= 0).sum(1)
             self._times.mark("tree")
             if plain := [row for row, sequence in enumerate(step.sequences) if sequence.plain]:
                 sizes[plain] = 0
-            if self._cuts and min(useful := self._useful(step.sequences)) < step.ask.nodes:
-                sizes = sizes.minimum(torch.tensor(useful))
             tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
             step.drafting += step.lap()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,15 @@ class TokenTree:
         kept = torch.arange(tree.size, device=sizes.device) < sizes[:, None]
         parts = zip(vars(tree).values(), _PADDING, strict=True)
         return TokenTree(*(torch.where(kept, part, padding) for part, padding in parts))
+
+    def no_deeper(self, depths: Tensor) -> TokenTree:
+        """Return the trees without nodes deeper than `depths` `[B]`; padding takes their places, at the end."""
+        kept = (self.tokens >= 0) & (self.depths <= depths[:, None])
+        order = kept.int().argsort(dim=1, descending=True, stable=True)
+        kept, rank = kept.gather(1, order), order.argsort(1)
+        moved = replace(self, parents=rank.gather(1, self.parents))  # a kept node's parent is kept
+        parts = zip(vars(moved).values(), _PADDING, strict=True)
+        return TokenTree(*(torch.where(kept, part.gather(1, order), padding) for part, padding in parts))
 
     def ancestors(self, depth: int | None = None) -> Tensor:
         """Return whether node `j` is node `i` or one of its ancestors, in entry `[b, i, j]` of `[B, N, N]` bool.

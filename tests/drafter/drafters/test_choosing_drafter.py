@@ -78,7 +78,7 @@ def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
     members = {"head": make_head(base, "ctc").drafter(base, 8), "memory": MemoryDrafter(8), "ngram": NgramDrafter(5)}
     drafter = ChoosingDrafter(members, together)
     assert drafter.members == ("head", "memory", "ngram", "head+memory", "memory+ngram")
-    requests = [Request(prompt, SamplingParams(16, ignore_eos=True)) for prompt in random_prompts(5, seed=3)]
+    requests = [Request(prompt, SamplingParams(24, ignore_eos=True)) for prompt in random_prompts(5, seed=3)]
     expected = run_engine(base, PlainDecoding(), requests)
     budget = ChangingBudget(seed=0, members=len(drafter.members))
     engine = Engine(

@@ -162,7 +162,7 @@ def test_a_missing_token_differs() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperatures": (-0.5,)}, "temperatures must be finite and at least 0"),
         ({"temperatures": (float("nan"),)}, "temperatures must be finite and at least 0"),
-        ({"trees": ("round",)}, "trees must be exact or static, not round"),
+        ({"trees": ("round",)}, "trees must be exact or chain or static, not round"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:

@@ -341,3 +341,17 @@ def test_a_chain_has_the_likeliest_token_of_each_depth() -> None:
     assert tree.parents.tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
     assert torch.allclose(tree.log_probs.exp(), torch.tensor([[1, 0.5, 0.3, 0], [1, 0.8, 0.8, 0]]))
     assert torch.equal(likeliest_chain(probs.log(), torch.tensor([7, 8]), 2).tokens, tree.tokens[:, :2])
+
+
+def test_no_node_is_deeper_than_its_row_allows() -> None:
+    """Of 0 → 1 → 3, 0 → 2 → 4 the second row keeps one level, and the third none."""
+    part = [[7, 1, 2, 3, 4], [0, 0, 0, 1, 2], [0, 1, 1, 2, 2], [0.0, -1.0, -2.0, -3.0, -4.0]]
+    tree = TokenTree(*(torch.tensor([one] * 3) for one in part))
+    order = torch.tensor([0, 1, 3, 2, 4])  # by another probability, a deep node comes before a shallow one
+    places = order.argsort()
+    mixed = TokenTree(tree.tokens[:, order], places[tree.parents[:, order]], tree.depths[:, order], tree.log_probs)
+    found = mixed.no_deeper(torch.tensor([2, 1, 0]))
+    assert found.tokens.tolist() == [[7, 1, 3, 2, 4], [7, 1, 2, -1, -1], [7, -1, -1, -1, -1]]
+    assert found.parents.tolist() == [[0, 0, 1, 0, 3], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert found.depths.tolist() == [[0, 1, 2, 1, 2], [0, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
+    assert found.log_probs[1].tolist() == [0.0, -1.0, -3.0, -math.inf, -math.inf]

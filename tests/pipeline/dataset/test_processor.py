@@ -272,7 +272,7 @@ def test_rows_of_a_lenient_verifier_are_marked_as_in_a_job(model: Path) -> None:
         ({"should_continue_on_error": True}, "unknown setting should_continue_on_error: not supported: a row that"),
         (
             {"sampling_params": {"tools": []}},
-            "sampling_params: unknown setting tools: not supported: an answer is text",
+            "sampling_params: unknown setting tools: it is an argument of chat",
         ),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
     ],

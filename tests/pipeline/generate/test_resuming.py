@@ -265,7 +265,7 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
 def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:
     job = MadeUpJob(tmp_path, prompts(*"abcdef"))
     lines = job.source.read_text().splitlines()
-    job.source.write_text("\n".join(["{", *lines[:2], "[1]", *lines[2:], "x", "y"]) + "\n")
+    job.source.write_text("\n".join(["{x", *lines[:2], "[1]", *lines[2:], "x", "y"]) + "\n")
     (tmp_path / "new").mkdir()
     told = str(dry_run(replace(job.job, output=OutputFolder(locate(str(tmp_path / "new"))))))
     assert told.startswith("10 rows: 0 kept, 0 changed, 10 new; 0 removed, whose results go; 4 cannot be read")

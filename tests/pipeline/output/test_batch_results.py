@@ -24,8 +24,8 @@ BODY = {"model": "gpt", "messages": [{"role": "user", "content": "x"}]}
         ("Refused", 400, None),
         ("BadPrompt", 400, None),
         ("NotFinite", 500, "not_finite"),
-        ("TimedOut", None, "TimedOut"),
-        ("EngineDied", None, "EngineDied"),
+        ("TimedOut", None, "request_timeout"),
+        ("EngineDied", None, "server_error"),
     ],
 )
 def test_whose_fault_it_was(tmp_path: Path, error_type: str, status: int | None, code: str | None) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from drafter.embedded import EMBEDDED_BASE
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from recipes.paper.distillation_prompts import beginning, measured_turns, read_prompts, write_openings, write_prompts
 from recipes.paper.paper_config import PromptFile, PromptsConfig
@@ -76,24 +78,18 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         measured_turns({"mt-bench": "nowhere.jsonl"})
 
 
-class Tokenizer:
-    """Begins every text with a token, as Llama's does."""
-
-    bos_token = "<s>"
-    chat_template = "{{ messages }}"
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [1]}
-
-    def decode(self, ids: list[int]) -> str:
-        return "<s>" * len(ids)
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
-        return f"<s>Be kind. USER: {messages[-1]['content']} ASSISTANT:"
+def beginning_with_a_token() -> Any:
+    """A tokeniser that begins every text with a token, as Llama's does."""
+    tokenizer = load_tokenizer(EMBEDDED_BASE)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    first = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[first])
+    tokenizer.chat_template = "{{ bos_token }}Be kind. USER: {{ messages[-1]['content'] }} ASSISTANT:"
+    return tokenizer
 
 
 def test_an_opening_ends_where_a_user_begins(tmp_path: Path) -> None:
-    assert beginning(Tokenizer(), None) == "Be kind. USER:"
+    assert beginning(beginning_with_a_token(), None) == "Be kind. USER:"
     write_openings(14, EMBEDDED_BASE, tmp_path / "openings.jsonl")
     rows = read(tmp_path / "openings.jsonl")
     assert [row["number"] for row in rows] == list(range(14))

@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 
+from drafter.embedded import EMBEDDED_BASE
+from drafter.text.tokenizers import load_tokenizer
 from recipes.smollm2.magpie import Repeats, choose, is_english, opening
 from tests.recipes.smollm2.gguf_files import TEMPLATE
-
-
-class Tokenizer:
-    """Renders the template as a tokeniser of transformers does."""
-
-    chat_template = TEMPLATE
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered, _ = render_jinja_template([messages], chat_template=TEMPLATE, add_generation_prompt=True)
-        return str(rendered[0])
 
 
 def row(text: str, tokens: int = 20, reason: str = "stop") -> dict[str, Any]:
@@ -31,7 +21,9 @@ def row(text: str, tokens: int = 20, reason: str = "stop") -> dict[str, Any]:
     [(None, "<|im_start|>user\n"), ("Be brief.", "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")],
 )
 def test_an_opening_ends_where_the_users_message_begins(system: str | None, expected: str) -> None:
-    assert opening(Tokenizer(), system) == expected
+    tokenizer = load_tokenizer(EMBEDDED_BASE)
+    tokenizer.chat_template = TEMPLATE
+    assert opening(tokenizer, system) == expected
 
 
 def test_questions_that_are_cut_off_or_of_the_wrong_length_are_left_out() -> None:
