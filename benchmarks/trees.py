@@ -81,51 +81,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A tree against the chain of the same head with as many draft tokens, at one setting."""
+    """Trees against the chains of the same head with as many draft tokens, of one kind of text or several."""
 
-    tree: Cell
-    chain: Cell
-    plain: Cell
+    kind: str
+    trees: Sequence[Cell]
+    chains: Sequence[Cell]
+    plain: Sequence[Cell]
 
     @property
     def ratios(self) -> list[float]:
         """Tokens per second of the tree ÷ those of the chain, of each run."""
-        return [one / other for one, other in zip(_rates(self.tree), _rates(self.chain), strict=True)]
+        return [one / other for one, other in zip(_rates(self.trees), _rates(self.chains), strict=True)]
 
     @property
     def row(self) -> dict[str, object]:
         """The comparison as a row of a table."""
-        lengths = [mean_acceptance_length(total(cell.counts.values())) for cell in (self.chain, self.tree)]
         faster, runs = sum(ratio > 1 for ratio in self.ratios), len(self.ratios)
         return {
-            "text": self.tree.questions,
-            "draft tokens": self.tree.arm.nodes,
-            "acceptance length, chain": f"{lengths[0]:.2f}",
-            "tree": f"{lengths[1]:.2f}",
+            "text": self.kind,
+            "draft tokens": self.trees[0].arm.nodes,
+            "acceptance length, chain": f"{_acceptance_length(self.chains):.2f}",
+            "tree": f"{_acceptance_length(self.trees):.2f}",
             "tokens/s, none": f"{median(_rates(self.plain)):.0f}",
-            "chain ": f"{median(_rates(self.chain)):.0f}",
-            "tree ": f"{median(_rates(self.tree)):.0f}",
+            "chain ": f"{median(_rates(self.chains)):.0f}",
+            "tree ": f"{median(_rates(self.trees)):.0f}",
             "tree ÷ chain": f"{median(self.ratios):.3f}",
             "tree faster": f"{faster} of {runs}",
             "p": f"{sign_test(faster, runs):.2g}",
-            "draft ms a token, chain": f"{_draft_ms(self.chain):.2f}",
-            "tree  ": f"{_draft_ms(self.tree):.2f}",
+            "draft ms a token, chain": f"{_draft_ms(self.chains):.2f}",
+            "tree  ": f"{_draft_ms(self.trees):.2f}",
         }
 
 
-def _rates(cell: Cell) -> list[float]:
+def _acceptance_length(cells: Sequence[Cell]) -> float:
+    return mean_acceptance_length(total(counts for cell in cells for counts in cell.counts.values()))
+
+
+def _rates(cells: Sequence[Cell]) -> list[float]:
     """Tokens per second of each run of all rounds."""
     return [
         per_second(made, taken)
+        for cell in cells
         for tokens, seconds in zip(cell.tokens, cell.seconds, strict=True)
         for made, taken in zip(tokens, seconds, strict=True)
     ]
 
 
-def _draft_ms(cell: Cell) -> float:
-    assert cell.stages is not None
-    spent = cell.stages.seconds["draft"] + cell.stages.seconds["tree"]
-    return float(1e3 * spent / cell.stages.tokens)
+def _draft_ms(cells: Sequence[Cell]) -> float:
+    stages = [cell.stages for cell in cells if cell.stages is not None]
+    spent = sum(one.seconds["draft"] + one.seconds["tree"] for one in stages)
+    return float(1e3 * spent / sum(one.tokens for one in stages))
 
 
 def sign_test(successes: int, trials: int) -> float:
@@ -135,15 +140,22 @@ def sign_test(successes: int, trials: int) -> float:
     return min(1.0, 2 * ways / (1 << trials))
 
 
-def comparisons(cells: Sequence[Cell]) -> dict[Setting, list[Comparison]]:
-    """Return the comparisons by setting, in the cells' order."""
-    found: dict[tuple[Setting, Arm], Cell] = {(cell.setting, cell.arm): cell for cell in cells}
-    by_setting: dict[Setting, list[Comparison]] = {}
-    for (setting, arm), cell in found.items():
+def comparisons(cells: Sequence[Cell]) -> dict[tuple[float, int], list[Comparison]]:
+    """Return the comparisons by temperature and batch size: of each kind of text, and of all together."""
+    by_arm: dict[tuple[Setting, Arm], Cell] = {(cell.setting, cell.arm): cell for cell in cells}
+    of_kinds: dict[tuple[float, int], dict[Arm, list[Cell]]] = {}
+    for (setting, arm), cell in by_arm.items():
         if arm.tree == "exact":
-            chain = found[setting, replace(arm, tree="chain")]
-            by_setting.setdefault(setting, []).append(Comparison(cell, chain, found[setting, PLAIN]))
-    return by_setting
+            of_kinds.setdefault(setting[:2], {}).setdefault(arm, []).append(cell)
+    found: dict[tuple[float, int], list[Comparison]] = {}
+    for place, arms in of_kinds.items():
+        for arm, trees in arms.items():
+            chains = [by_arm[cell.setting, replace(arm, tree="chain")] for cell in trees]
+            plain = [by_arm[cell.setting, PLAIN] for cell in trees]
+            each = zip([one.questions for one in trees], trees, chains, plain, strict=True)
+            rows = [Comparison(kind, [one], [other], [none]) for kind, one, other, none in each]
+            found.setdefault(place, []).extend([*rows, Comparison("all", trees, chains, plain)])
+    return found
 
 
 def write_table(folder: Path) -> None:
@@ -156,10 +168,8 @@ def write_table(folder: Path) -> None:
         f"{circumstances(results)}. `{where['command']}`, commit {where['commit']}. Tokens that differ from plain "
         f"decoding's: {differing}. An acceptance length is 1 without drafts.",
     ]
-    for temperature, batch in dict.fromkeys((setting[0], setting[1]) for setting in found):
-        parts.append(f"## Temperature {temperature:g}, batch {batch}")
-        rows = [one.row for (t, b, _), some in found.items() if (t, b) == (temperature, batch) for one in some]
-        parts.append(markdown_table(rows))
+    for (temperature, batch), some in found.items():
+        parts += [f"## Temperature {temperature:g}, batch {batch}", markdown_table([one.row for one in some])]
     (folder / TABLE_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

@@ -20,7 +20,8 @@ def test_a_tree_is_measured_beside_the_chain_of_the_same_head(tmp_path: Path) ->
     main(["--output", str(tmp_path), *given.split()])
     results = Results.load(tmp_path)
     assert {cell.differing_tokens for cell in results.cells} == {0}
-    (found,) = comparisons(results.cells)[0.0, 1, "arithmetic"]
-    assert (found.tree.arm.tree, found.chain.arm.tree, found.plain.arm.tree) == ("exact", "chain", None)
+    found, together = comparisons(results.cells)[0.0, 1]
+    assert [one.arm.tree for one in (*found.trees, *found.chains, *found.plain)] == ["exact", "chain", None]
+    assert (found.kind, together.kind, found.ratios) == ("arithmetic", "all", together.ratios)
     assert len(found.ratios) == 2
     assert "| arithmetic | 3 |" in (tmp_path / TABLE_FILE).read_text()
