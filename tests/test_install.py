@@ -26,7 +26,7 @@ def test_a_wheel_generates_in_another_folder(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     for name in ("drafter", "pipeline", "jobs"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("drafter_command.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
     (wheel,) = tmp_path.glob(f"drafter-{drafter.__version__}-*.whl")

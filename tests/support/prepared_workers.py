@@ -43,6 +43,7 @@ from unittest import mock
 import psutil
 
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE
 
 _WORKER = "default_worker.py"
 _CONTEXT = "--serialized-runtime-env-context="
@@ -149,7 +150,7 @@ def _end(forking: subprocess.Popen[bytes], address: Path) -> None:
 
 @contextmanager
 def driver(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run Python with these arguments, and Ray's workers prepared; it is killed at the end of the context.
+    """Run Python with these arguments and prepared workers of Ray; when the context ends it is killed, and they end.
 
     Args:
         arguments: Such as `"-m", "jobs.generate"` and the job's own.
@@ -163,6 +164,7 @@ def driver(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
         finally:
             job.kill()
             job.wait()
+            psutil.wait_procs(workers.processes(), PATIENCE)  # until then its engines commit what they have
 
 
 @dataclass

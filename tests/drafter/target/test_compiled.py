@@ -22,6 +22,7 @@ from tests.support.models import SpellingTokenizer, random_model, random_prompts
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.measuring  # which compiles for the sizes that it times
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler")
 def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() -> None:
     """Greedy and sampled, one row and several, plain steps and trees of every size."""

@@ -91,7 +91,7 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     parts = [f"data/00000-{n:06d}.parquet" for n in range(3)]
     staged = [f"_staged/{Path(part).name}" for part in parts]
     kept_twice = [f"{name}{suffix}" for name in ("run.json", "_staged/parts.json") for suffix in ("", ".copy")]
-    assert names(place) == sorted([*parts, *staged, *kept_twice, "status.json"])
+    assert names(place) == sorted(["README.md", *parts, *staged, *kept_twice, "status.json"])
     written = pyarrow.parquet.read_table((place / "data").path, filesystem=place.filesystem)
     assert written["prompt"].to_pylist() == PROMPTS
 
