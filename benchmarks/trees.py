@@ -5,6 +5,7 @@
 All arms decode the same prompts one after another, and another arm begins each turn. A tree and a chain of as many
 draft tokens are compared run by run, where a run is one prompt at batch 1, and all prompts at larger batches: the
 medians are of ratios within a turn, and a sign test says how probable so uneven a count is if neither is faster.
+A chain ends where it becomes improbable, and then verifies fewer draft tokens than it may; a tree takes others instead.
 """
 
 from __future__ import annotations
@@ -100,17 +101,25 @@ class Comparison:
         return {
             "text": self.kind,
             "draft tokens": self.trees[0].arm.nodes,
+            "verified a step, chain": f"{_verified(self.chains):.1f}",
+            "tree": f"{_verified(self.trees):.1f}",
             "acceptance length, chain": f"{_acceptance_length(self.chains):.2f}",
-            "tree": f"{_acceptance_length(self.trees):.2f}",
+            "tree ": f"{_acceptance_length(self.trees):.2f}",
             "tokens/s, none": f"{median(_rates(self.plain)):.0f}",
-            "chain ": f"{median(_rates(self.chains)):.0f}",
-            "tree ": f"{median(_rates(self.trees)):.0f}",
+            "chain": f"{median(_rates(self.chains)):.0f}",
+            "tree  ": f"{median(_rates(self.trees)):.0f}",
             "tree ÷ chain": f"{median(self.ratios):.3f}",
             "tree faster": f"{faster} of {runs}",
             "p": f"{sign_test(faster, runs):.2g}",
             "draft ms a token, chain": f"{_draft_ms(self.chains):.2f}",
-            "tree  ": f"{_draft_ms(self.trees):.2f}",
+            "tree   ": f"{_draft_ms(self.trees):.2f}",
         }
+
+
+def _verified(cells: Sequence[Cell]) -> float:
+    """Draft tokens that a row's step verifies, on average."""
+    sums = total(counts for cell in cells for counts in cell.counts.values())
+    return sums.num_draft_tokens / sums.num_decode_steps
 
 
 def _acceptance_length(cells: Sequence[Cell]) -> float:
@@ -167,6 +176,8 @@ def write_table(folder: Path) -> None:
         "# Tree against chain",
         f"{circumstances(results)}. `{where['command']}`, commit {where['commit']}. Tokens that differ from plain "
         f"decoding's: {differing}. An acceptance length is 1 without drafts.",
+        "A chain has at most as many levels as the head, and ends where it becomes improbable, so that it verifies fewer "
+        "draft tokens than it may. A tree takes others in their places.",
     ]
     for (temperature, batch), some in found.items():
         parts += [f"## Temperature {temperature:g}, batch {batch}", markdown_table([one.row for one in some])]
