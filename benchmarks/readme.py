@@ -1,4 +1,4 @@
-"""Write into README what the demo prints and how fast engines are, from committed results.
+"""Write into README what the demo prints, how fast engines are, and trees beside chains, from committed results.
 
 make demo && python -m benchmarks.readme --demo build/demo    # take over a run of the demo first
 python -m benchmarks.readme                                   # write README again
@@ -16,12 +16,14 @@ from typing import Any
 
 from benchmarks.peers.cells import Cell, standings
 from benchmarks.peers.tables import contenders_of
+from benchmarks.trees import comparisons
+from drafter.evaluation.results import Results
 from drafter.evaluation.tables import markdown_table
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = Path(__file__).parent / "results"
 README = _ROOT / "README.md"
-DEMO, PEERS = _RESULTS / "demo", _RESULTS / "peers-smollm2-epyc"
+DEMO, PEERS, TREES = _RESULTS / "demo", _RESULTS / "peers-smollm2-epyc", _RESULTS / "trees-smollm2"
 _FILES = ("screen.txt", "summary.json")
 _ENGINES = {
     "this engine, none": "this engine, plain decoding",
@@ -46,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def filled(text: str) -> str:
-    """Return README's text with both blocks made of the committed results."""
+    """Return README's text with its blocks made of the committed results."""
     screen = (DEMO / _FILES[0]).read_text(encoding="utf-8").strip("\n")
     record = json.loads((PEERS / "peers.json").read_text(encoding="utf-8"))
     first, *_, last = screen.split("\n\n> ")
     shown = f"{first}\n\n> {last}".partition("\n\nrows ")[0]  # one answer of several, and no paths: README is short
-    blocks = {"demo": f"````\n{shown}\n````", "speed": speed_table(record)}
+    blocks = {"demo": f"````\n{shown}\n````", "speed": speed_table(record), "trees": trees_table(Results.load(TREES))}
     for name, block in blocks.items():
         mark = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         assert mark.search(text), f"README has no block {name}"
@@ -69,6 +71,26 @@ def speed_table(record: dict[str, Any]) -> str:
         for name, row in rows.items():
             row[f"batch {batch}"] = f"{found[name].rate:.0f}" if name in found else "–"
     return markdown_table(list(rows.values()))
+
+
+def trees_table(results: Results) -> str:
+    """Return trees beside chains of one row, greedy, over all kinds of text."""
+    rows = []
+    for one in comparisons(results.cells)[0.0, 1]:
+        if one.kind == "all":
+            row = one.row
+            shown = {
+                "draft tokens, at most": row["draft tokens"],
+                "acceptance length: chain": row["acceptance length, chain"],
+                "tree": row["tree "],
+                "tokens/s: none": row["tokens/s, none"],
+                "chain": row["chain"],
+                "tree ": row["tree  "],
+                "tree ÷ chain": row["tree ÷ chain"],
+                "runs in which it is faster": row["tree faster"],
+            }
+            rows.append(shown)
+    return markdown_table(rows)
 
 
 if __name__ == "__main__":

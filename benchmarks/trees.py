@@ -11,6 +11,7 @@ A chain ends where it becomes improbable, and then verifies fewer draft tokens t
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if head is None:
         parser.error(f"no head ships for {args.model}: give one by --head")
     plan = Plan(
-        (str(head),),
+        (os.path.relpath(head),),  # a record names no folder of its machine
         ("exact", "chain"),
         tuple(args.draft_tokens),
         tuple(args.batches),
@@ -176,8 +177,8 @@ def write_table(folder: Path) -> None:
         "# Tree against chain",
         f"{circumstances(results)}. `{where['command']}`, commit {where['commit']}. Tokens that differ from plain "
         f"decoding's: {differing}. An acceptance length is 1 without drafts.",
-        "A chain has at most as many levels as the head, and ends where it becomes improbable, so that it verifies fewer "
-        "draft tokens than it may. A tree takes others in their places.",
+        "A chain has at most as many levels as the head, and ends where it becomes improbable, so that it verifies "
+        "fewer draft tokens than it may. A tree takes others in their places.",
     ]
     for (temperature, batch), some in found.items():
         parts += [f"## Temperature {temperature:g}, batch {batch}", markdown_table([one.row for one in some])]
