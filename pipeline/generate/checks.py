@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class Job:
     meaning: dict[str, Any]
     heads: dict[str, str]
     source: dict[str, Any]
+    folder: str = field(default_factory=os.getcwd)  # now: a node that joins on this machine may replace it
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
         facts["input"] = self.source["files"]

@@ -260,6 +260,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
             resources.threads,
             verifier=config.verifier,
             learning=work.beginning,
+            folder=job.folder,
         ),
         "limits": config.limits,
         "traits": _run_traits(job, work.staged.row_type),

@@ -33,6 +33,16 @@ def refuse_unsafe(column: pa.Array, valid: pa.Array | None = None) -> None:
         column.indices.validate(full=True)
         pa.DictionaryArray.from_arrays(column.indices, pa.nulls(len(valid)))  # which checks their range
         return
+    if pa.types.is_struct(column.type):
+        column.validate()
+        for field in column.flatten():  # not `field(n)`: below a null, Arrow's own arrays refer to values that are not
+            refuse_unsafe(field)
+        return
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column.validate()
+        type(column).from_arrays(column.offsets, pa.nulls(len(column.values))).validate(full=True)
+        refuse_unsafe(column.flatten())
+        return
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
@@ -49,7 +59,7 @@ def _of_bytes(kind: pa.DataType) -> pa.DataType:
         return _of_bytes(kind.storage_type)
     if pa.types.is_dictionary(kind):
         return pa.dictionary(kind.index_type, _of_bytes(kind.value_type), kind.ordered)
-    if pa.types.is_struct(kind):
+    if pa.types.is_struct(kind):  # inside of a map, say
         return pa.struct([field.with_type(_of_bytes(field.type)) for field in kind])
     if pa.types.is_map(kind):
         return pa.map_(_of_bytes(kind.key_type), _of_bytes(kind.item_type))

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -101,7 +101,7 @@ class PreparedWorkers:
         """All workers that have been forked and still run, with their children."""
         found = []
         for pid in map(int, self.pids.read_text().split()):
-            if psutil.pid_exists(pid):
+            with suppress(psutil.NoSuchProcess):  # it may end at any time
                 worker = psutil.Process(pid)
                 found += [worker, *worker.children(recursive=True)]
         return found

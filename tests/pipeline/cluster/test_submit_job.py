@@ -22,7 +22,7 @@ from tests.pipeline.conftest import read_rows, write_jsonl
 from tests.support.prepared_workers import prepared_workers
 from tests.support.waiting import PATIENCE, wait_until
 
-ROWS = 192
+ROWS = 768
 """So many that the first node is not done with them before the second one is there."""
 MOST_NODES = 2
 
@@ -50,7 +50,7 @@ def job(tmp_path: Path, model: Path) -> Path:
         "drafter": "ngram",
         "sampling": {"max_new_tokens": 60, "ignore_eos": True},
         "engine": {"max_num_seqs": 2, "num_draft_tokens": 2},
-        "writing": {"rows_per_file": 2},
+        "writing": {"rows_per_file": 8},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(settings))
     return tmp_path
@@ -80,7 +80,7 @@ def test_nodes_come_with_the_work_and_go_with_it(cluster: LocalCluster, job: Pat
     def grown() -> bool:
         nonlocal most
         most = max(most, len(cluster.nodes()))
-        assert submitted.poll() is None, submitted.communicate()
+        assert submitted.poll() is None, "\n".join(submitted.communicate())
         return most == MOST_NODES and any((job / "out" / "data").iterdir())
 
     submitted = submit(cluster, job, "-m", "jobs.generate", "--config", "job.yaml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,11 @@ encoded_columns = st.one_of(
         pa.struct([("a", pa.string())]),
         st.fixed_dictionaries({"a": texts}),
     ),
+    encoded(
+        pa.list_(pa.struct([("a", pa.dictionary(pa.int8(), pa.string()))])),
+        pa.list_(pa.struct([("a", pa.string())])),
+        st.lists(st.none() | st.fixed_dictionaries({"a": texts}), max_size=2),
+    ),
 )
 columns = plain_columns.map(lambda column: (column, column)) | encoded_columns
 
@@ -198,6 +203,14 @@ def check_table(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: in
 @settings(max_examples=40)
 def test_a_column_of_a_table_passes_through(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: int) -> None:
     check_table(drawn, suffix, rows_per_part)
+
+
+@pytest.mark.parametrize("nested", [lambda kind: kind, pa.list_])
+def test_nulls_above_an_empty_dictionary(nested: Callable[[pa.DataType], pa.DataType]) -> None:
+    """Arrow's own builder refers to its first entry, which is not there."""
+    rows = [None, None, None] if nested is not pa.list_ else [[None], [], None]
+    kinds = [nested(pa.struct([("a", kind)])) for kind in (pa.dictionary(pa.int8(), pa.string()), pa.string())]
+    check_table((pa.array(rows, kinds[0]), pa.array(rows, kinds[1])), ".arrow", 2)
 
 
 @pytest.mark.slow
