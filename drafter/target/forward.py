@@ -25,7 +25,7 @@ from drafter.target.attention import (
     parts_of,
     tree_attention_mask,
 )
-from drafter.target.kv_cache import KVCache
+from drafter.target.kv_cache import KVCache, cache_name
 
 LM_HEAD_INPUT = -1
 """In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
@@ -155,6 +155,7 @@ class ModelCode:
         self, model: Any, decoder: nn.Module, layers: DecoderLayers, config: Any, device: torch.device
     ) -> None:
         self._model, self._decoder, self._layers, self._device = model, decoder, layers, device
+        self._cache_name = cache_name(decoder)
         # Read once: transformers' configurations are slow to ask.
         self._dtype: torch.dtype = model.dtype
         self._max_positions = max_positions(config)
@@ -269,7 +270,7 @@ class ModelCode:
         apart = () if committed is None else committed.whole
         inputs = {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            "past_key_values": cache.view(nodes.slot, places, nodes.kv_length, written, apart),
+            self._cache_name: cache.view(nodes.slot, places, nodes.kv_length, written, apart),
             "use_cache": True,
         }
         if committed is not None:

@@ -3,13 +3,14 @@ cache classes is here, because their signatures change between releases."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from drafter import devices
@@ -18,6 +19,14 @@ Places = npt.NDArray[np.int64]
 BLOCK = 32  # positions of a block
 _ZEROS, _STRAY = 0, 1  # reserved blocks: always zero, read where a slot has no block; and a sink for writes there
 SPARE = 2  # number of reserved blocks
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name by which a model takes a KV cache, and by which its output has it.
+
+    transformers 5.24 renamed it; models with code of their own may keep the old name.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from drafter.errors import LoadError, first_line
 from drafter.target.architecture import POSITIONS
 from drafter.target.attention import Packing
 from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
-from drafter.target.kv_cache import KVCache, LayerShape
+from drafter.target.kv_cache import KVCache, LayerShape, cache_name
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors that a model's code may raise when called in an unsupported way."""
@@ -83,14 +83,14 @@ def run_plainly(
 
 
 def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    logits = []
+    logits, name = [], cache_name(base.model)
     for text in texts:
-        plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
-        if getattr(plain, "past_key_values", None) is None:
+        plain = base.model(input_ids=text[None], use_cache=True, **{name: DynamicCache(config=base.config)})
+        if (cache := getattr(plain, name, None)) is None:
             _refuse_encoder(base, text, plain.logits[0])
             raise LoadError(f"{base.name}: {base.model.config.model_type} has no KV cache; it cannot be a target model")
         logits.append(plain.logits[0])
-    return logits, plain.past_key_values.layers
+    return logits, cache.layers
 
 
 @torch.inference_mode()
