@@ -23,7 +23,6 @@ from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
 from drafter.methods.learning.drafter import LEARNT, load_start, load_weights, version_of, weights_of
-from drafter.methods.learning.payoff import Evaluation
 from drafter.methods.learning.rows import LearningRows, RowSample, micro_batches
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.target.forward import LM_HEAD_INPUT
@@ -37,6 +36,11 @@ _TEXTS_AT_ONCE = 2  # held-out texts measured per unit of work
 STATE_FILE = "learner.safetensors"
 """A learner's state: one file, so that its replacement is atomic; the header holds all that is not a tensor."""
 _FACTS = "learner"
+
+
+def rest_after(seconds: float, share: float) -> float:
+    """Return the seconds to rest after so many seconds of work, so that work takes `share` of the time."""
+    return seconds * (1.0 / share - 1.0)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class LearnerProgress:
     rows: int = 0  # training rows in memory
     held_out: int = 0
     nbytes: int = 0  # of both
-    evaluation: Evaluation | None = None  # of the last slice of work, as is `version`
-    version: HeadVersion | None = None
+    beta: float | None = None  # of the weights that were measured last; None before
+    version: HeadVersion | None = None  # published in the last slice of work
     idle: bool = True  # it waits for rows
 
 
@@ -88,14 +92,14 @@ class Learner:
         self._measuring: Iterator[None] | None = None
 
     def add(self, samples: Sequence[RowSample]) -> None:
-        """Take rows. Without room, those of least rank are dropped."""
+        """Take rows. Without room, the oldest and the most used ones are dropped."""
         for sample in samples:
             self._rows.add(sample)
 
     def work(self, seconds: float) -> LearnerProgress:
         """Work for about `seconds`; at least one unit of work if there is any."""
         now, begun, before = self._progress, time.monotonic(), self._progress.seconds
-        now.evaluation, now.version, now.idle = None, None, False
+        now.version, now.idle = None, False
         while not now.idle:
             now.idle = not self._unit()
             spent = time.monotonic() - begun
@@ -157,30 +161,28 @@ class Learner:
                 yield
             betas.append(walks.beta[settings.num_draft_tokens])
         candidate, published = betas if drafted else (betas[0], 1.0)
-        better = candidate >= settings.least_gain * published
-        found = Evaluation(self._progress.seconds, steps, len(texts), candidate, published, better)
-        self._progress.evaluation = found
-        if better:
-            self._publish(weights, found)
+        self._progress.beta = candidate
+        if candidate >= settings.least_gain * published:
+            self._publish(weights, candidate, published, len(texts))
 
-    def _publish(self, weights: dict[str, Tensor], found: Evaluation) -> None:
-        self._progress.number += 1
-        number = self._progress.number
+    def _publish(self, weights: dict[str, Tensor], beta: float, before: float, held_out: int) -> None:
+        now = self._progress
+        now.number += 1
         provenance: dict[str, Any] = {
-            "version": number,
+            "version": now.number,
             "started_from": self._start.copied_from or self._start.folder,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
-            "steps": found.steps,
-            "seconds": round(found.seconds, 1),
-            "held_out_rows": found.rows,
+            "steps": now.steps,
+            "seconds": round(now.seconds, 1),
+            "held_out_rows": held_out,
             "nodes": self._settings.num_draft_tokens,
-            "beta": round(found.candidate, 4),
-            "beta_before": round(found.published, 4),
+            "beta": round(beta, 4),
+            "beta_before": round(before, 4),
             "torch": torch.__version__,
         }
-        self.version = HeadVersion(number, weights, found.candidate, found.published, provenance)
-        self._progress.version, self._good = self.version, weights
+        self.version = HeadVersion(now.number, weights, beta, before, provenance)
+        now.version, self._good = self.version, weights
 
     def save_head(self, folder: str | Path) -> None:
         """Write the newest version as a head folder, which `--drafter` takes; raise `ValueError` if there is none."""
