@@ -67,7 +67,7 @@ def test_nothing_is_handed_out_while_it_pauses(tiny_base: BaseModel) -> None:
 
 
 def ended(name: str, output: int = 8) -> EndedRow:
-    return EndedRow(name, [5, 6], list(range(output)), 8)
+    return EndedRow(name, [5, 6], list(range(output)))
 
 
 def test_where_there_is_little_room_the_newest_rows_stay() -> None:

@@ -62,7 +62,7 @@ class Engine:
 
     def end_row(self, name: str) -> bool:
         """A row ends; returns whether it was kept."""
-        row = EndedRow(name, [1, 2], [3, 4], 2)
+        row = EndedRow(name, [1, 2], [3, 4])
         if wanted := self.samples.wants(row, 0):
             self.samples.put(row, None, None)
         return wanted

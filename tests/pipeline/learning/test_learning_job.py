@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +21,7 @@ from drafter.target.loading import load_base
 from jobs.report import main as report
 from tests.pipeline.conftest import Outcome, Run, write_jsonl
 from tests.support.faults import NotedLearner, UnhurriedEngine
+from tests.support.paths import ROOT
 from tests.support.quick_learner import training_settings
 from tests.support.waiting import wait_until
 
@@ -115,3 +119,24 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     assert tokens_by_row(again) == tokens_by_row(plain)
     made_again = again.parts[lost.name]
     assert min(row["drafter_version"] for row in made_again if row["drafter_version"] is not None) >= last
+
+
+@pytest.mark.slow
+def test_jobs_work_without_the_method(tmp_path: Path) -> None:
+    for package in ("drafter", "pipeline", "jobs"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "drafter" / "methods" / "learning")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "Tom has 3 boxes"}])
+    command = [sys.executable, "-m", "jobs.generate", "--input", str(source), "--sampling.max_new_tokens", "8"]
+    own = {"PYTHONPATH": str(tmp_path), "RAY_ADDRESS": "local"}
+
+    def submit(*settings: str) -> subprocess.CompletedProcess[str]:
+        given = [*command, *settings]
+        return subprocess.run(given, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=600)
+
+    done = submit("--output", "out")
+    assert done.returncode == 0, done.stderr
+    assert "rows        1 finished, 0 failed" in done.stdout
+    asked = submit("--output", "other", "--learning")
+    assert asked.returncode == 2
+    assert "this installation is without the method learning" in asked.stderr
