@@ -39,9 +39,9 @@ class LearningFeed:
     `find` returns the current `LearnerActor`; None if there is none.
     """
 
-    def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
+    def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None]) -> None:
         assert isinstance(lm.samples, SampleTap)
-        self._engine, self._samples, self._find, self._put = lm.engine, lm.samples, find, put
+        self._engine, self._samples, self._find = lm.engine, lm.samples, find
         self._learner: Any | None = None
         self._call: Any = None
         self._number: int | None = None
@@ -84,7 +84,7 @@ class LearningFeed:
 
     def _give(self, learner: Any) -> Any:
         rows = self._samples.take(_BATCH_BYTES)
-        return learner.exchange.remote([self._put(rows)] if rows else [])
+        return learner.exchange.remote([ray.put(rows)] if rows else [])
 
     def _pause(self, paused: bool) -> None:
         if paused != self._paused:

@@ -201,7 +201,6 @@ class Learner:
         facts = {
             "totals": {name: getattr(now, name) for name in ("number", "steps", "seconds", "discarded")},
             "training_steps": self._training.steps,
-            "learning_rate": self._training.learning_rate,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
             "first": self._rows.first,
@@ -224,8 +223,8 @@ class Learner:
         tensors, facts = _read_state(Path(folder))
         good = _under("good/", tensors)
         try:
-            learner._training.load(tensors, facts["training_steps"], facts["learning_rate"])
             totals, version = LearnerProgress(**facts["totals"]), facts["version"]
+            learner._training.load(tensors, facts["training_steps"], totals.discarded)
             # The head's folder is newer than the state if a process died between the two writes.
             learner._progress = replace(totals, number=max(totals.number, learner._progress.number))
             rows = learner._rows
@@ -259,7 +258,7 @@ class AveragedTraining:
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: LearnerSettings) -> None:
         self._base, self._head, self._settings = base, head, settings
-        self.learning_rate = settings.learning_rate
+        self._restarts = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -268,7 +267,7 @@ class AveragedTraining:
             steps=1,
             texts_per_step=wanted.texts_per_step,
             anchors_per_text=wanted.anchors_per_text,
-            learning_rate=self.learning_rate,
+            learning_rate=wanted.learning_rate / 2**self._restarts,
             warmup_steps=wanted.warmup_steps,
             final_learning_rate=1.0,
             teacher=wanted.teacher if LM_HEAD_INPUT in self._head.hidden_layers else 0,
@@ -294,7 +293,7 @@ class AveragedTraining:
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Continue from other weights with a fresh optimiser at half the rate, after a loss that was not finite."""
-        self.learning_rate /= 2
+        self._restarts += 1
         load_weights(self._head, weights)
         self._begin()
 
@@ -310,9 +309,9 @@ class AveragedTraining:
         """Optimiser steps since the last restart."""
         return self._optimiser.steps
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int, learning_rate: float) -> None:
+    def load(self, tensors: Mapping[str, Tensor], steps: int, restarts: int) -> None:
         """Restore what `tensors` returned; raise KeyError, ValueError or RuntimeError if it is of another head."""
-        self.learning_rate = learning_rate
+        self._restarts = restarts
         self._head.load_state_dict(_under("weights/", tensors))
         self._begin()
         for name, average in self._average.items():

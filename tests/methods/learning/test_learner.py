@@ -230,6 +230,21 @@ def test_a_learner_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path
         torch.testing.assert_close(tensor, second[name], rtol=0, atol=0)
 
 
+def test_a_learner_that_is_resumed_has_the_learning_rate_of_now(tmp_path: Path) -> None:
+    learner = learner_of("medusa", uses=100)
+    learner.add(rows("medusa"))
+    learner.work(0.0)
+    before = state_of(learner, tmp_path / "state")
+    settings = LearnerSettings(**{**QUICK, "uses": 100, "learning_rate": 1e-12})
+    other = Learner.resume(base(), start_of("medusa"), tmp_path / "state", settings)
+    for one in (learner, other):
+        one.add(rows("medusa"))
+        one.work(0.0)
+    name = next(name for name in before if name.startswith("weights/"))
+    assert not torch.allclose(state_of(learner, tmp_path / "on")[name], before[name], atol=1e-6)
+    assert torch.allclose(state_of(other, tmp_path / "other")[name], before[name], atol=1e-6)
+
+
 def learner_steps(folder: Path) -> int:
     with safe_open(folder / "learner.safetensors", framework="pt") as file:
         steps: int = json.loads(file.metadata()["learner"])["totals"]["steps"]
