@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import costs, draws, never_slower, row_budgets, searches, speed, trees
 from benchmarks.endpoint import serving
-from benchmarks.generation_jobs import learning, scale
+from benchmarks.generation_jobs import scale
 from benchmarks.gpu import page
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -32,7 +32,6 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     RESULTS_FILE: _write_evaluation,
     HEADS_FILE: write_table,
     scale.SCALE_FILE: scale.write_table,
-    learning.LEARNING_FILE: learning.write_table,
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
     never_slower.RECORD_FILE: never_slower.write_table,

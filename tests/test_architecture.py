@@ -136,7 +136,7 @@ def test_methods_are_rooms_that_can_be_deleted() -> None:
 
 
 def test_outputs_are_written_and_reported_without_a_method() -> None:
-    """A method's own room may be gone from the pipeline, too: `learning.json` is read like any other file."""
+    """A method's own room may be gone from the pipeline, too."""
     methods = ("drafter.methods", "pipeline.learning", "pipeline.pad", "pipeline.cacheback")
     for module, imported in import_graph().items():
         if any(within(module, f"pipeline.{room}") for room in ("io", "output", "progress", "report")):

@@ -6,8 +6,8 @@
         --then data/drafter-prompts/records.jsonl 450 --slots 4 --nodes 7 --max-new-tokens 64 --output build/adapting
 
 Each run is `drafter generate` in a process of its own, on questions of GSM8K's training split; with `--then`, the job
-changes its subject after them. The arms take turns. The head of `learning` starts from nothing. `adapting` has a core
-of its own and learns to the end, from the head that `fixed` drafts with.
+changes its subject after them. The arms take turns. The head of `learning` starts from nothing, that of `adapting` from
+the one that `fixed` drafts with.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.statistics import DecodeCounts, mean_acceptance_length, total
 from drafter.target.loading import load_base
-from pipeline.io.files import locate
-from pipeline.learning.record import read_record
-from pipeline.output.folder import OutputFolder
-from pipeline.progress.board import Moment
 
 LEARNING_FILE = "learning.json"
 TABLE_FILE = "learning.md"
@@ -66,8 +62,6 @@ class JobRun:
         memory: MiB of memory that a kind of process has for itself, by kind, every few seconds.
         beta_by_subject: β of the questions, and of what came after them.
         learning: What `run.json` says about the learner; None where there is none.
-        versions: When versions came, in seconds after the start, and their β on held-out rows.
-        moments: How decoding went in time.
     """
 
     arm: str
@@ -79,11 +73,9 @@ class JobRun:
     memory: dict[str, list[int]]
     beta_by_subject: list[float] = field(default_factory=list)
     learning: dict[str, Any] | None = None
-    versions: list[tuple[float, float]] | None = None
-    moments: list[dict[str, Any]] | None = None
 
 
-def settings_of(arm: str, head: str | None) -> list[str]:
+def settings_of(arm: str, head: str | None, share: float) -> list[str]:
     """Return how a job is told to draft.
 
     Raises:
@@ -94,10 +86,10 @@ def settings_of(arm: str, head: str | None) -> list[str]:
     if arm == "auto":
         return []
     if arm == "learning":
-        return ["--learning", "true", "--learning.head", "new"]
+        return ["--learning", "true", "--learning.head", "new", "--learning.share", str(share)]
     if head is None:
         raise SystemExit(f"error: the arm {arm} starts from a head: give --head")
-    learning = json.dumps({"enabled": True, "head": head, "must_pay": False, "cpus": 1})
+    learning = json.dumps({"enabled": True, "head": head, "share": share})
     return ["--drafter", head, *(["--learning", learning] if arm == "adapting" else [])]
 
 
@@ -108,7 +100,7 @@ def run_job(arm: str, source: Path, output: Path, settings: list[str], variables
         SystemExit: The job failed.
     """
     command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", output, *settings]
-    begun, began_at = time.monotonic(), time.time()
+    begun = time.monotonic()
     with (
         output.with_suffix(".log").open("w", encoding="utf-8") as log,
         psutil.Popen([str(one) for one in command], env=os.environ | variables, stdout=log, stderr=log) as process,
@@ -136,13 +128,7 @@ def run_job(arm: str, source: Path, output: Path, settings: list[str], variables
     }
     if arm not in ("learning", "adapting"):
         return JobRun(**run)
-    record = read_record(OutputFolder(locate(str(output))))
-    return JobRun(
-        **run,
-        learning=json.loads((output / "run.json").read_text(encoding="utf-8"))["learning"],
-        versions=[(one.at - began_at, one.beta) for one in record.versions],
-        moments=[asdict(one) | {"at": one.at - began_at} for one in record.moments],
-    )
+    return JobRun(**run, learning=json.loads((output / "run.json").read_text(encoding="utf-8"))["learning"])
 
 
 def watch(process: psutil.Popen) -> dict[str, list[int]]:
@@ -192,15 +178,6 @@ def beta_of(rows: Iterable[dict[str, Any]]) -> float:
     return mean_acceptance_length(total(DecodeCounts(**{name: row[name] for name in names}) for row in rows))
 
 
-def rates_with_and_without(moments: Sequence[Moment]) -> tuple[float, float]:
-    """Return new tokens per second while the learner was at work, and while it was not; 0 where there is nothing."""
-    rates = []
-    for learned in (True, False):
-        some = [one for one in moments if (one.learned > one.seconds / 2) == learned]
-        rates.append(sum(one.tokens for one in some) / sum(one.seconds for one in some) if some else 0.0)
-    return rates[0], rates[1]
-
-
 def write_table(folder: Path) -> None:
     """Write the table of a record that `main` wrote."""
     record = json.loads((folder / LEARNING_FILE).read_text(encoding="utf-8"))
@@ -244,16 +221,14 @@ def write_table(folder: Path) -> None:
 def _learning_lines(run: JobRun) -> list[str]:
     """Return what a run's learner did, and the course of the run."""
     did = run.learning or {}
-    working, resting = rates_with_and_without([Moment(**one) for one in run.moments or []])
     course = [
         {"tenth of the rows": name, **{str(index + 1): f"{value:{form}}" for index, value in enumerate(values)}}
         for name, values, form in (("β", run.beta_by_tenth, ".2f"), ("tokens/s", run.rate_by_tenth, ".0f"))
     ]
     return [
         "",
-        f"The learner made {did['versions']} versions in {did['steps']} steps and {did['seconds']:.0f} s. It took "
-        + f"{did['taken_seconds']:.0f} s and saved {did['saved_seconds']:.0f} s. New tokens per second: {working:.0f} "
-        + f"while it was at work, {resting:.0f} while it was not. At the end: {did['state']}, {did['reason']}.",
+        f"The learner made {did['version'] or 0} versions in {did['steps']} steps and {did['seconds']:.0f} s. "
+        + f"At the end: {did['state']}, {did['reason']}.",
         "",
         markdown_table(course),
     ]
@@ -273,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=_ARMS, default=["none", "auto", "learning"])
     parser.add_argument("--model", help="folder of the base (default: the embedded one)")
     parser.add_argument("--head", help="folder of the head of the arms fixed and adapting")
+    parser.add_argument("--share", type=float, default=0.1, help="learner's share of the time (default: %(default)s)")
     parser.add_argument("--rows", type=int, help="questions (default: all)")
     parser.add_argument("--then", nargs=2, metavar=("FILE", "ROWS"), help="what comes after them, and how much of it")
     parser.add_argument("--passes", type=int, default=1, help="how often the file has them (default: %(default)s)")
@@ -291,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [json.dumps({"subject": subject, "prompt": prompt}) + "\n" for subject, prompt in prompts] * args.passes
     if len(lines) < _TENTHS:
         raise SystemExit(f"error: {len(lines)} rows have no tenths: give more --rows")
-    settings = {arm: settings_of(arm, args.head) for arm in args.arms}
+    settings = {arm: settings_of(arm, args.head, args.share) for arm in args.arms}
     shared = [
         "--engine.max_num_seqs",
         str(args.slots),

@@ -445,7 +445,7 @@ class Engine:
         request = sequence.handle.request
         if self._tap is None or not request.may_teach or sequence.lenient:
             return
-        row = EndedRow(request.request_id, request.prompt_ids, sequence.output, sequence.counts.num_decode_steps)
+        row = EndedRow(request.request_id, request.prompt_ids, sequence.output)
         if self._tap.wants(row, row.length * self.batch.hidden_bytes):
             slot = self.scheduler.active.index(sequence)
             self._tap.put(row, *self.batch.fetch_hidden(slot, row.length))

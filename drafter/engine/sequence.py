@@ -352,12 +352,11 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
 
 @dataclass(frozen=True)
 class EndedRow:
-    """A row that has just ended, to learn from; `steps` are its decode steps."""
+    """A row that has just ended, to learn from."""
 
     request_id: str
     prompt: Several[int]
     output: Several[int]
-    steps: int
 
     @property
     def length(self) -> int:

@@ -140,7 +140,6 @@ class EngineActor(EngineProcess):
         learner: str | None = None,
     ) -> None:
         from drafter.evaluation.environment import device_name
-        from pipeline.learning.feed import LearningFeed
 
         self._progress, self._commit = progress, commit
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
@@ -161,6 +160,8 @@ class EngineActor(EngineProcess):
         self._pulse.start()
         self._memory.start()
         if learner is not None:
+            from pipeline.learning.feed import LearningFeed
+
             LearningFeed(self._lm, partial(find_learner, learner)).start()
 
     def __call__(self, block: pa.Table) -> pa.Table:

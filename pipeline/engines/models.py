@@ -263,18 +263,21 @@ class EngineSpec:
 
     def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
         from drafter.llm import SpeculativeLM
-        from drafter.methods.learning.drafter import Learning
 
-        drafter = self.drafter
-        if start is not None and start.folder is not None and drafter != "auto":
-            drafter = start.folder  # the head alone, by where this process has it
+        drafter, learning = self.drafter, None
+        if start is not None:
+            from drafter.methods.learning.drafter import Learning
+
+            learning = Learning(start)
+            if start.folder is not None and drafter != "auto":
+                drafter = start.folder  # the head alone, by where this process has it
         return SpeculativeLM.from_pretrained(
             self.model,
             drafter,
             config=self.config,
             isolated=self.isolated,
             verifier=self.verifier,
-            learning=None if start is None else Learning(start),
+            learning=learning,
             on_stage=on_stage,
             **self.loading,
         )

@@ -23,12 +23,11 @@ from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
 from pipeline.io.files import locate
 from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
-from pipeline.learning.config import NEW, SHIPPED
 from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
 
 LEARNING, SPECULATION, DRAFTERS = "learning", "speculation", "drafters"
-"""Keys in `run.json`: results, costs and savings of a head that learns from the rows; `speculation_record`; the drafter
+"""Keys in `run.json`: the last report of a head that learns from the rows; `speculation_record`; the drafter
 of each submission that generated, and the fingerprints of its heads by name.
 """
 
@@ -94,8 +93,8 @@ def checked_job(config: GenerateConfig) -> Job:
     reads_clock = _check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
-    if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
-        heads |= head_fingerprints(config.model, config.learning.head)
+    if config.learning.enabled and (given := config.learning.given_head) is not None:
+        heads |= head_fingerprints(config.model, given)
     date = output_date(config) if reads_clock else None
     meaning = job_meaning(config, prompts, base, heads, date)
     output = open_output(config, meaning)

@@ -47,8 +47,7 @@ from pipeline.progress.watch import ProgressWatch, StatusFile, display
 from pipeline.stopping import Stopping
 
 if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
-    from pipeline.learning.config import Beginning
-    from pipeline.learning.job_learner import JobLearner
+    from pipeline.learning.config import LearnerSpec
 
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
@@ -57,12 +56,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a submission. `beginning` is the initial state of a head that learns; None without learning."""
+    """The work of a submission. `learner` trains a head that learns; None without learning."""
 
     staged: StagedInput
     missing: list[Part]
     resources: ActorResources
-    beginning: Beginning | None = None
+    learner: LearnerSpec | None = None
 
     @property
     def rows(self) -> int:
@@ -157,17 +156,15 @@ def _note_loss(status: StatusFile, why: str) -> str:
 def _on_cluster(
     job: Job, staged: StagedInput | None, cluster: Cluster, stopping: Stopping, status: StatusFile
 ) -> tuple[StagedInput, Progress]:
-    learning = job.config.learning
-    begins = None
-    if learning.enabled:
-        from pipeline.learning.config import beginning
+    learner = None
+    if job.config.learning.enabled:
         from pipeline.learning.job_learner import beside_learner
 
-        cluster, begins = beside_learner(learning, cluster), beginning(learning, job.output)
+        cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
     resources = share_out(job.config.resources, cluster)
     status.takes(resources)
     staged = _stage(job, staged)
-    work = Work(staged, staged.without(job.output.committed()), resources, begins)
+    work = Work(staged, staged.without(job.output.committed()), resources, learner)
     if not work.missing:
         return staged, Progress()
     job.note_drafter()
@@ -212,7 +209,11 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     say(f"{left} of {tally.total} rows to generate; an engine takes {takes(work.resources)}")
     board = start_beside_driver(StatusBoard)
     viewers = [display(), status, job_metrics(without_secrets(job.config.output))]
-    learner = None if work.beginning is None else _start_learner(job, work.beginning)
+    learner = None
+    if work.learner is not None:
+        from pipeline.learning.job_learner import JobLearner
+
+        learner = JobLearner(work.learner)
     look = None if learner is None else learner.look
     watch = ProgressWatch(board, tally, partial(_note_facts, job), viewers, look)
     try:
@@ -259,7 +260,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
             fed(config.engine),
             resources.threads,
             verifier=config.verifier,
-            learning=work.beginning,
+            learning=None if work.learner is None else work.learner.beginning,
             folder=job.folder,
         ),
         "limits": config.limits,
@@ -293,14 +294,13 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     generated.materialize()
 
 
-def _start_learner(job: Job, begins: Beginning) -> JobLearner:
-    from pipeline.learning.config import LearnerSpec
-    from pipeline.learning.job_learner import JobLearner
+def _learner(job: Job) -> LearnerSpec:
+    from pipeline.learning.config import learner_spec
 
     config, loading = job.config, job.config.loading
-    model, run = model_name(config.model), without_secrets(config.output)
-    return JobLearner(
-        LearnerSpec(config.learning, begins, job.output, run, model, loading.dtype, loading.trust_remote_code)
+    run, model = without_secrets(config.output), model_name(config.model)
+    return learner_spec(
+        config.learning, job.output, run, model, loading.dtype, trust_remote_code=loading.trust_remote_code
     )
 
 

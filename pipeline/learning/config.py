@@ -1,23 +1,28 @@
-"""Settings `learning.*`: a head that learns from the rows while the job runs; and what its learner starts with."""
+"""Settings `learning.*`: a head that learns from the rows while the job runs; and what its learner starts with.
+
+The method may be away: it is imported where learning is asked for.
+"""
 
 from __future__ import annotations
 
-import math
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import one_line
-from drafter.methods.learning.settings import SHIPPED_OR_NEW, LearnerSettings, StartingHead
+from drafter.plugins import methods, names
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
 from pipeline.io.files import Location, local_path
 from pipeline.output.folder import HEAD_CONFIG, OutputFolder, check_head, fetch_head
 
-SHIPPED, NEW = "shipped", "new"
+if TYPE_CHECKING:
+    from drafter.methods.learning.settings import LearnerSettings, StartingHead
+
+_SHIPPED, _NEW = "shipped", "new"
 
 
 @dataclass(frozen=True)
@@ -26,53 +31,53 @@ class LearningConfig:
 
     Args:
         enabled: Train a head; `--learning true` for short.
-        head: Initial head: a head's folder or hub id; `new`, untrained; or `shipped`, the one that ships with the
-            project for the target model, and a new one where none does.
-        algorithm: Kind of a new head.
-        must_pay: Learn only while that is expected to make the job shorter; otherwise learn to the end.
-        cpus: CPU cores of the learner alone, and so its threads. With 0 it is one thread that takes what the engines
-            leave.
-        gpus: GPUs of the learner alone, a fraction allowed; with 0 it learns on the CPU. Engines that are to share a
-            GPU with it take less of it: see resources.gpus_per_actor, and replicas.gpus of an endpoint.
-        training: Training settings.
+        head: Initial head: a head's folder or hub id; `new`, untrained, or `new:KIND`, of another kind than `ctc`; or
+            `shipped`, the one that ships with the project for the target model, and a new one where none does.
+        share: Share of the time for which the learner trains, at most 1.
+        learning_rate: Learning rate of AdamW, after a short warm-up.
+        gpus: GPUs of the learner, a fraction allowed; with 0 it is a thread of the lowest priority on the CPU. Engines
+            that are to share a GPU with it take less of it: see resources.gpus_per_actor, and replicas.gpus of an
+            endpoint.
     """
 
     enabled: bool = False
-    head: str = SHIPPED
-    algorithm: Literal["ctc", "medusa", "hydra", "eagle3", "specformer"] = "ctc"
-    must_pay: bool = True
-    cpus: float = 0
+    head: str = _SHIPPED
+    share: float = 0.1
+    learning_rate: float = 1e-3
     gpus: float = 0
-    training: LearnerSettings = field(default_factory=LearnerSettings)
 
     def __post_init__(self) -> None:
         if not self.head.strip():
             raise InputError("learning.head is empty")
-        at_least("learning.cpus", self.cpus, 0)
+        for name in ("share", "learning_rate"):
+            at_least(f"learning.{name}", getattr(self, name), 0, above=True)
         at_least("learning.gpus", self.gpus, 0)
+        if self.share > 1:
+            raise InputError(f"learning.share must be at most 1, not {self.share:g}")
         if self.gpus > 1:
             raise InputError(f"learning.gpus must be at most 1, not {self.gpus:g}: a learner runs on one device")
 
     @property
-    def threads(self) -> int:
-        return max(1, math.ceil(self.cpus))
+    def given_head(self) -> str | None:
+        """The head that the setting names; None for `shipped` and new ones."""
+        return None if self.head == _SHIPPED or self.new_kind is not None else self.head
 
     @property
-    def yields(self) -> bool:
-        """True if the learner's threads take only what other processes leave."""
-        return not self.cpus and not self.gpus
-
-    @property
-    def shares(self) -> bool:
-        """True if engines also use the learner's cores or its GPU."""
-        return self.yields or 0 < self.gpus < 1
+    def new_kind(self) -> str | None:
+        """The kind of a head that starts from nothing; None if another one is asked for."""
+        new, _, kind = self.head.partition(":")
+        return (kind or "ctc") if new == _NEW else None
 
     def check_beside(self, drafter: str, verifier: VerifierSettings, engine: EngineSettings) -> None:
         """Raise `InputError` where the head would not draft, or the output would not be the target model's own."""
         if not self.enabled:
             return
-        given = self.head not in (SHIPPED, NEW)
-        if drafter != "auto" and not (given and drafter == self.head):
+        if "learning" not in methods():
+            raise InputError("learning.enabled: this installation is without the method learning")
+        kinds = ["ctc", *names("heads")]
+        if self.new_kind not in (None, *kinds):
+            raise InputError(f"learning.head {self.head} is not known: new heads are of the kinds {', '.join(kinds)}")
+        if drafter != "auto" and drafter != self.given_head:
             raise InputError(
                 f"drafter {drafter} has no head that could learn: use auto, or give the same head as drafter and "
                 "as learning.head"
@@ -113,6 +118,7 @@ class LearnerSpec:
     """Models and settings of a learner's process. `run` is its name in metrics: an output, or an endpoint's model."""
 
     config: LearningConfig
+    training: LearnerSettings
     beginning: Beginning
     output: OutputFolder
     run: str
@@ -126,10 +132,29 @@ class LearnerSpec:
         return "auto" if self.config.gpus else "cpu"
 
 
+def learner_spec(
+    config: LearningConfig, output: OutputFolder, run: str, model: str, dtype: str, *, trust_remote_code: bool
+) -> LearnerSpec:
+    """Return the learner of a submission or an endpoint. It begins with the output's head, if there is one already."""
+    training = training_settings(config)
+    return LearnerSpec(config, training, beginning(config, output), output, run, model, dtype, trust_remote_code)
+
+
+def training_settings(config: LearningConfig) -> LearnerSettings:
+    from drafter.methods.learning.settings import LearnerSettings
+
+    return LearnerSettings(learning_rate=config.learning_rate)
+
+
 def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
     """Return the initial head of a submission or an endpoint: the output's, if an earlier one has trained it."""
-    folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, local_path(config.head))
-    start = StartingHead(folder, config.algorithm, seed=config.training.seed)
+    from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
+
+    kind, given = config.new_kind, config.given_head
+    if kind is not None:
+        start = StartingHead(algorithm=kind)
+    else:
+        start = StartingHead(SHIPPED_OR_NEW if given is None else local_path(given))
     return Beginning(start, output.head if _is_whole(output.head) else None)
 
 

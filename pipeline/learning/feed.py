@@ -1,4 +1,4 @@
-"""An engine's link to the learner: progress and rows go there, versions of the head come back.
+"""An engine's link to the learner: rows go there, versions of the head come back.
 
 The link runs in its own thread. The engine never waits for it, and a failure costs drafts only.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,24 +16,12 @@ import ray
 from drafter.errors import one_line
 from drafter.llm import SpeculativeLM
 from drafter.methods.learning.rows import SampleTap
-from drafter.statistics import BatchChoice
 from pipeline.progress.watch import Pulse
 
 _PULSE_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
 _FIND_SECONDS = 3.0  # time between searches for a missing learner, as each asks the cluster's head
 _BATCH_BYTES = 16 << 20  # most bytes of rows in transit to the learner; more follow once they have arrived
-_SILENT_SECONDS = 60.0  # an engine silent for this long counts as ended
-
-
-@dataclass(frozen=True)
-class EngineBeat:
-    """Progress of an engine since its start, or of all engines in an interval."""
-
-    tokens: int = 0
-    row_steps: int = 0  # decode steps × rows in each
-    choices: tuple[BatchChoice, ...] = ()
-    busy: float = 0.0  # seconds with something to decode; of several engines, their mean
 
 
 @dataclass(frozen=True)
@@ -46,46 +33,16 @@ class Answer:
     weights: tuple[ray.ObjectRef[Any], ...] = ()
 
 
-class EngineBeats:
-    """Adds up engines' progress. Times are in seconds of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._heard: dict[str, tuple[EngineBeat, float]] = {}
-        self._sum = EngineBeat()
-
-    def enter(self, engine: str, beat: EngineBeat, now: float) -> None:
-        """Record an engine's progress.
-
-        Its progress before its first beat is left out, because a restarted learner hears of engines' whole lives.
-        """
-        before, _ = self._heard.get(engine, (beat, now))
-        self._sum = EngineBeat(
-            tokens=self._sum.tokens + beat.tokens - before.tokens,
-            row_steps=self._sum.row_steps + beat.row_steps - before.row_steps,
-            busy=self._sum.busy + beat.busy - before.busy,
-        )
-        self._heard[engine] = beat, now
-
-    def take(self, now: float) -> EngineBeat:
-        """End an interval: return its sums, and forget silent engines."""
-        self._heard = {name: heard for name, heard in self._heard.items() if now - heard[1] <= _SILENT_SECONDS}
-        choices = tuple(choice for beat, _ in self._heard.values() for choice in beat.choices)
-        done = replace(self._sum, choices=choices, busy=self._sum.busy / max(len(self._heard), 1))
-        self._sum = EngineBeat()
-        return done
-
-
 class LearningFeed:
     """Passes rows of an engine to a learner, and versions of the head to the engine.
 
     `find` returns the current `LearnerActor`; None if there is none.
     """
 
-    def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
+    def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None]) -> None:
         assert isinstance(lm.samples, SampleTap)
-        self._engine, self._samples, self._find, self._put = lm.engine, lm.samples, find, put
+        self._engine, self._samples, self._find = lm.engine, lm.samples, find
         self._learner: Any | None = None
-        self._name = uuid.uuid4().hex
         self._call: Any = None
         self._number: int | None = None
         self._paused, self._find_at = False, 0.0
@@ -126,11 +83,8 @@ class LearningFeed:
             print(f"version {number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
 
     def _give(self, learner: Any) -> Any:
-        state = self._engine.state()
-        choices = tuple(choice for choice in state.choices if choice.members)
-        beat = EngineBeat(state.output_tokens, state.row_steps, choices, state.busy_seconds)
         rows = self._samples.take(_BATCH_BYTES)
-        return learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
+        return learner.exchange.remote([ray.put(rows)] if rows else [])
 
     def _pause(self, paused: bool) -> None:
         if paused != self._paused:

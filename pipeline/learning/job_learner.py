@@ -10,16 +10,13 @@ from typing import Any
 import ray
 
 from drafter.errors import one_line
-from drafter.methods.learning.payoff import hopes
 from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.learning.config import LearnerSpec, LearningConfig
-from pipeline.learning.record import read_record
 from pipeline.progress.board import LearningReport, Progress
 
 _MOST_RESTARTS = 10
 _LAST_WORD_SECONDS = 30.0
-_MEASURED_SECONDS = 9.0  # shortest measurement of the row rate that predicts the job's duration
 
 
 def find_learner(name: str) -> Any | None:
@@ -37,22 +34,21 @@ class WatchedLearner:
         # Late, because most drivers start no learner, and it imports torch.
         from pipeline.learning.learner_actor import LearnerActor
 
-        config = spec.config
-        options = {"num_cpus": config.cpus, "num_gpus": config.gpus, "max_restarts": _MOST_RESTARTS, "name": name}
+        options = {"num_cpus": 0, "num_gpus": spec.config.gpus, "max_restarts": _MOST_RESTARTS, "name": name}
         self._actor = ray.remote(**options)(LearnerActor).remote(spec)
         self.last = LearningReport()
         self._call: Any = None
         self._answered = False
         self._said = "starting"
 
-    def ask(self, tokens_left: float | None) -> LearningReport:
-        """Return the latest report, and request the next one; never blocks. See `LearnerActor.report`."""
+    def ask(self) -> LearningReport:
+        """Return the latest report, and request the next one; never blocks."""
         try:
             if self._call is not None and ray.wait([self._call], timeout=0)[0]:
                 call, self._call = self._call, None
                 self._hear(call)
             if self._call is None and self.last.state != "ended":
-                self._call = self._actor.report.remote(tokens_left)
+                self._call = self._actor.report.remote()
         except ray.exceptions.RayError as error:  # the cluster is in trouble: that is for others to say
             tell(f"it cannot be asked: {one_line(error)}")
         return self.last
@@ -85,7 +81,7 @@ class WatchedLearner:
             length = report.published_beta
             measured = "" if length is None else f", {length:.2f} tokens a step on rows held out"
             tell(f"version {report.version} of the head after {report.steps:,} steps{measured}")
-        if report.state != self._said and report.state not in ("starting", "measuring"):
+        if report.state != self._said and report.state != "starting":
             self._said = report.state
             tell(f"{report.state}: {report.reason}")
 
@@ -95,93 +91,41 @@ def tell(line: str) -> None:
 
 
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
-    """Return the part of a cluster left for engines; raise `InputError` if the learner finds no room."""
-    if not config.enabled or not (config.cpus or config.gpus):
+    """Return the part of a cluster left for engines; raise `InputError` if the learner finds no GPU."""
+    if not config.enabled or not config.gpus:
         return cluster
     nodes = list(cluster.nodes)
     for place, node in enumerate(nodes):
-        if node.cpus >= config.cpus and node.gpus >= config.gpus:
-            nodes[place] = Node(node.cpus - config.cpus, node.gpus - config.gpus)
+        if node.gpus >= config.gpus:
+            nodes[place] = Node(node.cpus, node.gpus - config.gpus)
             return Cluster(tuple(nodes), cluster.may_grow)
     if cluster.may_grow:
         return cluster
-    raise InputError(
-        f"no machine has {config.cpus:g} CPU cores and {config.gpus:g} GPUs for the learner: lower learning.cpus or "
-        "learning.gpus"
-    )
+    raise InputError(f"no machine has {config.gpus:g} GPUs for the learner: lower learning.gpus")
 
 
 class JobLearner:
-    """The learner of a generation job, which engines find by `name`.
-
-    Even starting its process takes seconds of a core. If it has no core of its own and must pay, it starts only when
-    the rest of the job is long enough.
-    """
+    """The learner of a generation job, which engines find by `name`."""
 
     def __init__(self, spec: LearnerSpec) -> None:
         self.name = f"learner-{uuid.uuid4().hex}"
         self._spec = spec
         self._learner: WatchedLearner | None = None
-        self._report = read_record(spec.output).report("starting", "nothing has been decoded yet")
-        self._first: Progress | None = None
-        self._waits = spec.config.must_pay and spec.config.yields
-        if not self._waits:
-            self._start()
+        self._report = LearningReport()
+        self._start()
 
     def look(self, now: Progress) -> Progress:
         """Return the job's progress with the learner's report; never blocks."""
         if self._learner is None:
-            self._may_start(now)
-        return replace(now, learning=self._report if self._learner is None else self._learner.ask(tokens_left(now)))
+            self._start()
+        return replace(now, learning=self._report if self._learner is None else self._learner.ask())
 
     def close(self) -> LearningReport:
-        if self._learner is None:
-            tell(f"not begun: {self._report.reason}")
-            return self._report
-        return self._learner.close()
-
-    def _may_start(self, now: Progress) -> None:
-        if not self._waits:
-            self._start()
-            return
-        if not now.rows:
-            return
-        if now.rows >= now.slots and (self._first is None or now.rows < self._first.rows):
-            self._first = now  # restart the measurement if rows were lost with an engine
-        seconds = None if self._first is None else seconds_left(self._first, now)
-        if seconds is None:
-            self._rest("too few rows are done to tell how long the job takes")
-        elif seconds:
-            course = hopes(seconds)
-            self._rest(course.reason)
-            if course.learns:
-                self._start()
-
-    def _rest(self, reason: str) -> None:
-        self._report = replace(self._report, state="resting", reason=reason)
+        return self._report if self._learner is None else self._learner.close()
 
     def _start(self) -> None:
         """Start the learner. An error does not fail the job: the next look tries again."""
         try:
             self._learner = WatchedLearner(self._spec, self.name)
         except Exception as error:  # whatever it is
-            self._rest(f"it cannot be started for now: {one_line(error)}")
-
-
-def seconds_left(first: Progress, now: Progress) -> float | None:
-    """Estimate a job's remaining seconds from the rate of its rows; None while too few are done.
-
-    `first` is the progress after one full batch: those rows are slower, as engines start one by one.
-    """
-    seconds, rows = now.seconds - first.seconds, now.rows - first.rows
-    if now.total is None or rows < max(now.slots, 1) or seconds < _MEASURED_SECONDS:
-        return None
-    return (now.total - now.done) * seconds / rows
-
-
-def tokens_left(now: Progress) -> float | None:
-    """Estimate the tokens still to be generated; None before the first rows."""
-    finished = now.rows - now.errors
-    if now.total is None or finished <= 0 or not now.tokens:
-        return None
-    return (now.total - now.done) * now.tokens / finished
+            self._report = replace(self._report, reason=f"it cannot be started for now: {one_line(error)}")

@@ -87,8 +87,7 @@ class OutputFolder:
     run_file = _Below(RUN_FILE)
     card = _Below("README.md")
     status_file = _Below("status.json")
-    learner_state = _Below("_learner.safetensors")  # for resuming; its record is `learning_file`
-    learning_file = _Below("learning.json")
+    learner_state = _Below("_learner.safetensors")  # for resuming
     batch_output = _Below("batch_output.jsonl")  # answers to the requests of an OpenAI batch
     batch_errors = _Below("batch_errors.jsonl")  # its unanswered requests with the reasons
 
@@ -131,8 +130,7 @@ class OutputFolder:
         self.staged.empty(first=STAGED_LIST)
         self.errors.filesystem.delete_dir_contents(self.errors.path, missing_dir_ok=True)
         self.head.empty(first=HEAD_CONFIG)
-        for file in (self.learner_state, self.learning_file):
-            file.delete()
+        self.learner_state.delete()
 
     def compaction(self) -> CompactionPlan | None:
         """Read the plan of compaction; None if there is none. `InputError` if it and its copy are damaged."""

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -55,8 +55,8 @@ class EngineReport:
     state: EngineState
 
 
-LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
-"""`measuring`: it pauses to measure the engines' speed without it; `ended`: by an error or too many restarts."""
+LearnerState = Literal["starting", "learning", "ended"]
+"""`ended`: by an error or too many restarts."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class LearningReport:
     state: LearnerState = "starting"
     reason: str = "it begins"
     version: int | None = None  # number of the head's newest version; None before the first
-    beta: float | None = None  # of the current weights on held-out rows
+    beta: float | None = None  # of the weights measured last, on held-out rows
     published_beta: float | None = None  # of the newest version on the same rows
-    versions: int = 0
     discarded: int = 0
     steps: int = 0
     seconds: float = 0.0  # of work
@@ -77,39 +76,10 @@ class LearningReport:
     held_out: int = 0
     nbytes: int = 0
     dropped: int = 0
-    taken_seconds: float = 0.0  # that learning has cost the job
-    saved_seconds: float = 0.0  # that the learned head has saved the job
 
     @property
     def active(self) -> bool:
         return self.state == "learning"
-
-
-@dataclass(frozen=True)
-class Moment:
-    """An interval of decoding beside a learner, which worked for `learned` seconds of it; a row of `learning.json`."""
-
-    at: float  # its end, in seconds since 1970
-    seconds: float
-    tokens: int
-    row_steps: int
-    learned: float
-    version: int | None
-
-    def with_next(self, later: Moment) -> Moment:
-        sums = {name: getattr(self, name) + getattr(later, name) for name in _MOMENT_SUMS}
-        return replace(later, **sums)
-
-
-_MOMENT_SUMS = ("seconds", "tokens", "row_steps", "learned")
-
-
-def together(moments: list[Moment], most: int) -> list[Moment]:
-    """Merge adjacent pairs until there are at most `most` moments."""
-    while len(moments) > most:
-        pairs = zip(moments[::2], moments[1::2], strict=False)
-        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
-    return moments
 
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]

@@ -57,9 +57,7 @@ _LEARNER_GAUGES: Fields = {
     "loss": ("loss", "Loss of the learner's newest step, in nats."),
     "rows": ("rows", "Rows that the learner can learn from."),
     "bytes": ("nbytes", "Bytes of the rows that the learner has."),
-    "active": ("active", "1 while the learner works, 0 while it rests."),
-    "taken_seconds": ("taken_seconds", "Seconds by which learning has made decoding longer."),
-    "saved_seconds": ("saved_seconds", "Seconds by which what was learnt has made decoding shorter."),
+    "active": ("active", "1 while a head learns, 0 before and after."),
 }
 _LEARNER_COUNTERS: Fields = {
     "steps": ("steps", "Optimiser steps of the learner."),

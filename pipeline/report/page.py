@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,8 +27,7 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.folder import OutputFolder, read_status
-from pipeline.progress.board import Moment, together
+from pipeline.output.folder import read_status
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.outputs import (
     Category,
@@ -83,7 +81,7 @@ def report(config: ReportConfig) -> None:
         not_shown=not_shown,
         acceptance=_acceptance_charts(rows.counts),
         over_time=rates_over_time(tokens_by_second(rows.by_second)),
-        learning=_read_learning(output, run),
+        learning=status.get("learning") or run.get("learning"),
         # None in outputs of earlier releases, which have the drafter chosen at each batch size.
         speculation=status.get("speculation") or run.get("speculation"),
         old_choices=status.get("drafting") or run.get("drafting") or (),
@@ -280,7 +278,6 @@ _WIDTHS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800,
 """Seconds that a bar may span."""
 _MOST_BARS = 90
 _TIME_MARKS = 6
-_MOST_MARKS = 12
 
 
 @dataclass(frozen=True)
@@ -301,7 +298,6 @@ class Chart:
     along: str  # meaning of the horizontal axis
     bars: Sequence[Bar]
     marks: tuple[tuple[float, str], ...] = ()  # (share of the width, text) below the bars; empty to label each bar
-    plain: float | None = None  # plain decoding's value, which has a line of its own
     form: Callable[[float], str] = "{:,.10g}".format  # of a number on the scale
 
     @property
@@ -374,58 +370,3 @@ def _span(seconds: int) -> str:
     units = (_DAY, "day"), (3600, "hour"), (60, "minute"), (1, "second")
     size, name = next((size, name) for size, name in units if seconds % size == 0)
     return name if seconds == size else f"{seconds // size} {name}s"
-
-
-# The head that learned, from the file that its learner wrote: the report knows nothing else of the method.
-
-
-def _read_learning(output: OutputFolder, run: Mapping[str, Any]) -> dict[str, Any] | str | None:
-    """Return the learner's record with its charts, or the reason why there is none; None where learning was off."""
-    if not output.learning_file.exists:
-        said = run.get("learning")
-        return f"No learner has recorded anything. It was {said['state']}: {said['reason']}." if said else None
-    try:
-        record = json.loads(output.learning_file.read_text())
-        return {
-            "versions": [(one["number"], one["beta"]) for one in record["versions"]],
-            "taken": record["balance"]["taken"],
-            "saved": record["balance"]["saved"],
-            "charts": learning_charts([Moment(**one) for one in record["moments"]]),
-        }
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"{output.learning_file.name} is damaged: {one_line(error)}"
-
-
-def learning_charts(moments: list[Moment]) -> list[Chart]:
-    """Return charts of acceptance length and tokens a second of all engines; empty before anything was decoded."""
-    moments = together(moments, _MOST_BARS)
-    if not moments:
-        return []
-    lengths = [DecodeCounts(num_output_tokens=one.tokens, num_decode_steps=one.row_steps) for one in moments]
-    rates = [per_second(one.tokens, one.seconds) for one in moments]
-    return [
-        replace(
-            _versions_chart(
-                "Acceptance length", "tokens a step", moments, list(map(mean_acceptance_length, lengths)), 2
-            ),
-            plain=1.0,
-        ),
-        _versions_chart("Tokens a second", "tokens/s", moments, rates, 0),
-    ]
-
-
-def _versions_chart(what: str, unit: str, moments: Sequence[Moment], values: Sequence[float], digits: int) -> Chart:
-    bars: list[Bar] = []
-    new: list[tuple[float, str]] = []
-    version = None
-    for place, (one, value) in enumerate(zip(moments, values, strict=True)):
-        drafted = "no version yet" if one.version is None else f"version {one.version}"
-        when = datetime.fromtimestamp(one.at, UTC).strftime("%H:%M:%S")
-        learned = f"learning {one.learned / one.seconds:.0%} of the time"
-        bars.append(Bar(when, value, f"{value:,.{digits}f}, {drafted}, {learned}"))
-        if one.version != version:
-            new.append((place / len(moments), drafted))
-            version = one.version
-    marks = tuple(new[:: math.ceil(len(new) / _MOST_MARKS)]) if new else ((0.0, bars[0].label),)
-    title = f"{what} of all engines, and when there was a new version of the head"
-    return Chart(title, unit, "time (UTC)", bars, marks)

@@ -12,7 +12,7 @@ from drafter.engine.config import EngineConfig
 from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
 from pipeline.engines.models import EngineSpec, model_name
 from pipeline.io.files import locate
-from pipeline.learning.config import LearnerSpec, beginning
+from pipeline.learning.config import LearnerSpec, learner_spec
 from pipeline.learning.job_learner import beside_learner
 from pipeline.output.folder import OutputFolder
 from pipeline.serving.app import Ingress
@@ -87,8 +87,8 @@ def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
     if not learning.enabled or learning.folder is None:
         return None
     output = OutputFolder(locate(learning.folder))
-    begins, model = beginning(learning, output), model_name(config.model)
-    return LearnerSpec(learning, begins, output, config.served_name, model, loading.dtype, loading.trust_remote_code)
+    name, model = config.served_name, model_name(config.model)
+    return learner_spec(learning, output, name, model, loading.dtype, trust_remote_code=loading.trust_remote_code)
 
 
 def _deployment(kind: type, name: str, resources: dict[str, float], **options: Any) -> serve.Deployment:

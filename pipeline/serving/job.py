@@ -25,7 +25,6 @@ from pipeline.command_line import say
 from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import local_path, locate, make_folders
-from pipeline.learning.config import NEW, SHIPPED
 from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig
 from pipeline.serving.keys import ENVIRONMENT, read_agreement, read_keys, settle
 
@@ -226,8 +225,8 @@ def check_models(config: ServeConfig) -> None:
     model_fingerprint(name)
     head_fingerprints(config.model, config.drafter)
     if learning.enabled and learning.folder is not None:
-        if learning.head not in (SHIPPED, NEW):
-            head_fingerprints(config.model, learning.head)
+        if learning.given_head is not None:
+            head_fingerprints(config.model, learning.given_head)
         folder = locate(learning.folder)
         make_folders(folder, [folder], folder, "learning.folder")
     try:

@@ -35,7 +35,6 @@ from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import refuse_long
 from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
-from pipeline.learning.feed import LearningFeed
 from pipeline.learning.job_learner import WatchedLearner, find_learner
 from pipeline.openai.answers import (
     FIELD,
@@ -354,6 +353,8 @@ class EngineReplica(Answers):
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(lm, name, seconds, special_tokens=special_tokens)
         if spec.learning is not None:
+            from pipeline.learning.feed import LearningFeed  # late: the method may be away
+
             LearningFeed(lm, _find_own_learner).start()
 
 
@@ -374,7 +375,7 @@ class LearnerKeeper:
         return self._learner.last
 
     def _ask(self) -> None:
-        self._learner.ask(math.inf)  # the amount of work ahead is unknown
+        self._learner.ask()
 
     def __del__(self) -> None:
         """End the learner in good order; Ray Serve calls this as the endpoint is taken down."""

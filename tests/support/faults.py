@@ -18,7 +18,6 @@ from drafter.budget.contract import StepLoad
 from drafter.drafters.contract import Ask
 from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
-from drafter.methods.learning.drafter import LEARNT_MEMBERS
 from drafter.requests import Request
 from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
@@ -86,7 +85,7 @@ class UnhurriedEngine(EngineSpec):
         plan, turns = engine.budget.plan, count()
 
         def daring_plan(load: StepLoad) -> Ask:
-            learnt = [place for place, name in enumerate(engine.drafter.members) if name in LEARNT_MEMBERS]
+            learnt = [place for place, name in enumerate(engine.drafter.members) if name.startswith("head")]
             able = [place for place in learnt if place not in engine.drafter.withheld]
             return Ask(3, 0.25, able[0]) if able and next(turns) % 2 else plan(load)
 

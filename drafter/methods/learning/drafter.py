@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, MergedDrafter, Renewal
-from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
+from drafter.drafters.registry import beside_texts, load_drafter, shipped_head
 from drafter.drafters.slots import NO_TEXT
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.errors import LoadError
@@ -197,9 +197,6 @@ def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
         for name, drafted in vars(tree).items()
     )
     return TokenTree(*parts)
-
-
-LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))  # members of `auto` that draft with a learning head
 
 
 def found_start(start: StartingHead, base: BaseModel) -> StartingHead:

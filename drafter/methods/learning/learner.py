@@ -23,7 +23,6 @@ from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
 from drafter.methods.learning.drafter import LEARNT, load_start, load_weights, version_of, weights_of
-from drafter.methods.learning.payoff import Evaluation
 from drafter.methods.learning.rows import LearningRows, RowSample, micro_batches
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.target.forward import LM_HEAD_INPUT
@@ -37,6 +36,11 @@ _TEXTS_AT_ONCE = 2  # held-out texts measured per unit of work
 STATE_FILE = "learner.safetensors"
 """A learner's state: one file, so that its replacement is atomic; the header holds all that is not a tensor."""
 _FACTS = "learner"
+
+
+def rest_after(seconds: float, share: float) -> float:
+    """Return the seconds to rest after so many seconds of work, so that work takes `share` of the time."""
+    return seconds * (1.0 / share - 1.0)
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class LearnerProgress:
     rows: int = 0  # training rows in memory
     held_out: int = 0
     nbytes: int = 0  # of both
-    evaluation: Evaluation | None = None  # of the last slice of work, as is `version`
-    version: HeadVersion | None = None
+    beta: float | None = None  # of the weights that were measured last; None before
+    version: HeadVersion | None = None  # published in the last slice of work
     idle: bool = True  # it waits for rows
 
 
@@ -88,14 +92,14 @@ class Learner:
         self._measuring: Iterator[None] | None = None
 
     def add(self, samples: Sequence[RowSample]) -> None:
-        """Take rows. Without room, those of least rank are dropped."""
+        """Take rows. Without room, the oldest and the most used ones are dropped."""
         for sample in samples:
             self._rows.add(sample)
 
     def work(self, seconds: float) -> LearnerProgress:
         """Work for about `seconds`; at least one unit of work if there is any."""
         now, begun, before = self._progress, time.monotonic(), self._progress.seconds
-        now.evaluation, now.version, now.idle = None, None, False
+        now.version, now.idle = None, False
         while not now.idle:
             now.idle = not self._unit()
             spent = time.monotonic() - begun
@@ -157,30 +161,28 @@ class Learner:
                 yield
             betas.append(walks.beta[settings.num_draft_tokens])
         candidate, published = betas if drafted else (betas[0], 1.0)
-        better = candidate >= settings.least_gain * published
-        found = Evaluation(self._progress.seconds, steps, len(texts), candidate, published, better)
-        self._progress.evaluation = found
-        if better:
-            self._publish(weights, found)
+        self._progress.beta = candidate
+        if candidate >= settings.least_gain * published:
+            self._publish(weights, candidate, published, len(texts))
 
-    def _publish(self, weights: dict[str, Tensor], found: Evaluation) -> None:
-        self._progress.number += 1
-        number = self._progress.number
+    def _publish(self, weights: dict[str, Tensor], beta: float, before: float, held_out: int) -> None:
+        now = self._progress
+        now.number += 1
         provenance: dict[str, Any] = {
-            "version": number,
+            "version": now.number,
             "started_from": self._start.copied_from or self._start.folder,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
-            "steps": found.steps,
-            "seconds": round(found.seconds, 1),
-            "held_out_rows": found.rows,
+            "steps": now.steps,
+            "seconds": round(now.seconds, 1),
+            "held_out_rows": held_out,
             "nodes": self._settings.num_draft_tokens,
-            "beta": round(found.candidate, 4),
-            "beta_before": round(found.published, 4),
+            "beta": round(beta, 4),
+            "beta_before": round(before, 4),
             "torch": torch.__version__,
         }
-        self.version = HeadVersion(number, weights, found.candidate, found.published, provenance)
-        self._progress.version, self._good = self.version, weights
+        self.version = HeadVersion(now.number, weights, beta, before, provenance)
+        now.version, self._good = self.version, weights
 
     def save_head(self, folder: str | Path) -> None:
         """Write the newest version as a head folder, which `--drafter` takes; raise `ValueError` if there is none."""
@@ -199,7 +201,6 @@ class Learner:
         facts = {
             "totals": {name: getattr(now, name) for name in ("number", "steps", "seconds", "discarded")},
             "training_steps": self._training.steps,
-            "learning_rate": self._training.learning_rate,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
             "first": self._rows.first,
@@ -222,8 +223,8 @@ class Learner:
         tensors, facts = _read_state(Path(folder))
         good = _under("good/", tensors)
         try:
-            learner._training.load(tensors, facts["training_steps"], facts["learning_rate"])
             totals, version = LearnerProgress(**facts["totals"]), facts["version"]
+            learner._training.load(tensors, facts["training_steps"], totals.discarded)
             # The head's folder is newer than the state if a process died between the two writes.
             learner._progress = replace(totals, number=max(totals.number, learner._progress.number))
             rows = learner._rows
@@ -257,7 +258,7 @@ class AveragedTraining:
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: LearnerSettings) -> None:
         self._base, self._head, self._settings = base, head, settings
-        self.learning_rate = settings.learning_rate
+        self._restarts = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -266,7 +267,7 @@ class AveragedTraining:
             steps=1,
             texts_per_step=wanted.texts_per_step,
             anchors_per_text=wanted.anchors_per_text,
-            learning_rate=self.learning_rate,
+            learning_rate=wanted.learning_rate / 2**self._restarts,
             warmup_steps=wanted.warmup_steps,
             final_learning_rate=1.0,
             teacher=wanted.teacher if LM_HEAD_INPUT in self._head.hidden_layers else 0,
@@ -292,7 +293,7 @@ class AveragedTraining:
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Continue from other weights with a fresh optimiser at half the rate, after a loss that was not finite."""
-        self.learning_rate /= 2
+        self._restarts += 1
         load_weights(self._head, weights)
         self._begin()
 
@@ -308,9 +309,9 @@ class AveragedTraining:
         """Optimiser steps since the last restart."""
         return self._optimiser.steps
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int, learning_rate: float) -> None:
+    def load(self, tensors: Mapping[str, Tensor], steps: int, restarts: int) -> None:
         """Restore what `tensors` returned; raise KeyError, ValueError or RuntimeError if it is of another head."""
-        self.learning_rate = learning_rate
+        self._restarts = restarts
         self._head.load_state_dict(_under("weights/", tensors))
         self._begin()
         for name, average in self._average.items():

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.generation_jobs.learning import JobRun, by_tenth, rates_with_and_without, write_table
-from pipeline.progress.board import Moment
+from benchmarks.generation_jobs.learning import JobRun, by_tenth, write_table
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -30,19 +29,8 @@ def test_tenths_are_of_the_rows_in_the_order_in_which_they_ended() -> None:
     assert rates == pytest.approx([12.0] + [6.0] * 9)
 
 
-def test_speeds_with_and_without_the_learner_are_told_apart() -> None:
-    moments = [
-        Moment(0.0, 2.0, 200, 100, 0.0, None),
-        Moment(2.0, 2.0, 150, 50, 2.0, 1),
-        Moment(4.0, 4.0, 250, 50, 4.0, 1),
-    ]
-    assert list(rates_with_and_without(moments)) == pytest.approx([400 / 6, 100.0])
-    assert list(rates_with_and_without(moments[:1])) == pytest.approx([0.0, 100.0])
-
-
 def test_the_table_says_what_each_arm_took_and_the_learner_did(tmp_path: Path) -> None:
-    report = {"versions": 2, "steps": 300, "seconds": 40.0, "taken_seconds": 9.0, "saved_seconds": 30.0}
-    learning = {**report, "state": "resting", "reason": "nothing is left"}
+    learning = {"version": 2, "steps": 300, "seconds": 40.0, "state": "learning", "reason": "for 10% of the time"}
     looks = {"driver": [1, 2, 3, 4], "engine": [5, 6, 7, 6]}
     runs = [
         JobRun("none", 100.0, 10, "a", [1.0] * 10, [5.0] * 10, looks, [1.0, 2.0]),
@@ -56,8 +44,6 @@ def test_the_table_says_what_each_arm_took_and_the_learner_did(tmp_path: Path) -
             looks | {"learner": [9]},
             [2.0, 4.0],
             learning,
-            [(50.0, 2.0)],
-            [],
         ),
     ]
     record = {"rows": 20, "slots": 4, "max_new_tokens": 8, "same_tokens": True, "runs": [asdict(run) for run in runs]}
@@ -66,6 +52,6 @@ def test_the_table_says_what_each_arm_took_and_the_learner_did(tmp_path: Path) -
     table = (tmp_path / "learning.md").read_text()
     assert "20 rows, 4 slots, up to 8 new tokens; the same tokens in all runs." in table
     assert "| learning | 80.0 | 80.0 | 0.800 | 2.00 / 4.00 | 2.00 |" in table
-    assert "2 versions in 300 steps and 40 s. It took 9 s and saved 30 s." in table
+    assert "2 versions in 300 steps and 40 s. At the end: learning, for 10% of the time." in table
     assert "| none | 2 / 3 / 4 / 4 | 6 / 7 / 6 / 7 |  |" in table
     assert "| learning | 2 / 3 / 4 / 4 | 6 / 7 / 6 / 7 | 9 / 9 / 9 / 9 |" in table

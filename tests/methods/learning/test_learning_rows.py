@@ -9,9 +9,9 @@ from drafter.methods.learning.settings import LearnerSettings
 from drafter.training.targets import RegeneratedText
 
 
-def sample(first: int, output: int = 6, steps: int = 6, width: int = 4) -> RowSample:
+def sample(first: int, output: int = 6, width: int = 4) -> RowSample:
     tokens = torch.cat([torch.tensor([first, 3]), torch.arange(output)])
-    return RowSample(str(first), tokens, 2, torch.zeros(len(tokens), width), steps)
+    return RowSample(str(first), tokens, 2, torch.zeros(len(tokens), width))
 
 
 def place(first: int) -> float:
@@ -41,17 +41,15 @@ def test_of_few_prompts_one_is_held_out() -> None:
 
 @settings(max_examples=25)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=60),
+    sizes=st.lists(st.integers(1, 30), max_size=60),
     limit=st.integers(300, 4000),
     rows=st.integers(1, 5),
 )
-def test_memory_is_bounded_and_no_held_out_prompt_is_learnt_from(
-    sizes: list[tuple[int, int]], limit: int, rows: int
-) -> None:
+def test_memory_is_bounded_and_no_held_out_prompt_is_learnt_from(sizes: list[int], limit: int, rows: int) -> None:
     chosen = LearnerSettings(buffer_bytes=limit, held_out_share=0.3, held_out_rows=rows, uses=2)
     kept = LearningRows(chosen)
-    for first, (output, steps) in enumerate(sizes):
-        kept.add(sample(first, output, steps))
+    for first, output in enumerate(sizes):
+        kept.add(sample(first, output))
         held = kept.held_out
         assert len(held) <= rows
         largest = max((8 * len(text.tokens) + 16 * len(text.tokens) for text in held), default=0)
@@ -77,12 +75,14 @@ def test_a_row_is_used_so_often_and_then_forgotten() -> None:
     assert kept.nbytes == held
 
 
-def test_surprising_rows_come_first() -> None:
-    kept = LearningRows(LearnerSettings(held_out_share=1e-9))
+def test_without_room_the_oldest_row_goes_and_one_that_was_used_before_it() -> None:
+    kept = LearningRows(LearnerSettings(uses=2, held_out_share=1e-9, buffer_bytes=3 * (8 * 8 + 4 * 4 * 8)))
     kept.add(sample(LEAST))
-    for first, steps in enumerate([2, 6, 1, 4]):
-        kept.add(sample(first, steps=steps))
-    assert [text.tokens[0] for text in kept.take(4)] == [1, 3, 0, 2]
+    for first in range(4):
+        kept.add(sample(first))
+    assert [text.tokens[0] for text in kept.take(1)] == [3]
+    kept.add(sample(4))
+    assert [text.tokens[0] for text in kept.take(9)] == [4, 2, 1]
 
 
 def test_rows_that_nothing_can_be_learnt_from_are_left_out() -> None:

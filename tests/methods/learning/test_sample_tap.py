@@ -44,7 +44,7 @@ def test_rows_come_with_the_hidden_states_that_the_base_has_of_them(tiny_base: B
     for one in made:
         sample = samples[one.request_id]
         assert sample.tokens.tolist() == [*prompts[int(one.request_id)], *one.token_ids]
-        assert (sample.prompt_length, sample.steps) == (one.num_prompt_tokens, one.counts.num_decode_steps)
+        assert sample.prompt_length == one.num_prompt_tokens
         if not kind:
             assert sample.hidden is None
             continue
@@ -61,30 +61,21 @@ def test_nothing_is_handed_out_while_it_pauses(tiny_base: BaseModel) -> None:
     run(tiny_base, tap)
     tap.pause()
     assert tap.take(1 << 40) == []
-    assert not tap.wants(ended(8), 0)
+    assert not tap.wants(ended("a"), 0)
     tap.resume()
-    assert tap.wants(ended(8), 0)
+    assert tap.wants(ended("a"), 0)
 
 
-def ended(steps: int, output: int = 8) -> EndedRow:
-    return EndedRow(f"{steps} steps", [5, 6], list(range(output)), steps)
+def ended(name: str, output: int = 8) -> EndedRow:
+    return EndedRow(name, [5, 6], list(range(output)))
 
 
-def test_where_there_is_little_room_the_most_surprising_rows_stay() -> None:
+def test_where_there_is_little_room_the_newest_rows_stay() -> None:
     hidden = torch.zeros(10, 4)
     tap = SampleTap(3 * (hidden.nbytes + 8 * 10))
-    for steps in (2, 8, 1, 5, 4):
-        row = ended(steps)
-        if tap.wants(row, hidden.nbytes):
-            tap.put(row, hidden, None)
-    assert not tap.wants(ended(1), hidden.nbytes)  # nothing would be copied for it
-    some = tap.take(1)
-    assert [one.request_id for one in some] == ["8 steps"]
-    assert [one.request_id for one in tap.take(1 << 20)] == ["5 steps", "4 steps"]
-
-
-def test_surprise_is_the_steps_of_a_token() -> None:
-    tokens = torch.arange(10)
-    assert RowSample("", tokens, 2, None, 8).surprise == 1.0
-    assert RowSample("", tokens, 2, None, 2).surprise == 0.25
-    assert RowSample("", tokens, 10, None, 1).surprise == 1.0  # there is no output
+    for name in "abcd":
+        assert tap.wants(ended(name), hidden.nbytes)
+        tap.put(ended(name), hidden, None)
+    assert not tap.wants(ended("e", output=80), 80 * 16)  # nothing would be copied for it
+    assert [one.request_id for one in tap.take(1)] == ["d"]
+    assert [one.request_id for one in tap.take(1 << 20)] == ["c", "b"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,30 +21,16 @@ from drafter.heads.checkpoint import load_head
 from drafter.methods.learning.drafter import version_of
 from drafter.methods.learning.learner import Learner
 from drafter.methods.learning.rows import RowSample, SampleTap
-from drafter.methods.learning.settings import LearnerSettings
-from drafter.statistics import BatchChoice, MemberView, StepSums
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from pipeline.engines.models import EngineSpec
 from pipeline.io.files import locate
-from pipeline.learning.config import LearnerSpec, LearningConfig, beginning
-from pipeline.learning.feed import Answer, EngineBeat
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, learner_spec
+from pipeline.learning.feed import Answer
 from pipeline.learning.learner_actor import LearnerActor
-from pipeline.learning.record import LearningRecord, read_record
 from pipeline.output.folder import OutputFolder, put_head
-from pipeline.progress.board import Moment
+from tests.support.quick_learner import training_settings
 from tests.support.waiting import PATIENCE, wait_until
-
-SETTINGS = LearnerSettings(
-    texts_per_step=2,
-    anchors_per_text=4,
-    held_out_share=0.3,
-    held_out_rows=2,
-    least_held_out=1,
-    evaluate_every=2,
-    least_gain=1.0,
-    teacher=0,
-)
 
 
 @pytest.fixture
@@ -56,9 +40,10 @@ def output(tmp_path: Path) -> OutputFolder:
     return output
 
 
-def spec_of(model: Path, output: OutputFolder) -> LearnerSpec:
-    config = LearningConfig(enabled=True, head="new", must_pay=False, cpus=1, training=SETTINGS)
-    return LearnerSpec(config, beginning(config, output), output, output.root.path, str(model), "auto", False)
+def spec_of(model: Path, output: OutputFolder, share: float = 1.0) -> LearnerSpec:
+    config = LearningConfig(enabled=True, head="new", share=share)
+    spec = learner_spec(config, output, output.root.path, str(model), "auto", trust_remote_code=False)
+    return replace(spec, training=training_settings(config))
 
 
 def batches() -> Iterator[list[RowSample]]:
@@ -66,17 +51,15 @@ def batches() -> Iterator[list[RowSample]]:
     generator = torch.Generator().manual_seed(0)
     for number in range(1000):
         texts = torch.randint(8, 12, (4, 24), generator=generator)
-        yield [RowSample(f"{number}-{place}", text, 8, None, 16) for place, text in enumerate(texts)]
+        yield [RowSample(f"{number}-{place}", text, 8, None) for place, text in enumerate(texts)]
 
 
 def learn(actor: LearnerActor, number: int) -> Answer:
     """Give rows until there is a version after `number`."""
-    rows, told = batches(), EngineBeat(0, 0)
+    rows = batches()
 
     def answer() -> Answer | None:
-        nonlocal told
-        told = EngineBeat(told.tokens + 64, told.row_steps + 64)
-        found = actor.exchange("engine", told, [ray.put(next(rows))])
+        found = actor.exchange([ray.put(next(rows))])
         return found if (found.number or 0) > number else None
 
     return wait_until(answer, f"a version after {number}")
@@ -100,80 +83,36 @@ def test_rows_become_versions_and_another_process_goes_on(
     head = load_head(output.head.path, load_base(model))
     assert version_of(head) == report.version
     assert weights.keys() == head.state_dict().keys()
-    record = LearningRecord.of_json(output.learning_file.read_text())
-    assert record.versions[-1].number == report.version
 
     spec = spec_of(model, output)
     assert spec.beginning.saved is not None
     again = LearnerActor(spec)
     # Engines that begin anew have the newest version before anything else is learnt.
-    assert wait_until(lambda: again.exchange("new", EngineBeat(0, 0), []).number, "a version") == report.version
+    assert wait_until(lambda: again.exchange([]).number, "a version") == report.version
     assert (learn(again, report.version).number or 0) > report.version
-    numbers = [one.number for one in LearningRecord.of_json(output.learning_file.read_text()).versions]
     again.close()
-    assert numbers == sorted(set(numbers))
     provenance = load_head(output.head.path, load_base(model)).provenance
     assert provenance is not None
     assert provenance.training["learnt"]["started_from"] == output.head.path
     assert not list(temporary.iterdir())
 
 
-def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(
-    model: Path, output: OutputFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_load = threading.Event()
+@pytest.mark.usefixtures("local_ray")
+def test_it_rests_after_its_share_of_the_time(model: Path, output: OutputFolder) -> None:
+    actor, rows = LearnerActor(spec_of(model, output, share=1e-6)), batches()
 
-    def load_later(*args: Any, **settings: Any) -> BaseModel:
-        assert may_load.wait(PATIENCE)
-        return load_base(*args, **settings)
+    def steps_after_rows() -> int:
+        actor.exchange([ray.put(next(rows))])
+        return actor.report().steps
 
-    monkeypatch.setattr("pipeline.learning.learner_actor.load_base", load_later)
-    monkeypatch.setattr("pipeline.learning.learner_actor._INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("pipeline.learning.learner_actor._SAVE_SECONDS", 0.0)
-    actor = LearnerActor(spec_of(model, output))
-    for tokens in (10**6, 2 * 10**6):
-        actor.exchange("engine", EngineBeat(tokens, tokens), [])
-    may_load.set()
-    wait_until(lambda: actor.report(None).state != "starting", "the base")
-    actor.exchange("engine", EngineBeat(2 * 10**6 + 64, 2 * 10**6 + 32), [])
-
-    def moments() -> list[Moment]:
-        return LearningRecord.of_json(output.learning_file.read_text()).moments
-
-    wait_until(lambda: output.learning_file.exists and moments(), "an interval")
-    assert moments()[0].seconds > 0.25
-    # An endpoint's engines are idle now and then, whoever learns: the time in which they were does not count.
-    actor.report(math.inf)
-    views = MemberView("ngram", 100.0, 7, 100.0), MemberView("head", 80.0, 7, 80.0)
-    choices = (BatchChoice(4, "ngram", 1, views, sums=StepSums(steps=9)),)
-    actor.exchange("engine", EngineBeat(2 * 10**6 + 74, 2 * 10**6 + 42, choices, busy=0.25), [])
-    wait_until(lambda: len(moments()) > 1, "another interval")
+    steps = wait_until(steps_after_rows, "a slice of work")
+    kept = actor.report().rows
+    more = [next(rows) for _ in range(4)]
+    actor.exchange([ray.put(some) for some in more])
+    # Of what comes meanwhile it learns nothing for days.
+    wait_until(lambda: actor.report().rows > kept, "the rows")
     actor.close()
-    assert [(one.tokens, one.row_steps) for one in moments()] == [(64, 32), (10, 10)]
-    assert moments()[1].seconds == 0.25
-    assert read_record(output).balance.lead == pytest.approx(0.8)  # the head has others to outrun
-
-
-def test_a_short_job_is_not_burdened_with_a_model_that_learns(
-    model: Path, output: OutputFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads = Mock(side_effect=RuntimeError("loaded"))
-    monkeypatch.setattr("pipeline.learning.learner_actor.load_base", loads)
-    for name in ("_INTERVAL_SECONDS", "_SLICE_SECONDS"):
-        monkeypatch.setattr(f"pipeline.learning.learner_actor.{name}", 0.01)
-    spec = spec_of(model, output)
-    actor = LearnerActor(replace(spec, config=replace(spec.config, must_pay=True)))
-    made = itertools.count(0, 100)
-
-    def reason(tokens_left: float, expected: str) -> bool:
-        number = next(made)
-        actor.exchange("engine", EngineBeat(number, number, busy=float(number)), [])
-        return expected in actor.report(tokens_left).reason
-
-    wait_until(lambda: reason(1.0, "0.0 s of 0 s left"), "a decision")
-    assert not loads.called
-    wait_until(lambda: reason(1e12, "loaded"), "another one, that it pays")
-    actor.close()
+    assert actor.report().steps == steps
 
 
 def test_a_saved_head_that_cannot_be_loaded_is_left_out(
@@ -203,7 +142,6 @@ def test_the_end_does_not_wait_for_a_model_that_is_being_loaded(
     assert loads.wait(PATIENCE)
     assert actor.close().reason == "it loads the model"
     may_load.set()
-    assert output.learning_file.exists
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -219,7 +157,7 @@ def test_engines_get_a_version_that_cannot_be_written(
 
 def test_an_error_ends_the_learner_and_nothing_else(tmp_path: Path, output: OutputFolder) -> None:
     actor = LearnerActor(spec_of(tmp_path / "no-model", output))
-    report = wait_until(lambda: found if (found := actor.report(None)).state == "ended" else None, "an error")
+    report = wait_until(lambda: found if (found := actor.report()).state == "ended" else None, "an error")
     assert "it has had an error" in report.reason
-    assert not actor.exchange("engine", EngineBeat(1, 1), []).wants_rows
+    assert not actor.exchange([]).wants_rows
     assert actor.close().state == "ended"

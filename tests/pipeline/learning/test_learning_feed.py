@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -16,7 +17,7 @@ from drafter.engine.sequence import EndedRow
 from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
 from drafter.methods.learning.rows import SampleTap
-from pipeline.learning.feed import Answer, EngineBeat, LearningFeed
+from pipeline.learning.feed import Answer, LearningFeed
 from tests.support.waiting import wait_until
 
 
@@ -33,7 +34,7 @@ class Teacher:
     def rest(self) -> None:
         self._answer = Answer(wants_rows=False)
 
-    def exchange(self, engine: str, beat: EngineBeat, rows: list[Any]) -> Answer:
+    def exchange(self, rows: list[Any]) -> Answer:
         for batch in rows:
             self._rows += [one.request_id for one in ray.get(batch)]
         return self._answer
@@ -47,14 +48,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.samples = SampleTap()
-        self.broken, self.refused = False, 0
+        self.refused = 0
         self.offered: list[tuple[int, list[float]]] = []
-        self.engine = SimpleNamespace(state=self.state, drafter=self)
-
-    def state(self) -> SimpleNamespace:
-        if self.broken:
-            raise RuntimeError("no state")
-        return SimpleNamespace(output_tokens=5, row_steps=4, choices=(), busy_seconds=0.5)
+        self.engine = SimpleNamespace(drafter=self)
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
         if number == 13:
@@ -66,7 +62,7 @@ class Engine:
 
     def end_row(self, name: str) -> bool:
         """A row ends; returns whether it was kept."""
-        row = EndedRow(name, [1, 2], [3, 4], 2)
+        row = EndedRow(name, [1, 2], [3, 4])
         if wanted := self.samples.wants(row, 0):
             self.samples.put(row, None, None)
         return wanted
@@ -106,11 +102,11 @@ def test_rows_go_and_versions_come(capfd: pytest.CaptureFixture[str]) -> None:
     ray.get(teacher.publish.remote(16, {"w": torch.ones(2)}))
     feed.exchange()
 
-    engine.broken = True
-    feed.exchange()
-    assert "nothing is exchanged with the learner for now: no state" in capfd.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.samples, "take", Mock(side_effect=RuntimeError("no rows")))
+        feed.exchange()
+    assert "nothing is exchanged with the learner for now: no rows" in capfd.readouterr().err
     assert not engine.end_row("f")
-    engine.broken = False
 
     def goes_on() -> bool:
         feed.exchange()

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.progress.board import Moment
-from pipeline.report.page import learning_charts, rates_over_time, scale, shares
+from pipeline.report.page import rates_over_time, scale, shares
 from tests.pipeline.report.outputs import BEGUN
 
 
@@ -54,13 +53,3 @@ def test_shares_are_labelled() -> None:
     assert chart.ticks[-1][1] == "60%"
     small = shares("t", "depth", [("1", 0.0093), ("2", 0.003)])
     assert [text for _, text in small.ticks] == ["0%", "0.25%", "0.5%", "0.75%", "1%"]
-
-
-def test_charts_of_learning_mark_the_versions() -> None:
-    beta, speed = learning_charts([Moment(2.0, 2.0, 100, 50, 0.0, None), Moment(4.0, 2.0, 80, 50, 2.0, 1)])
-    assert (beta.plain, speed.plain) == (1.0, None)
-    assert [bar.value for bar in beta.bars] == [2.0, 1.6]
-    assert [bar.value for bar in speed.bars] == [50.0, 40.0]
-    assert beta.marks == ((0.5, "version 1"),)
-    assert beta.bars[1].text == "1.60, version 1, learning 100% of the time"
-    assert learning_charts([]) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 from jobs.generate import main as generate
 from jobs.report import main
 from pipeline.output.folder import OutputFolder
+from pipeline.progress.board import LearningReport
 from pipeline.report.page import steps_of, text_pieces
 from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 from tests.pipeline.report.outputs import write_output
@@ -199,34 +201,18 @@ def test_which_drafter_an_earlier_release_chose_is_said(tmp_path: Path) -> None:
     assert "30.5" not in page.text
 
 
-def test_why_no_learner_has_recorded_anything_is_said(tmp_path: Path) -> None:
-    reason = "too few rows are done to tell how long the job takes"
-    write_run(
-        write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], []),
-        learning={"state": "resting", "reason": reason},
-    )
-    assert job(tmp_path / "out") == 0
-    assert (
-        f"No learner has recorded anything. It was resting: {reason}."
-        in Page((tmp_path / "out" / "report.html").read_text()).text
-    )
-
-
-def test_the_record_of_a_learner_is_shown_and_a_damaged_one_is_said(tmp_path: Path) -> None:
+def test_what_a_learner_did_last_is_said(tmp_path: Path) -> None:
     output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], [])
-    write_run(output)
-    moment = {"at": 4.0, "seconds": 2.0, "tokens": 80, "row_steps": 50, "learned": 2.0, "version": 2}
-    versions = [{"at": 3.0, "number": number, "beta": 1.5 * number, "beta_before": 1.0} for number in (1, 2)]
-    record = {"balance": {"taken": 61.0, "saved": 125.0}, "versions": versions, "moments": [moment]}
-    for text, said in (
-        (json.dumps(record), "The newest version of the head is 2. On rows held out, its acceptance length is 3.00"),
-        (json.dumps(record), "Learning made the job 01:01 longer, and what was learnt made it 02:05 shorter"),
-        (json.dumps(record), "1.60, version 2, learning 100% of the time"),
-        (json.dumps({**record, "versions": []}), "No version of the head was published."),
-        (json.dumps({**record, "moments": [{}]}), "learning.json is damaged"),
-        ("[]", "learning.json is damaged"),
+    report = LearningReport("learning", "it trains for 10% of the time", steps=1200, seconds=61.0)
+    for found, said in (
+        (report, "No version of the head was published."),
+        (
+            replace(report, version=2, published_beta=3.0),
+            "The newest version of the head is 2. On rows held out, its acceptance length was 3.00.",
+        ),
+        (report, "The learner was learning at last (it trains for 10% of the time), after 1,200 steps in 01:01."),
     ):
-        output.learning_file.write_text(text)
+        write_run(output, learning=asdict(found))
         assert job(tmp_path / "out") == 0
         assert said in Page((tmp_path / "out" / "report.html").read_text()).text
 

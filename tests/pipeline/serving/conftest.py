@@ -111,7 +111,9 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @contextmanager
-def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Endpoint]:
+def started(
+    model: Path, folder: Path, keys: Sequence[str], settings: Mapping[str, Any], program: str = "jobs.serve"
+) -> Iterator[Endpoint]:
     """`jobs.serve` with half a core for each replica, from when it answers until it has ended.
 
     Args:
@@ -119,6 +121,7 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
         folder: For its files, of which it may have some already.
         keys: Who may ask.
         settings: Further ones.
+        program: The module that is run.
     """
     (port,) = free_ports(1)
     file, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}-{port}"
@@ -131,7 +134,7 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
         "engine.max_num_seqs": SLOTS,
         "replicas.cpus": 0.5,
     }
-    command = [sys.executable, "-m", "jobs.serve"]
+    command = [sys.executable, "-m", program]
     for name, value in {**given, **settings}.items():
         command += [f"--{name}", str(value)]
     own = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(ray_folder), "RAY_worker_niceness": "0"}

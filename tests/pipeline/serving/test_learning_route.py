@@ -15,7 +15,7 @@ from pipeline.serving.connections import Connections
 from pipeline.serving.handles import Snapshot
 from tests.support.local_endpoint import LocalEngines, listening
 
-REPORT = LearningReport("resting", "β no longer grows", version=4, beta=2.5, published_beta=2.25, steps=90)
+REPORT = LearningReport("ended", "it has had an error", version=4, beta=2.5, published_beta=2.25, steps=90)
 
 
 class Learner:

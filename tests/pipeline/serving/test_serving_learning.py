@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ from pipeline.serving.config import ApplicationConfig, ServingLearning, parse_ap
 from pipeline.serving.job import check_models
 from tests.support.paths import ROOT
 
-CLUSTER = Cluster((Node(4.0, 0.0),), may_grow=False)
+CLUSTER = Cluster((Node(4.0, 2.5),), may_grow=False)
 
 
 def test_learning_is_asked_for_on_the_command_line_or_in_a_file(tmp_path: Path) -> None:
     assert not parse_config([]).learning.enabled
-    arguments = ["--learning", "true", "--learning.agreed", "all", "--learning.folder", "head", "--learning.cpus", "1"]
+    arguments = ["--learning", "true", "--learning.agreed", "all", "--learning.folder", "head", "--learning.share", "1"]
     given = parse_config(arguments).learning
-    assert (given.enabled, given.agreed, given.folder, given.cpus) == (True, "all", "head", 1)
+    assert (given.enabled, given.agreed, given.folder, given.share) == (True, "all", "head", 1)
     file = tmp_path / "serve.yaml"
-    file.write_text("learning: {enabled: true, agreed: all, folder: head, cpus: 1}\n")
+    file.write_text("learning: {enabled: true, agreed: all, folder: head, share: 1}\n")
     assert parse_config(["--config", str(file)]).learning == given
     assert parse_application(yaml.safe_load(file.read_text())).learning == given
 
@@ -71,7 +72,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_starts(tmp_p
 
 
 def test_replicas_and_learner_begin_with_the_same_and_a_plain_model_does_not_learn(tmp_path: Path) -> None:
-    learning = ServingLearning(enabled=True, head="new", agreed="all", folder=str(tmp_path), cpus=1)
+    learning = ServingLearning(enabled=True, head="new", agreed="all", folder=str(tmp_path), gpus=0.5)
     config = ApplicationConfig(plain=True, learning=learning)
     ingress = application(config, CLUSTER, loopback=True)._bound_deployment
     engine, plain = (one._bound_deployment for one in ingress.init_args[0].values())
@@ -81,8 +82,8 @@ def test_replicas_and_learner_begin_with_the_same_and_a_plain_model_does_not_lea
     assert engine.init_args[0].learning == learner.beginning
     assert learner.beginning.start.folder is None
     assert plain.init_args[0].learning is None
-    # The learner's core is none of theirs.
     without = application(ApplicationConfig(plain=True), CLUSTER, loopback=True)._bound_deployment
-    alone = without.init_args[0]["embedded"]._bound_deployment
     assert without.init_kwargs["learner"] is None
-    assert engine.ray_actor_options["num_cpus"] < alone.ray_actor_options["num_cpus"]
+    # The learner's share of a GPU is none of theirs.
+    with pytest.raises(InputError, match=r"2 × 1 GPUs for the replicas are more than the 1\.75 of this machine"):
+        application(replace(config, learning=replace(learning, gpus=0.75)), CLUSTER, loopback=True)

@@ -1,0 +1,32 @@
+"""A learner of whose head there is a new version every few seconds; as a program, `drafter serve` with it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from drafter.methods.learning.settings import LearnerSettings
+from pipeline.learning.config import LearningConfig
+
+QUICK: dict[str, Any] = {
+    "texts_per_step": 2,
+    "anchors_per_text": 4,
+    "held_out_share": 0.3,
+    "held_out_rows": 4,
+    "least_held_out": 1,
+    "evaluate_every": 2,
+    "least_gain": 1.0,
+    "teacher": 0,
+}
+
+
+def training_settings(config: LearningConfig) -> LearnerSettings:
+    return LearnerSettings(learning_rate=config.learning_rate, **QUICK)
+
+
+if __name__ == "__main__":
+    from jobs.serve import main
+    from pipeline.learning import config as learning_config
+
+    learning_config.training_settings = training_settings
+    sys.exit(main())
