@@ -230,8 +230,8 @@ def parse_object(config_class: type[Config], parser: JobParser, settings: Mappin
 
 
 def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]) -> list[str]:
-    # `--verifier NAME` is `--verifier.name NAME`, `--learning` is `--learning.enabled`, and `--dry_run` is `--dry_run
-    # true`. A group may also be given whole, as `{name: NAME, …}`.
+    # `--verifier NAME` is `--verifier.name NAME`, `--verifier.theta` is `--verifier.settings.theta`, `--learning` is
+    # `--learning.enabled`, and `--dry_run` is `--dry_run true`. A group may also be given whole, as `{name: NAME, …}`.
     switches = {f"--{name}" for name, action in parser.settings().items() if _kind_of(action) is bool}
     groups = {
         f"--{name}": field.name
@@ -240,8 +240,16 @@ def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]
         for field in dataclasses.fields(kind)
         if field.name in ("name", "enabled")
     }
+    open_groups = {
+        f"--{name}": {field.name for field in dataclasses.fields(kind)}
+        for name, kind in get_type_hints(config_class).items()
+        if dataclasses.is_dataclass(kind) and "settings" in {field.name for field in dataclasses.fields(kind)}
+    }
     found = []
     for place, argument in enumerate(arguments):
+        group, dot, setting = argument.partition(".")
+        if group in open_groups and dot and re.split("[.=]", setting)[0] not in open_groups[group]:
+            argument = f"{group}.settings.{setting}"
         option, equals, value = argument.partition("=")
         given = value if equals else "".join(arguments[place + 1 : place + 2])
         is_value = option in groups and not given.startswith("{")

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from drafter import devices
 from drafter.acceptance.choices import NodeChoices, RowSampling
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError
+from drafter.json_fields import from_json
 from drafter.plugins import resolved
 from drafter.requests import SamplingParams, TokenLogprob
 from drafter.target.model import BaseModel
@@ -102,15 +103,16 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
     verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}
     if settings.name not in verifiers:
         raise LoadError(f"no verifier {settings.name!r}: there are {', '.join(verifiers)}")
-    made, given = verifiers[settings.name], settings.given
+    made, given = verifiers[settings.name], settings.settings
     own = list(inspect.signature(made).parameters)
     if foreign := sorted(set(given) - set(own)):
         has = f"it has {', '.join(own)}" if own else "it has no settings"
         raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
     if infinite := [name for name, value in given.items() if isinstance(value, float) and not math.isfinite(value)]:
         raise LoadError(f"verifier {settings.name}: {infinite[0]} must be a finite number")
+    kinds = get_type_hints(made.__init__)
     try:
-        return made(**given)
+        return made(**{name: from_json(kinds.get(name, Any), value, path=(name,)) for name, value in given.items()})
     except LoadError:
         raise
     except ValueError as error:

@@ -47,11 +47,11 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import (
-    classifier_fingerprints,
     file_fingerprint,
     head_fingerprints,
     model_fingerprint,
     model_name,
+    verifier_fingerprints,
 )
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
@@ -254,7 +254,7 @@ def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
     for name in config.plan().drafters:
         heads |= head_fingerprints(config.model, name)
     for one in verifiers:
-        heads |= classifier_fingerprints(one)
+        heads |= verifier_fingerprints(one)
     texts = {name: json.dumps([dict(one.columns) for one in some]) for name, some in questions.items()}
     return {
         "model": model_fingerprint(model_name(config.model)),
@@ -343,7 +343,7 @@ def _kept_lines(keep: float, found: Sequence[VerifierFigures], kept: Sequence[Ve
         if name not in best:
             lines.append(f"keeps {keep:.1%}: no setting of {name}")
             continue
-        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best[name].verifier.given.items())
+        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best[name].verifier.settings.items())
         betas = f"β {best[name].beta:.2f}, exact {found[0].beta:.2f}"
         lines.append(f"keeps {keep:.1%}: --verifier {name} {flags} ({betas})")
     return "\n".join([*lines, ""])
