@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from drafter import plugins
 from drafter.acceptance.settings import VerifierSettings
 from drafter.evaluation.tables import COLOURS, markdown_table, new_figure
 from drafter.plugins import Sweep, registered
@@ -170,7 +169,7 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
     figure, (panel,) = new_figure((6.5, 4.5))
     lines = _lines(found)
     names = [common.name for common in lines]
-    colours = dict(zip([name for name in plugins.names("verifiers") if name in names], cycle(COLOURS)))
+    colours = dict(zip(registered("verifiers"), cycle(COLOURS)))
     for number, (common, line) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": "black", "marker": "*", "linestyle": "none"}
         if common != EXACT:

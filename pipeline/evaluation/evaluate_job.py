@@ -211,6 +211,9 @@ def evaluate_verifiers(
     """
     assert config.scorer is not None
     scorer, model = make_scorer(config.scorer, config.target), model_name(config.model)
+    with as_job_errors((LoadError,)):
+        for one in config.lenient_verifiers():
+            make_verifier(verifier_grid(one)[0])
     plan = _plan(config, questions)
     for name, some in questions.items():
         if more := [question.name for question in some if len(question.turns) > 1]:
@@ -308,8 +311,6 @@ def _measured(
         except RequestError as error:
             left_out.append(str(error))
             say(f"left out at temperature {block.temperature:g}: {error}")
-        except LoadError as error:
-            raise InputError(str(error)) from error
         else:
             verifiers.append(one)
     with as_job_errors((LoadError, RequestError)):

@@ -121,7 +121,7 @@ class Measured:
 
     def _run(self, settings: VerifierSettings) -> VerifierFigures:
         """Answers are right from δ = 0.2 on, and β is 3 for exact decoding and larger the smaller δ is."""
-        delta = 1.0 if settings.delta is None else settings.delta
+        delta = settings.settings.get("delta", 1.0)
         counts = DecodeCounts(num_output_tokens=int(1e4 * (4 - delta)), num_decode_steps=10_000)
         (_,) = self._requests
         return VerifierFigures(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, 2.0)
