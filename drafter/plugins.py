@@ -61,11 +61,6 @@ def methods() -> Mapping[str, Method]:
     return found
 
 
-def names(kind: Kind) -> list[str]:
-    """Return the names that methods add, without importing anything."""
-    return list(registered(kind))
-
-
 def resolved(kind: Kind) -> dict[str, Any]:
     """Import what methods add, and return it by name."""
     return {name: pkgutil.resolve_name(reference) for name, reference in registered(kind).items()}

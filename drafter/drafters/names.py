@@ -9,9 +9,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from drafter import plugins
 from drafter.embedded import embedded_heads
 from drafter.errors import LoadError
+from drafter.plugins import methods, registered
 
 
 def merged_names(name: str) -> list[str]:
@@ -19,7 +19,7 @@ def merged_names(name: str) -> list[str]:
     if Path(name).exists() or Path(name.partition(":")[2] or name).exists():
         return [name]
     members = name.split("+")
-    kinds = ["auto", *(kind for method in plugins.methods().values() for kind in method.whole)]
+    kinds = ["auto", *(kind for method in methods().values() for kind in method.whole)]
     take_all = tuple(f"{kind}:" for kind in kinds)
     last = next((place for place, member in enumerate(members) if member.startswith(take_all)), len(members))
     return [*members[:last], *(["+".join(members[last:])] if members[last:] else [])]
@@ -41,7 +41,7 @@ def leaf_names(name: str) -> list[str]:
     members = merged_names(name)
     if len(members) == 1:
         kind, rest = kind_and_rest(name)
-        parts = {"auto": candidates, **plugins.registered("parts")}
+        parts = {"auto": candidates, **registered("parts")}
         members = parts[kind](rest) if kind in parts else members
         if members == [name] or not all(members):
             return [name]
@@ -51,7 +51,7 @@ def leaf_names(name: str) -> list[str]:
 def check_name(name: str) -> None:
     """Raise `LoadError` unless one of `leaf_names` is a drafter's name, a path or may be a hub id."""
     kind, rest = kind_and_rest(name)
-    kinds, without_weights = sorted(["auto", *plugins.names("families")]), ["none", *plugins.names("drafters")]
+    kinds, without_weights = sorted(["auto", *registered("families")]), ["none", *registered("drafters")]
     heads = embedded_heads()
     if kind in kinds or "/" in name or Path(name).expanduser().exists() or name in ("auto", *without_weights, *heads):
         return

@@ -14,7 +14,7 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.evaluation.results import Nodes, Plan
 from drafter.heads.config import Tree
-from drafter.plugins import names
+from drafter.plugins import registered
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.config import LoadingConfig
@@ -124,7 +124,7 @@ def named_verifier(text: str) -> VerifierSettings:
     Raises `InputError` if there is no such verifier; `make_verifier` knows its settings.
     """
     name, _, rest = text.partition(":")
-    if name not in (known := names("verifiers")):
+    if name not in (known := registered("verifiers")):
         raise InputError(f"verifiers: no lenient verifier {name!r}: there are {', '.join(known)}")
     settings: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
