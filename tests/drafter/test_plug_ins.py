@@ -369,10 +369,11 @@ class EvenOdd(Verifier):
         return self.inner.accept(replace(verified, allowed=allowed), sampling)
 
 
+@pytest.mark.parametrize("requests", [requests_of(8), requests_of(8)[::2]], ids=["some drawn", "all greedy"])
 @pytest.mark.parametrize("drafter", [AdversarialDrafter(3, nodes=4), WrongDrafter()])
 @pytest.mark.parametrize("verifier", [ExactVerifier(), Uncertain()])
-def test_a_grammar_forbids_nodes(drafter: Drafter, verifier: Verifier) -> None:
-    base, requests, guided = base_of("llama"), requests_of(8), EvenOdd(verifier)
+def test_a_grammar_forbids_nodes(drafter: Drafter, verifier: Verifier, requests: list[Request]) -> None:
+    base, guided = base_of("llama"), EvenOdd(verifier)
     found = decode(base, drafter, requests, guided)
     if verifier.lossless:
         check_identity(found, decode(base, PlainDecoding(), requests, guided))
