@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -11,17 +11,41 @@ from typing import Any, Literal
 
 GROUP = "drafter.methods"  # group of entry points, and the package of this project's own methods
 Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
+Trait = Literal["parts", "models", "files", "automatic", "sweeps"]
+Automatic = Literal["merged", "beside", "alone"]
+"""A drafter's part in `auto`: on a CPU beside the shipped head, and also merged with it, or only beside it; or on a GPU
+instead of a head where none ships."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Settings at which an evaluation measures a lenient verifier."""
+
+    setting: str  # the one that is varied
+    values: tuple[float, ...]  # from the strictest: the published one, and some on both sides of it
+    exact: float | None = None  # value at which only the target model's choices pass; None where there is none
+    lookahead: tuple[str, int] | None = None  # name and published value of the number of draft tokens after a mismatch
 
 
 @dataclass(frozen=True)
 class Method:
-    """The names that a method adds. Each value is a reference `package.module:name`, imported on use."""
+    """The names that a method adds. Each reference is `package.module:name`, imported on use.
+
+    The traits are known without such an import: of families `parts`, `models` and `files`, of drafters `automatic`, of
+    verifiers `sweeps`.
+    """
 
     drafters: Mapping[str, str] = field(default_factory=dict)  # NAME: function of a `Loading` → `Drafter`
     families: Mapping[str, str] = field(default_factory=dict)  # NAME:REST: function of REST and a `Loading` → `Drafter`
     heads: Mapping[str, str] = field(default_factory=dict)  # subclass of `DraftHead` by its algorithm
     verifiers: Mapping[str, str] = field(default_factory=dict)  # subclass of `Verifier` by its name
     layouts: Mapping[str, str] = field(default_factory=dict)  # `Layout` of published heads by its name
+    parts: Mapping[str, Callable[[str], list[str]]] = field(default_factory=dict)  # REST → drafters that it is made of
+    whole: tuple[str, ...] = ()  # families whose REST is all that follows in a name, `+` included
+    models: Mapping[str, Callable[[str], str]] = field(default_factory=dict)  # REST → its model's folder or hub id
+    files: Mapping[str, str] = field(default_factory=dict)  # how the file that REST names is made
+    automatic: Mapping[str, Automatic] = field(default_factory=dict)
+    sweeps: Mapping[str, Sweep] = field(default_factory=dict)
 
 
 @cache
@@ -37,15 +61,11 @@ def methods() -> Mapping[str, Method]:
     return found
 
 
-def names(kind: Kind) -> list[str]:
-    """Return the names that methods add, without importing anything."""
-    return [name for method in methods().values() for name in getattr(method, kind)]
-
-
 def resolved(kind: Kind) -> dict[str, Any]:
     """Import what methods add, and return it by name."""
-    return {
-        name: pkgutil.resolve_name(reference)
-        for method in methods().values()
-        for name, reference in getattr(method, kind).items()
-    }
+    return {name: pkgutil.resolve_name(reference) for name, reference in registered(kind).items()}
+
+
+def registered(kind: Kind | Trait) -> dict[str, Any]:
+    """Return what methods add by name, without importing anything."""
+    return {name: value for method in methods().values() for name, value in getattr(method, kind).items()}

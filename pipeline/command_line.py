@@ -230,9 +230,10 @@ def parse_object(config_class: type[Config], parser: JobParser, settings: Mappin
 
 
 def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]) -> list[str]:
-    # `--verifier NAME` is `--verifier.name NAME`, `--learning` is `--learning.enabled`, and `--dry_run` is `--dry_run
-    # true`. A group may also be given whole, as `{name: NAME, …}`.
-    switches = {f"--{name}" for name, action in parser.settings().items() if _kind_of(action) is bool}
+    # `--verifier NAME` is `--verifier.name NAME`, `--verifier.theta` is `--verifier.settings.theta`, `--learning` is
+    # `--learning.enabled`, and `--dry_run` is `--dry_run true`. A group may also be given whole, as `{name: NAME, …}`.
+    known = parser.settings()
+    switches = {f"--{name}" for name, action in known.items() if _kind_of(action) is bool}
     groups = {
         f"--{name}": field.name
         for name, kind in get_type_hints(config_class).items()
@@ -242,6 +243,9 @@ def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]
     }
     found = []
     for place, argument in enumerate(arguments):
+        group, dot, own = argument.partition(".")
+        if dot and f"{group[2:]}.settings" in known and f"{group[2:]}.{re.split('[.=]', own)[0]}" not in known:
+            argument = f"{group}.settings.{own}"
         option, equals, value = argument.partition("=")
         given = value if equals else "".join(arguments[place + 1 : place + 2])
         is_value = option in groups and not given.startswith("{")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from drafter.plugins import Kind, methods, registered
 from tests.support.paths import ROOT
 
 FORBIDDEN = {
@@ -125,14 +128,24 @@ def test_drafters_are_named_at_the_edge_only() -> None:
 
 
 def test_methods_are_rooms_that_can_be_deleted() -> None:
-    """The core imports no method, and no method another one, but for a draft that is made of n-grams."""
-    own_use = {"drafter.methods.fly.method": "drafter.methods.ngram"}
+    """The core imports no method, and no method another one."""
     for module, imported in import_graph().items():
         room = ".".join(module.split(".")[:3])
         for one in imported:
             if module.startswith("drafter.") and within(one, "drafter.methods") and not within(one, room):
-                allowed = one == "drafter.methods" or within(one, own_use.get(module, "-"))
-                assert allowed, f"{module} imports {one}"
+                assert one == "drafter.methods", f"{module} imports {one}"
+
+
+def test_the_core_has_no_methods_name() -> None:
+    """A name in a string of the code. What methods add is asked of `plugins`."""
+    named = {*methods(), *(name for kind in get_args(Kind) for name in registered(kind))} - {
+        "model"
+    }  # a word of its own
+    for file in files("drafter"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        words = {one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+        found = {part for word in words for part in re.split(r"[+:,]", word)} & named
+        assert not found or "methods" in file.parts, f"{file} names {found}"
 
 
 def test_outputs_are_written_and_reported_without_a_method() -> None:

@@ -51,8 +51,10 @@ def test_common_settings_come_first_and_all_of_them_are_to_be_had(capsys: pytest
     assert "      --model meta-llama/Llama-3.2-1B-Instruct --sampling.temperature 0.7\n" in page
     options = re.findall(r"^  --([\w.]+)", page, re.MULTILINE)
     assert options[:5] == ["input", "output", "model", "drafter", "sampling.max_new_tokens"]
-    assert "verifier.theta" not in page
-    assert {*options, "verifier.theta", "learning.enabled"} <= {*re.findall(r"^  --([\w.]+)", everything, re.MULTILINE)}
+    assert "verifier.settings" not in page
+    assert {*options, "verifier.settings", "learning.enabled"} <= {
+        *re.findall(r"^  --([\w.]+)", everything, re.MULTILINE)
+    }
 
 
 def test_no_help_and_no_mistake_waits_for_heavy_imports() -> None:

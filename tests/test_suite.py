@@ -16,11 +16,10 @@ import pytest
 
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target.model import BaseModel
 from tests.conftest import SHARED_FIXTURES
 from tests.support.latencies import TimelessBudget
-from tests.support.models import SpellingTokenizer
+from tests.support.models import AdversarialDrafter, SpellingTokenizer
 from tests.support.paths import ROOT
 
 _OF_OTHER_PROCESSES = {"run", *SHARED_FIXTURES}
@@ -76,7 +75,7 @@ def test_the_rule_finds_what_breaks_it(text: str, found: list[str]) -> None:
 
 def test_engines_of_this_process_are_given_their_latencies(tiny_base: BaseModel) -> None:
     config = EngineConfig(max_num_seqs=5, num_draft_tokens="auto", max_model_len=32)
-    budget = Engine(tiny_base, NgramDrafter(6), SpellingTokenizer(), config).budget
+    budget = Engine(tiny_base, AdversarialDrafter(0, nodes=6), SpellingTokenizer(), config).budget
     assert isinstance(budget, TimelessBudget)
     assert budget.table.batches.tolist() == [1, 4, 5]
     assert budget.table.verify[0, 0] == 1.1

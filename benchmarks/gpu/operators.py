@@ -20,7 +20,7 @@ from drafter import devices
 from drafter.acceptance.contract import descend, walk
 from drafter.acceptance.sampling import draw, keep_probable, keep_ranked
 from drafter.ctc.prefix_search import best_trie, static_tree
-from drafter.methods.ngram.drafter import lookup
+from drafter.drafters.prompt_lookup import lookup
 from drafter.target.attention import additive, folded, tree_attention, tree_attention_mask
 from drafter.target.kv_cache import BLOCK, KVCache, LayerShape, PagedKVCache
 from drafter.target.loading import pick_device

@@ -1,9 +1,11 @@
-"""The target model's choice after a node, from processed logits and keyed noise.
+"""What a row may choose from after a node, and what it chooses, from processed logits and keyed noise.
+
+`NodeChoices` is the only place that decides either: verifiers, lenient ones too, and judges of soundness ask it.
 
 The noise depends on (seed, position, token) alone. So a sequence's tokens are a function of model, prompt and seed: the
 same with and without speculation, whatever the tree, the batch or the order. Logits are processed in the order of
-transformers: logit bias, repetition penalty, frequency and presence penalty, limits (what may not be chosen at all),
-temperature, top-k, top-p, min-p.
+transformers: logit bias, repetition penalty, frequency and presence penalty, what may not be chosen at all (limits,
+and a guide's mask), temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafter import devices
 from drafter.acceptance.limits import Limits, LimitTable, OutputEnds
 from drafter.acceptance.sampling import History, draw, keep_probable, keep_ranked, penalise, seed_key
 from drafter.devices import send
@@ -138,14 +141,38 @@ class RowSampling:
 
 
 class NodeChoices:
-    """The target model's choices at nodes of a step's trees, from `logits` `[B, N, V]` by node id."""
+    """The target model's choices at nodes of a step's trees.
 
-    def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:
-        self._logits, self._depths, self._lengths = logits, tree.depths, sampling.lengths
+    Args:
+        logits: `[B, N, V]` by node id.
+        allowed: `[B, N, V]` bool, the tokens that a guide, such as a grammar, lets follow each node: at least one. None
+            where there is no guide.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        tree: TokenTree,
+        ancestors: Tensor,
+        sampling: RowSampling,
+        allowed: Tensor | None = None,
+    ) -> None:
+        self._logits, self._depths, self._lengths, self._allowed = logits, tree.depths, sampling.lengths, allowed
         self._table, self._mode, self._slots = sampling.table, sampling.mode, sampling.rows.start or 0
         texts = sampling.tokens, sampling.lengths, sampling.table.prompt_lengths[sampling.rows], tree, ancestors
         self._history = History(*texts, logits.shape[-1]) if sampling.mode.penalties else None
         self._ends = OutputEnds(*texts) if sampling.mode.limited else None
+
+    @property
+    def plain(self) -> bool:
+        """True if every choice is the token with the largest logit, so that `everywhere` has them at once."""
+        return self._mode.likeliest and self._allowed is None
+
+    def everywhere(self) -> tuple[Tensor, Tensor]:
+        """Return the choices after all nodes `[B, N]`, and which rows are sound `[B]`; see `are_sound`. If `plain`."""
+        choices = likeliest(self._logits)
+        # NaN counts as the largest, so the chosen logits tell of all.
+        return choices, self._logits.gather(2, choices[:, :, None]).isfinite().all((1, 2))
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the choice after node `nodes` `[R]` of each of `rows` `[R]`, `[R]` token ids."""
@@ -165,6 +192,11 @@ class NodeChoices:
         tempered = self._tempered(rows, scores)
         return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
 
+    def own(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens `[R]` and log-probabilities `[R, V]` after `nodes` `[R]`, before all stages."""
+        scores = self._logits[rows, nodes].double()
+        return scores.argmax(-1), scores.log_softmax(-1)
+
     def _scores(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return logits with biases and penalties, -inf where a token may not be chosen, `[R, V]` float64."""
         scores, table, slots = self._logits[rows, nodes].double(), self._table, self._slots + rows
@@ -176,6 +208,8 @@ class NodeChoices:
         if self._ends is not None:
             before = self._ends.before(rows, nodes, table.limits.words.shape[2] - 1)
             scores = scores.masked_fill_(table.limits.forbidden(slots, *before, scores.shape[1]), -torch.inf)
+        if self._allowed is not None:
+            scores = scores.masked_fill_(~self._allowed[rows, nodes], -torch.inf)
         return scores
 
     def _tempered(self, rows: Tensor, scores: Tensor) -> Tensor:
@@ -197,3 +231,23 @@ class NodeChoices:
         places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
         drawn = draw(tempered, table.keys[slots], places)
         return torch.where(table.temperature[slots] > 0, drawn, scores.argmax(-1)) if self._mode.mixed else drawn
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the argmax of logits `[B, N, V]`, `[B, N]` int64; the lowest token on a tie."""
+    if _reads_on_host(logits):
+        # NumPy runs on this thread, in a fraction of the time that it takes to wake PyTorch's other threads.
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def are_sound(logits: Tensor) -> Tensor:
+    """Return whether a row's logits `[B, N, V]` have neither NaN nor +inf, `[B]`."""
+    if _reads_on_host(logits):
+        # The maximum is NaN if any value is.
+        return torch.from_numpy(logits.numpy().max((1, 2))).isfinite()
+    return logits.amax((1, 2)).isfinite()
+
+
+def _reads_on_host(logits: Tensor) -> bool:
+    return not devices.is_asynchronous(logits.device) and logits.dtype in (torch.float32, torch.float64)

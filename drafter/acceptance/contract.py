@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from drafter import devices
 from drafter.acceptance.choices import NodeChoices, RowSampling
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError
+from drafter.json_fields import from_json
 from drafter.plugins import resolved
 from drafter.requests import SamplingParams, TokenLogprob
 from drafter.target.model import BaseModel
@@ -32,6 +33,11 @@ class Verified:
     logits: Tensor  # `[B, N, V]`
     hidden: Tensor  # `[B, N, K · d]` hidden states that the drafter reads
     read: Tensor | None = None  # `[B, N, J · d]` those that the verifier reads; None if there are no draft tokens
+    allowed: Tensor | None = None  # `[B, N, V]` bool, what a guide lets follow each node; see `NodeChoices`
+
+    def choices(self, sampling: RowSampling) -> NodeChoices:
+        """Return what the target model chooses at the nodes."""
+        return NodeChoices(self.logits, self.tree, self.ancestors, sampling, self.allowed)
 
 
 @dataclass(frozen=True)
@@ -85,13 +91,11 @@ class ExactVerifier(Verifier):
     lossless = True
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        tree, ancestors = verified.tree, verified.ancestors
-        if sampling.mode.likeliest:
-            choices = likeliest(verified.logits)
-            # NaN counts as the largest, so the chosen logits tell of all.
-            sound = verified.logits.gather(2, choices[:, :, None]).isfinite().all((1, 2))
-            return replace(walk(tree, choices, ancestors, verified.depth), sound=sound)
-        return descend(tree, NodeChoices(verified.logits, tree, ancestors, sampling).at, verified.depth)
+        choices = verified.choices(sampling)
+        if choices.plain:
+            chosen, sound = choices.everywhere()
+            return replace(walk(verified.tree, chosen, verified.ancestors, verified.depth), sound=sound)
+        return descend(verified.tree, choices.at, verified.depth)
 
 
 def make_verifier(settings: VerifierSettings) -> Verifier:
@@ -99,39 +103,20 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
     verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}
     if settings.name not in verifiers:
         raise LoadError(f"no verifier {settings.name!r}: there are {', '.join(verifiers)}")
-    made, given = verifiers[settings.name], settings.given
+    made, given = verifiers[settings.name], settings.settings
     own = list(inspect.signature(made).parameters)
     if foreign := sorted(set(given) - set(own)):
         has = f"it has {', '.join(own)}" if own else "it has no settings"
         raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
     if infinite := [name for name, value in given.items() if isinstance(value, float) and not math.isfinite(value)]:
         raise LoadError(f"verifier {settings.name}: {infinite[0]} must be a finite number")
+    kinds = get_type_hints(made.__init__)
     try:
-        return made(**given)
+        return made(**{name: from_json(kinds.get(name, Any), value, path=(name,)) for name, value in given.items()})
     except LoadError:
         raise
     except ValueError as error:
         raise LoadError(f"verifier {settings.name}: {error}") from error
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """Return the argmax of logits `[B, N, V]`, `[B, N]` int64; the lowest token on a tie."""
-    if _reads_on_host(logits):
-        # NumPy runs on this thread, in a fraction of the time that it takes to wake PyTorch's other threads.
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
-
-
-def are_sound(logits: Tensor) -> Tensor:
-    """Return whether a row's logits `[B, N, V]` have neither NaN nor +inf, `[B]`."""
-    if _reads_on_host(logits):
-        # The maximum is NaN if any value is.
-        return torch.from_numpy(logits.numpy().max((1, 2))).isfinite()
-    return logits.amax((1, 2)).isfinite()
-
-
-def _reads_on_host(logits: Tensor) -> bool:
-    return not devices.is_asynchronous(logits.device) and logits.dtype in (torch.float32, torch.float64)
 
 
 def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Accepted:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter.acceptance.choices import NodeChoices, RowSampling
+from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, Verified
 from drafter.tree.token_tree import TokenTree
 
@@ -22,16 +22,22 @@ class NodeViews:
     entropy: Tensor  # uncertainty after each node, in nats
 
 
-def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor]) -> NodeViews:
-    """Compute the views. `entropy` maps log-probabilities `[B, V]` to `[B]`."""
+def node_views(
+    verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor], *, own: bool = False
+) -> NodeViews:
+    """Compute the views. `entropy` maps log-probabilities `[B, V]` to `[B]`.
+
+    With `own`, they are of the model's own distribution, whatever the row samples from.
+    """
     tree = verified.tree
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
-    asked = NodeChoices(verified.logits, tree, verified.ancestors, sampling)
+    asked = verified.choices(sampling)
     prices = torch.zeros(tree.tokens.shape, dtype=torch.float64, device=rows.device)
     choices, certainties = [], []
     # One node after another: all at once would be `[B, N, V]` in fp64.
     for node in range(tree.size):
-        choice, log_probs = asked.with_log_probs(rows, torch.full_like(rows, node))
+        at = torch.full_like(rows, node)
+        choice, log_probs = asked.own(rows, at) if own else asked.with_log_probs(rows, at)
         choices.append(choice)
         certainties.append(entropy(log_probs))
         prices = torch.where(tree.parents == node, log_probs.gather(1, tree.tokens.clamp_min(0)), prices)

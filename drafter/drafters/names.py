@@ -1,7 +1,7 @@
 """Syntax of drafter names: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon.
 
-`long:N:A` makes chains of N tokens of the drafter A. `stack:` and `auto:` take all of the rest of a name: `>` separates
-the levels of a stack, `,` the drafters among which one is chosen, and `+` binds tighter than both.
+`auto:` takes all of the rest of a name: `,` separates the drafters among which one is chosen, and `+` binds tighter.
+A method's own kinds may do so too, and say which drafters they are made of; see `Method`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from drafter import plugins
 from drafter.embedded import embedded_heads
 from drafter.errors import LoadError
-
-_TAKE_ALL = ("stack:", "auto:")
+from drafter.plugins import methods, registered
 
 
 def merged_names(name: str) -> list[str]:
@@ -21,7 +19,9 @@ def merged_names(name: str) -> list[str]:
     if Path(name).exists() or Path(name.partition(":")[2] or name).exists():
         return [name]
     members = name.split("+")
-    last = next((place for place, member in enumerate(members) if member.startswith(_TAKE_ALL)), len(members))
+    kinds = ["auto", *(kind for method in methods().values() for kind in method.whole)]
+    take_all = tuple(f"{kind}:" for kind in kinds)
+    last = next((place for place, member in enumerate(members) if member.startswith(take_all)), len(members))
     return [*members[:last], *(["+".join(members[last:])] if members[last:] else [])]
 
 
@@ -31,45 +31,27 @@ def kind_and_rest(name: str) -> tuple[str, str]:
     return ("", name) if not colon or "/" in kind or Path(name).exists() else (kind, rest)
 
 
-def stack_levels(rest: str) -> list[str]:
-    """Split what follows `stack:` into levels, from the lowest on."""
-    return rest.split(">")
-
-
 def candidates(rest: str) -> list[str]:
     """Split what follows `auto:` into the drafters among which one is chosen."""
     return rest.split(",")
 
 
-def length_and_drafter(rest: str) -> tuple[int, str] | None:
-    """Split what follows `long:`, `N:DRAFTER`; None if it is something else."""
-    number, _, name = rest.partition(":")
-    return (int(number), name) if number.isdecimal() and int(number) > 0 and name else None
-
-
-def model_and_device(rest: str) -> tuple[str, str | None]:
-    """Split what follows `model:`, `NAME@DEVICE`, into a path or hub id and a device; None without a device."""
-    name, at, device = rest.rpartition("@")
-    return (rest, None) if not at or Path(rest).exists() else (name, device)
-
-
 def leaf_names(name: str) -> list[str]:
-    """Return the drafters that a name is made of, each once: members, levels, candidates, beginnings of chains."""
+    """Return the drafters that a name is made of, each once."""
     members = merged_names(name)
     if len(members) == 1:
         kind, rest = kind_and_rest(name)
-        if kind == "long" and (long := length_and_drafter(rest)) is not None:
-            return leaf_names(long[1])
-        if kind not in ("stack", "auto"):
-            return members
-        members = stack_levels(rest) if kind == "stack" else candidates(rest)
+        parts = {"auto": candidates, **registered("parts")}
+        members = parts[kind](rest) if kind in parts else members
+        if members == [name] or not all(members):
+            return [name]
     return list(dict.fromkeys(leaf for member in members for leaf in leaf_names(member)))
 
 
 def check_name(name: str) -> None:
     """Raise `LoadError` unless one of `leaf_names` is a drafter's name, a path or may be a hub id."""
     kind, rest = kind_and_rest(name)
-    kinds, without_weights = sorted(["auto", *plugins.names("families")]), ["none", *plugins.names("drafters")]
+    kinds, without_weights = sorted(["auto", *registered("families")]), ["none", *registered("drafters")]
     heads = embedded_heads()
     if kind in kinds or "/" in name or Path(name).expanduser().exists() or name in ("auto", *without_weights, *heads):
         return

@@ -13,7 +13,7 @@ from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS, embedded_heads
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
 from drafter.heads.contract import measured_worth
-from drafter.plugins import resolved
+from drafter.plugins import registered, resolved
 from drafter.target.model import BaseModel
 
 TRAINING_FREE: dict[str, Callable[[Loading], Drafter]] = {
@@ -26,7 +26,13 @@ FAMILIES: dict[str, Callable[[str, Loading], Drafter]] = {
     **resolved("families"),
 }
 """Drafters `KIND:REST`, by kind."""
-HEAD_AND_TEXTS = ("head", "cacheback")
+
+
+def _automatic_as(*roles: str) -> list[str]:
+    return [name for name, role in registered("automatic").items() if role in roles]
+
+
+HEAD_AND_TEXTS = ("head", *_automatic_as("merged"))
 """Members of `auto` that also draft together."""
 
 
@@ -68,11 +74,11 @@ def _load(name: str, loading: Loading) -> Drafter:
 def _automatic(loading: Loading) -> Drafter:
     """Return the shipped head and what drafts from texts, of which a budget chooses.
 
-    On a GPU a step is captured with its drafter, so there is one alone: the head that ships, or else `ngram`.
+    On a GPU a step is captured with its drafter, so there is one alone.
     """
     head = shipped_head(loading.base)
     if loading.base.device.type != "cpu":
-        return loading.load(str(head or "ngram"))
+        return loading.load(str(head or next(iter(_automatic_as("alone")), "none")))
     return beside_texts(None if head is None else loading.load(str(head)), loading)
 
 
@@ -88,14 +94,13 @@ def _chosen_among(rest: str, loading: Loading) -> Drafter:
 def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
     """Combine drafters from other texts with a head, if there is one, as alternatives and merged.
 
-    `ngram` is not among them: `cacheback` costs less, and drafts better on most kinds of prompt (docs/drafters.md).
     With `first` the head is tried first, and drafts where no budget chooses.
     """
-    others: dict[str, Drafter] = {name: loading.load(name) for name in ("cacheback", "memory") if name in TRAINING_FREE}
+    others: dict[str, Drafter] = {name: loading.load(name) for name in _automatic_as("merged", "beside")}
     if head is None:
         return ChoosingDrafter(others) if others else PlainDecoding()
     named: dict[str, Drafter] = {"head": head, **others} if first else {**others, "head": head}
-    return ChoosingDrafter(named, together=[HEAD_AND_TEXTS] if named.keys() >= set(HEAD_AND_TEXTS) else [])
+    return ChoosingDrafter(named, together=[HEAD_AND_TEXTS] if len(HEAD_AND_TEXTS) > 1 else [])
 
 
 def shipped_head(base: BaseModel) -> Path | None:

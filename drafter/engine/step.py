@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, are_sound, token_logprobs
+from drafter.acceptance.choices import are_sound
+from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, token_logprobs
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState

@@ -5,48 +5,54 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.evaluation.tables import COLOURS, markdown_table, new_figure
+from drafter.plugins import Sweep, registered
 from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length
 
 if TYPE_CHECKING:  # a GPU's bare machine measures without it
     from matplotlib.figure import Figure
 
 EXACT = VerifierSettings()
-_GRIDS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "fly": ("theta", (1.05, 1.0, 0.9, 0.7, 0.5, 0.3, 0.1, 0.0)),
-    "pad": ("sigma", (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)),
-    "typical": ("delta", (0.9, 0.5, 0.3, 0.09, 0.03, 0.01)),
-}
-"""The varied setting of each, from the strictest value: the published one, and some on both sides of it."""
+
+
+def _sweep(settings: VerifierSettings) -> Sweep | None:
+    return registered("sweeps").get(settings.name)
 
 
 def _value(settings: VerifierSettings) -> float | None:
-    """Return the value of the varied setting; None where it is not set."""
-    value: float | None = getattr(settings, _GRIDS[settings.name][0])
-    return value
+    """Return the value of the varied setting; None where it is not set, or there is none."""
+    sweep = _sweep(settings)
+    return None if sweep is None else settings.settings.get(sweep.setting)
+
+
+def _with(settings: VerifierSettings, name: str, value: float | None) -> VerifierSettings:
+    changed = settings.settings | {name: value}
+    return replace(settings, settings={key: one for key, one in sorted(changed.items()) if one is not None})
 
 
 def _with_value(settings: VerifierSettings, value: float | None) -> VerifierSettings:
-    return replace(settings, **{_GRIDS[settings.name][0]: value})  # type: ignore[arg-type]
+    sweep = _sweep(settings)
+    return settings if sweep is None else _with(settings, sweep.setting, value)
 
 
 def leniency(settings: VerifierSettings) -> float:
-    """Return a number that grows with the leniency of the varied setting, which must be set; 0 for `exact`."""
-    if settings == EXACT:
+    """Return a number that grows with the leniency of the varied setting; 0 where there is none or it is not set."""
+    sweep, value = _sweep(settings), _value(settings)
+    if sweep is None or value is None:
         return 0.0
-    value, (strictest, *_, most_lenient) = _value(settings), _GRIDS[settings.name][1]
-    assert value is not None
-    return value if most_lenient > strictest else -value
+    return value if sweep.values[-1] > sweep.values[0] else -value
 
 
 def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
-    """Return the settings to measure, from the strictest: the grid, or `settings` if its varied value is set."""
-    if _value(settings) is not None:
+    """Return the settings to measure, from the strictest: the grid, or `settings` if nothing is left to be varied."""
+    sweep = _sweep(settings)
+    if sweep is None or _value(settings) is not None:
         return [settings]
-    return [_with_value(settings, value) for value in _GRIDS[settings.name][1]]
+    return [_with_value(settings, value) for value in sweep.values]
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class VerifierFigures:
         del counts["per_step_accepted"]  # it is empty in sums
         return {
             "verifier": self.verifier.name,
-            "settings": self.verifier.given,
+            "settings": self.verifier.settings,
             "requests": self.utility.pairs,
             "utility": difference.second,
             "exact_utility": difference.first,
@@ -107,7 +113,7 @@ def title_of(settings: VerifierSettings) -> str:
 
 
 def _numbers(settings: VerifierSettings) -> list[str]:
-    return [f"{name} {value:g}" for name, value in settings.given.items() if not isinstance(value, str)]
+    return [f"{name} {value:g}" for name, value in settings.settings.items() if not isinstance(value, str)]
 
 
 def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[VerifierFigures]:
@@ -154,31 +160,31 @@ def utility_table(found: Sequence[VerifierFigures]) -> str:
     return markdown_table(rows)
 
 
-_COLOURS = dict(zip(_GRIDS, COLOURS, strict=False))
 _STYLES = ({"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "s"}, {"linestyle": ":", "marker": "^"})
 """Line styles of one verifier; a line may be a single point."""
 
 
 def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures] = ()) -> Figure:
-    """Plot utility over β, a line for each verifier and window of `fly`; `kept` are highlighted."""
+    """Plot utility over β, a line for each verifier and look-ahead; `kept` are highlighted."""
     figure, (panel,) = new_figure((6.5, 4.5))
     lines = _lines(found)
     names = [common.name for common in lines]
+    colours = dict(zip(registered("verifiers"), cycle(COLOURS)))
     for number, (common, line) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": "black", "marker": "*", "linestyle": "none"}
         if common != EXACT:
-            style = {"color": _COLOURS[common.name], **_STYLES[names[:number].count(common.name) % len(_STYLES)]}
+            style = {"color": colours[common.name], **_STYLES[names[:number].count(common.name) % len(_STYLES)]}
         points = [_place(one) for one in line]
         panel.plot(*zip(*points, strict=True), label=title_of(common), markersize=4, **style)
         for one, place in zip(line, points, strict=True):
-            if one.verifier != EXACT and (_value(one.verifier) in _GRIDS[common.name][1] or one in kept):
+            sweep, value = _sweep(one.verifier), _value(one.verifier)
+            if sweep is not None and value is not None and (value in sweep.values or one in kept):
                 below = one in kept  # where its neighbours' numbers are not
                 offset = (4, -13 if below else 4)
-                text = f"{_value(one.verifier):g}"
-                panel.annotate(text, place, textcoords="offset points", xytext=offset, fontsize=7)
+                panel.annotate(f"{value:g}", place, textcoords="offset points", xytext=offset, fontsize=7)
     for one in kept:
         ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
-        panel.plot(*_place(one), color=_COLOURS[one.verifier.name], **ring)
+        panel.plot(*_place(one), color=colours[one.verifier.name], **ring)
     panel.set(xlabel="β (tokens per forward of the target model)", ylabel="utility")
     panel.grid(alpha=0.3)
     panel.legend()
@@ -192,9 +198,6 @@ def _place(one: VerifierFigures) -> tuple[float, float]:
 _HALVINGS = 4
 """Bisections of an interval: a sixteenth of it is left."""
 _DIGITS = 4
-_EXACT_AT = {"fly": math.log(3), "pad": 0.0}
-"""Values at which only the target model's choices pass; for `fly`, the entropy of three tokens is at most ln 3."""
-_PUBLISHED_WINDOW = 6
 
 
 def search(
@@ -205,19 +208,20 @@ def search(
 ) -> list[VerifierFigures]:
     """Measure a verifier's grid, and with `keep` also settings between those of the grid; return all figures.
 
-    The interval between the most lenient setting that keeps enough and the next one is bisected. If the window of `fly`
-    is not set, so are the intervals at twice the window, which is stricter and so may allow a smaller θ, and at half of
-    it. An interval ends once its lenient end has no larger β than a setting that keeps enough: nothing within can be
-    better.
+    The interval between the most lenient setting that keeps enough and the next one is bisected. If a verifier has a
+    look-ahead that is not set, so are the intervals at twice that, which is stricter and so may allow a more lenient
+    value, and at half of it. An interval ends once its lenient end has no larger β than a setting that keeps enough:
+    nothing within can be better.
 
     Args:
         keep: Share of exact decoding's utility that is enough.
         depth: Most draft tokens of a path.
     """
     found = [measure(settings) for settings in verifier_grid(verifier)]
-    if keep is None or _value(verifier) is not None:
+    sweep = _sweep(verifier)
+    if keep is None or sweep is None or _value(verifier) is not None:
         return found
-    enough, (most_lenient, exact) = keep, (_GRIDS[verifier.name][1][-1], _EXACT_AT.get(verifier.name))
+    enough, most_lenient, exact = keep, sweep.values[-1], sweep.exact
 
     def tried(settings: VerifierSettings) -> VerifierFigures:
         found.append(measure(settings))
@@ -242,21 +246,18 @@ def search(
     lenient = _value(after[0].verifier) if after else None
     if strict is not None and lenient is not None:
         strict, lenient = bisect(verifier, strict, lenient, after[0].beta)
-    for window in _other_windows(verifier, depth):
-        line = replace(verifier, window=window)
+    if sweep.lookahead is None or sweep.lookahead[0] in verifier.settings:
+        return found
+    name, published = sweep.lookahead
+    # A mismatch needs a window of draft tokens and one more.
+    longer, shorter = min(2 * published, depth - 1), published // 2
+    for window in [longer, shorter] if longer > published else [shorter]:
+        line = _with(verifier, name, window)
         # What keeps enough at a window does so at a longer one; what does not, does not at a shorter one.
-        if window < _PUBLISHED_WINDOW and exact is not None and lenient is not None:
+        if window < published and exact is not None and lenient is not None:
             bisect(line, exact, lenient)
             continue
-        begin = strict if window > _PUBLISHED_WINDOW else exact
+        begin = strict if window > published else exact
         if begin is not None and not (one := tried(_with_value(line, most_lenient))).keeps(keep):
             bisect(line, begin, most_lenient, one.beta)
     return found
-
-
-def _other_windows(verifier: VerifierSettings, depth: int) -> list[int]:
-    """Return further windows of `fly` to try. A mismatch needs a window of draft tokens and one more."""
-    if verifier.name != "fly" or verifier.window is not None:
-        return []
-    longer, shorter = min(2 * _PUBLISHED_WINDOW, depth - 1), _PUBLISHED_WINDOW // 2
-    return [longer, shorter] if longer > _PUBLISHED_WINDOW else [shorter]

@@ -89,7 +89,7 @@ def read_public(name: str, config: Json, tensors: Weights, base: BaseModel) -> P
     """Convert a published head; raise `LoadError` if it is of another target model or of an unsupported kind."""
     if (layout := _layout_of(config)) is None:
         kind = config["speculators_model_type"]
-        raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")
+        raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}, which no method reads")
     found = layout.read(name, config, tensors, base)
     made_for = found.made_for
     if made_for is not None and not isinstance(made_for, str):

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
+from drafter.drafters.names import check_name, kind_and_rest, leaf_names
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.errors import LoadError, one_line
+from drafter.plugins import registered
 from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.command_line import say
 from pipeline.errors import InputError
@@ -157,22 +158,21 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
     """Return the fingerprints of the heads, draft models and tables in `drafter`, by name, or raise `InputError`."""
     if drafter == "auto" and model is None:
         drafter = "ctc"
-    found = {}
+    found, models, files = {}, registered("models"), registered("files")
     for name in leaf_names(drafter):
         try:
             check_name(name)
         except LoadError as error:
             raise InputError(str(error)) from error
         kind, rest = kind_and_rest(name)
-        if kind == "model":
-            found[name] = model_fingerprint(model_and_device(rest)[0])
+        if kind in models:
+            found[name] = model_fingerprint(models[kind](rest))
             continue
-        if kind == "cacheback":
-            table = Path(rest).expanduser()
-            if not table.is_file():
-                made = "make one with drafter cache"
-                raise InputError(f"drafter {name} names no table: there is no file {rest} ({made})")
-            found[name] = file_fingerprint(table)
+        if kind in files:
+            file = Path(rest).expanduser()
+            if not file.is_file():
+                raise InputError(f"drafter {name} names no table: there is no file {rest} ({files[kind]})")
+            found[name] = file_fingerprint(file)
             continue
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
@@ -181,14 +181,14 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
     return found
 
 
-def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
-    """Return the fingerprint of a verifier's classifier by name, or raise `InputError`; empty without one."""
-    if verifier.classifier is None:
-        return {}
-    folder = Path(verifier.classifier).expanduser()
-    if not folder.is_dir():
-        raise InputError(f"verifier.classifier {verifier.classifier} is not a folder")
-    return {verifier.classifier: folder_fingerprint(folder)}
+def verifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
+    """Return the fingerprints of the folders and files among a verifier's settings, such as a classifier, by name."""
+    found = {}
+    for name in (value for value in verifier.settings.values() if isinstance(value, str)):
+        path = Path(name).expanduser()
+        if path.exists():
+            found[name] = folder_fingerprint(path) if path.is_dir() else file_fingerprint(path)
+    return found
 
 
 def _on_hub(what: str, name: str) -> str:

@@ -47,11 +47,11 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import (
-    classifier_fingerprints,
     file_fingerprint,
     head_fingerprints,
     model_fingerprint,
     model_name,
+    verifier_fingerprints,
 )
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
@@ -211,6 +211,9 @@ def evaluate_verifiers(
     """
     assert config.scorer is not None
     scorer, model = make_scorer(config.scorer, config.target), model_name(config.model)
+    with as_job_errors((LoadError,)):
+        for one in config.lenient_verifiers():
+            make_verifier(verifier_grid(one)[0])
     plan = _plan(config, questions)
     for name, some in questions.items():
         if more := [question.name for question in some if len(question.turns) > 1]:
@@ -254,7 +257,7 @@ def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
     for name in config.plan().drafters:
         heads |= head_fingerprints(config.model, name)
     for one in verifiers:
-        heads |= classifier_fingerprints(one)
+        heads |= verifier_fingerprints(one)
     texts = {name: json.dumps([dict(one.columns) for one in some]) for name, some in questions.items()}
     return {
         "model": model_fingerprint(model_name(config.model)),
@@ -308,8 +311,6 @@ def _measured(
         except RequestError as error:
             left_out.append(str(error))
             say(f"left out at temperature {block.temperature:g}: {error}")
-        except LoadError as error:
-            raise InputError(str(error)) from error
         else:
             verifiers.append(one)
     with as_job_errors((LoadError, RequestError)):
@@ -343,7 +344,7 @@ def _kept_lines(keep: float, found: Sequence[VerifierFigures], kept: Sequence[Ve
         if name not in best:
             lines.append(f"keeps {keep:.1%}: no setting of {name}")
             continue
-        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best[name].verifier.given.items())
+        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best[name].verifier.settings.items())
         betas = f"β {best[name].beta:.2f}, exact {found[0].beta:.2f}"
         lines.append(f"keeps {keep:.1%}: --verifier {name} {flags} ({betas})")
     return "\n".join([*lines, ""])

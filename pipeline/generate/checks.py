@@ -13,11 +13,11 @@ from drafter.errors import LoadError, RequestError
 from drafter.requests import DRAW, described, sampling_defaults
 from pipeline.command_line import say
 from pipeline.engines.models import (
-    classifier_fingerprints,
     generation_settings,
     head_fingerprints,
     model_fingerprint,
     model_name,
+    verifier_fingerprints,
 )
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
@@ -92,7 +92,7 @@ def checked_job(config: GenerateConfig) -> Job:
     say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     reads_clock = _check_tokenizer(config, prompts)
     check_verifier(config)
-    heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
+    heads = head_fingerprints(config.model, config.drafter) | verifier_fingerprints(config.verifier)
     if config.learning.enabled and (given := config.learning.given_head) is not None:
         heads |= head_fingerprints(config.model, given)
     date = output_date(config) if reads_clock else None

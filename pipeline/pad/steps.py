@@ -179,7 +179,7 @@ class PivotSteps:
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
         requests, answers = [row.request for row in held_out], self._answers()
         rows = [answers[request.request_id] for request in requests]
-        pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
+        pad = VerifierSettings("pad", {"classifier": str(self._folder.verifier)})
         load = partial(load_models, self._model, asdict(config.loading), resources.threads, os.getcwd())
         with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
             where: dict[str, Any] = ask("load", command)

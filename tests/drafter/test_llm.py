@@ -30,11 +30,10 @@ from drafter.many import as_chat
 from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import TokenDelta
 from drafter.target.model import BaseModel
 from drafter.text.conversation import Conversation
-from tests.support.models import SpellingTokenizer, random_model
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model
 from tests.support.waiting import PATIENCE, wait_until
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
@@ -289,7 +288,7 @@ def test_a_model_that_is_used_no_more_is_freed_once_its_requests_have_ended() ->
     """As when a notebook's cell is run again."""
     base, before = BaseModel(random_model("llama"), native=False), threading.active_count()
     config = EngineConfig(max_num_seqs=2, max_model_len=64, num_draft_tokens=3)
-    lm = SpeculativeLM(base, NgramDrafter(3), SpellingTokenizer(), config)
+    lm = SpeculativeLM(base, AdversarialDrafter(0, nodes=3), SpellingTokenizer(), config)
     handles = [lm.stream([5, 6, 7], max_new_tokens=40, ignore_eos=True) for _ in range(3)]
     left = weakref.ref(base), weakref.ref(lm), weakref.ref(lm.engine)
     assert threading.active_count() == before + 1

@@ -1,7 +1,10 @@
-"""Each method's folder can be deleted: what it adds is then unknown, and all else works as before."""
+"""Each method's folder can be deleted: what it adds is then unknown, in jobs too, and all else works as before."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +14,21 @@ import pytest
 from drafter.plugins import methods
 from tests.support.paths import ROOT
 
-NEEDS = {"fly": {"ngram"}}
-"""A long chain goes on with what n-grams say: that method is deleted with what it needs."""
-WITHOUT = """
-import os, shutil, sys
+PACKAGES = ("drafter", "pipeline", "jobs")
+JOBS_NEED = "learning"  # its settings are still among those of a job
+WITHOUT = (
+    f"""
+PACKAGES, JOBS_NEED = {PACKAGES}, {JOBS_NEED!r}
+"""
+    + """
+import json, os, shutil, sys
 from pathlib import Path
 
 import torch, transformers.conversion_mapping, transformers.modeling_utils  # once, for all children
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-def without(removed, root):
+def without(removed, added, root):
     import importlib, pkgutil
     sys.path.insert(0, str(root))
     import drafter
@@ -34,9 +41,9 @@ def without(removed, root):
     from drafter.heads.checkpoint import HEADS
     from drafter.llm import SpeculativeLM
 
-    assert not plugins.methods().keys() & set(removed)
+    assert removed not in plugins.methods()
     assert "ctc" in HEADS and "none" in TRAINING_FREE
-    drafters = ("none", "auto" if {"cacheback", "memory"} & set(removed) else "ctc")
+    drafters = ("none", "auto" if removed in ("cacheback", "memory") else "ctc")
     said = {}
     for name in drafters:
         config = EngineConfig(max_num_seqs=2, max_model_len=64, num_draft_tokens=4)
@@ -45,31 +52,55 @@ def without(removed, root):
     plain, drafted = said.values()
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert any(one.counts.num_draft_tokens for one in drafted)
+    if removed == JOBS_NEED:
+        return
+    from jobs.generate import main
+
+    prompts = root / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "One", "id": "a"}))
+    job = ["--input", str(prompts), "--output", str(root / "out"), "--dry_run"]
+    assert main(job) == 0
+    assert all(main([*job, f"--{setting}", name]) == 2 for setting, name in added)
 
 
 source, folder = Path(sys.argv[1]), Path(sys.argv[2])
-for names in sys.argv[3:]:
-    root = folder / names
-    shutil.copytree(source / "drafter", root / "drafter", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in names.split("+"):
-        shutil.rmtree(root / "drafter" / "methods" / name)
+for name, added in json.loads(sys.argv[3]).items():
+    root = folder / name
+    for package in PACKAGES:
+        shutil.copytree(source / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(root / "drafter" / "methods" / name)
     if not (child := os.fork()):
-        without(names.split("+"), root)
+        without(name, added, root)
         os._exit(0)
     if os.waitpid(child, 0)[1]:
-        sys.exit(f"without {names} the rest does not work")
+        sys.exit(f"without {name} the rest does not work")
 """
+)
 
 
 @pytest.mark.parametrize(
     "first", [pytest.param(True, id="learning"), pytest.param(False, id="others", marks=pytest.mark.slow)]
 )
 def test_a_method_can_be_deleted(first: bool, tmp_path: Path) -> None:
-    removed = [
-        "+".join([method, *(name for name, needed in NEEDS.items() if method in needed)])
-        for method in sorted(methods())
-        if (method == "learning") == first
-    ]
-    command = [sys.executable, "-c", WITHOUT, str(ROOT), str(tmp_path), *removed]
+    added = {
+        name: [*(("drafter", one) for one in method.drafters), *(("verifier", one) for one in method.verifiers)]
+        for name, method in sorted(methods().items())
+        if (name == "learning") == first
+    }
+    command = [sys.executable, "-c", WITHOUT, str(ROOT), str(tmp_path), json.dumps(added)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cacheback", "ngram"])  # one that `auto` has here, and one that it has on a GPU
+def test_a_job_runs_without_a_method(method: str, tmp_path: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "drafter" / "methods" / method)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Tom has 3 boxes", "id": "a"}))
+    command = [sys.executable, "-m", "jobs.generate", "--input=in.jsonl", "--output=out", "--sampling.max_new_tokens=8"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out" / "data").glob("*.parquet"))) == 1

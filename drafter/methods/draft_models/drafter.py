@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan, MergedDrafter
-from drafter.drafters.names import kind_and_rest, merged_names, model_and_device, stack_levels
+from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.slots import SlotTensors
 from drafter.errors import LoadError
+from drafter.methods.draft_models import model_and_device, stack_levels
 from drafter.target.attention import Packing
 from drafter.target.forward import TreeNodes
 from drafter.target.loading import load_base, pick_device

@@ -14,9 +14,8 @@ from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, MergedDrafter
-from drafter.drafters.names import length_and_drafter
+from drafter.drafters.prompt_lookup import FADING, lookup
 from drafter.errors import LoadError, RequestError
-from drafter.methods.ngram.drafter import FADING, lookup
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 
@@ -152,8 +151,7 @@ def extended(text: Tensor, lengths: Tensor, chain: Tensor, log_probs: Tensor) ->
 
 def long_chain(rest: str, loading: Loading) -> LongChainDrafter:
     """Load `long:N:DRAFTER`; raise `LoadError` if the name is invalid, or the drafter cannot be loaded."""
-    found = length_and_drafter(rest)
-    if found is None:
+    number, _, name = rest.partition(":")
+    if not (number.isdecimal() and int(number) > 0 and name):
         raise LoadError(f"drafter 'long:{rest}': use long:N:DRAFTER, such as long:15:ngram")
-    length, name = found
-    return LongChainDrafter(loading.load(name), length)
+    return LongChainDrafter(loading.load(name), int(number))

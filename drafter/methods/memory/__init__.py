@@ -2,4 +2,4 @@
 
 from drafter.plugins import Method
 
-METHOD = Method(drafters={"memory": "drafter.methods.memory.drafter:memory"})
+METHOD = Method(drafters={"memory": "drafter.methods.memory.drafter:memory"}, automatic={"memory": "beside"})

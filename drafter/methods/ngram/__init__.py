@@ -2,4 +2,4 @@
 
 from drafter.plugins import Method
 
-METHOD = Method(drafters={"ngram": "drafter.methods.ngram.drafter:ngram"})
+METHOD = Method(drafters={"ngram": "drafter.methods.ngram.drafter:ngram"}, automatic={"ngram": "alone"})

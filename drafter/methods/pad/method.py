@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafter.acceptance.choices import RowSampling, SamplingMode
+from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.errors import LoadError, first_line
-from drafter.requests import SamplingParams
 from drafter.target.model import BaseModel
 
 _HIDDEN, _SCALARS, _JOINED = 64, 8, 128
@@ -147,7 +146,6 @@ def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier
 
 
 _LOG_FLOOR = math.log(1e-4)  # tokens with a probability below 10⁻⁴ are always rejected
-_PLAIN = SamplingMode.of([SamplingParams()])
 
 
 class PadVerifier(Verifier):
@@ -192,9 +190,9 @@ class PadVerifier(Verifier):
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
         if verified.read is None or verified.tree.size == 1:
             return ExactVerifier().accept(verified, sampling)
-        tree, plain = verified.tree, sampling.mode.likeliest
-        own = node_views(verified, replace(sampling, mode=_PLAIN), shannon_entropy)
-        views = own if plain else node_views(verified, sampling, shannon_entropy)
+        tree, views = verified.tree, node_views(verified, sampling, shannon_entropy)
+        plain = verified.choices(sampling).plain
+        own = views if plain else node_views(verified, sampling, shannon_entropy, own=True)
         entropy = own.entropy.gather(1, tree.parents)
         features = PivotFeatures(verified.read, entropy, own.log_probs.exp())
         harmless = self._classifier.log_pivot(features) <= self._log_sigma

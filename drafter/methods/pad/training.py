@@ -61,7 +61,7 @@ class RecordingVerifier(ExactVerifier):
         first = tree.first_children().gather(1, last)[:, 0]
         child = first.clamp_max(tree.size - 1)
         tokens = tree.tokens[rows, child].clamp_min(0)
-        log_probs = verified.logits[rows, last[:, 0]].double().log_softmax(-1)
+        _, log_probs = verified.choices(sampling).own(rows, last[:, 0])
         entropy, probability = shannon_entropy(log_probs), log_probs.gather(1, tokens[:, None])[:, 0].exp()
         hidden, texts = read[rows, child].float().cpu(), sampling.tokens.cpu()
         prompts = sampling.table.prompt_lengths[sampling.rows]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter import devices
-from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
-from drafter.acceptance.contract import ExactVerifier, Verified, are_sound, descend, likeliest, walk
+from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable, are_sound, likeliest
+from drafter.acceptance.contract import ExactVerifier, Verified, descend, walk
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 

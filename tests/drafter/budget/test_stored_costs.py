@@ -14,9 +14,9 @@ from drafter.engine import warm_up
 from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import step_costs
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
+from tests.support.models import AdversarialDrafter
 
 TABLE = LatencyTable(
     np.array([1.0, 4.0]),
@@ -94,7 +94,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def start(base: BaseModel, name: str | None = "ngram", slots: int = 4) -> LatencyTable:
-    state = BatchState(base, NgramDrafter(6), slots, 96, StageTimes())
+    state = BatchState(base, AdversarialDrafter(0, nodes=6), slots, 96, StageTimes())
     return step_costs(DeviceStep(base, ExactVerifier(), state, packs=False), None, name)
 
 

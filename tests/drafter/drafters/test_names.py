@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafter.drafters.names import kind_and_rest, leaf_names, merged_names, model_and_device, stack_levels
+from drafter.drafters.names import kind_and_rest, leaf_names, merged_names
+from drafter.methods.draft_models import model_and_device, stack_levels
 
 
 def test_plus_merges_and_a_path_is_one_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafter.acceptance.contract import Verified
-from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, DraftSpec, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -19,13 +19,12 @@ from drafter.engine.scheduler import common_prefix
 from drafter.engine.sequence import Handle
 from drafter.engine.step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.statistics import STAGES
 from drafter.target.forward import TreeNodes
 from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 from tests.support.heads import make_head
 from tests.support.models import (
     AdversarialDrafter,
@@ -544,6 +543,16 @@ def test_the_first_token_is_the_same_for_who_watches(
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
+class Silent(PlainDecoding):
+    """Has a tree of padding for each row."""
+
+    spec = DraftSpec(max_nodes=8, max_depth=8)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        padding = torch.full((len(context.tokens), 1, ask.nodes), PAD_TOKEN)
+        return from_paths(context.pending, padding, torch.full(padding.shape, -torch.inf), ask.nodes + 1)
+
+
 def test_a_row_without_drafts_is_verified_as_a_plain_step(
     monkeypatch: pytest.MonkeyPatch, tiny_base: BaseModel
 ) -> None:
@@ -555,8 +564,8 @@ def test_a_row_without_drafts_is_verified_as_a_plain_step(
         return verify(step, tree, kv_length)
 
     monkeypatch.setattr(DeviceStep, "verify", noted)
-    request = Request(list(range(10, 40)), SamplingParams(1, ignore_eos=True))  # none of these tokens comes twice
-    run_engine(tiny_base, NgramDrafter(8), [request], max_num_seqs=1, num_draft_tokens=8)
+    request = Request(list(range(10, 40)), SamplingParams(1, ignore_eos=True))
+    run_engine(tiny_base, Silent(), [request], max_num_seqs=1, num_draft_tokens=8)
     assert sizes == [1]
 
 
@@ -591,5 +600,5 @@ def test_short_prompts_are_read_together(tiny_base: BaseModel, drafts: int, monk
 
     monkeypatch.setattr(BatchState, "read", counted)
     requests = [Request([5 + row, 6, 7], SamplingParams(1)) for row in range(40)]
-    run_engine(tiny_base, NgramDrafter(), requests, max_num_seqs=8, num_draft_tokens=drafts)
+    run_engine(tiny_base, AdversarialDrafter(0), requests, max_num_seqs=8, num_draft_tokens=drafts)
     assert read == [8] * 5

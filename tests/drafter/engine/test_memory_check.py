@@ -16,11 +16,10 @@ from drafter.engine.engine import Engine
 from drafter.engine.memory import plan_memory, slot_length
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import LoadError
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.models import SpellingTokenizer, random_model
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model
 from tests.support.tapes import queue_steps
 
 
@@ -40,11 +39,12 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
 ) -> None:
     monkeypatch.setattr(devices, "free_bytes", lambda device: 1100 << 20)
     with caplog.at_level(logging.INFO, "drafter.engine.memory"):
-        engine(tiny_base, NgramDrafter(7), num_draft_tokens=7)  # most of which is what 256 graphs are taken to need
+        # Most of the memory is what 256 graphs are taken to need.
+        engine(tiny_base, AdversarialDrafter(0, nodes=7), num_draft_tokens=7)
         with pytest.raises(
             LoadError, match=r"an engine of 90,000 slots takes .* lower max_num_seqs to [\d,]+ .*KV cache"
         ) as told:
-            engine(tiny_base, NgramDrafter(7), num_draft_tokens=7, max_num_seqs=90_000)
+            engine(tiny_base, AdversarialDrafter(0, nodes=7), num_draft_tokens=7, max_num_seqs=90_000)
     assert "\n" not in str(told.value)
     assert "in all" in caplog.text
 
@@ -58,7 +58,7 @@ def test_the_dearest_step_is_tried_and_leaves_nothing(tiny_base: BaseModel, monk
 
     whole = Engine.decode_shape
     monkeypatch.setattr(Engine, "decode_shape", staticmethod(noted))
-    for drafter in (PlainDecoding(), NgramDrafter(7), make_head(tiny_base, "ctc").drafter(tiny_base, 7)):
+    for drafter in (PlainDecoding(), AdversarialDrafter(0, nodes=7), make_head(tiny_base, "ctc").drafter(tiny_base, 7)):
         made = engine(tiny_base, drafter, num_draft_tokens=7)
         (shape,) = tried
         tried.clear()

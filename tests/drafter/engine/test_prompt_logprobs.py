@@ -10,11 +10,10 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import RequestError
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.model import BaseModel
 from tests.support.marks import slow_but
-from tests.support.models import VOCABULARY, SpellingTokenizer, random_model, random_prompts
+from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 
 SAMPLING = SamplingParams(max_new_tokens=4, ignore_eos=True)
 FAMILIES = ["llama", "gemma2", "granite", "gpt2", "phi3"]
@@ -42,7 +41,9 @@ def check(found: Generation, base: BaseModel, prompt: list[int], count: int) -> 
 @pytest.mark.parametrize("family", slow_but(FAMILIES[:2], FAMILIES))
 def test_they_are_those_of_the_models_own_forward(family: str, stream: bool) -> None:
     base = BaseModel(random_model(family))
-    engine = Engine(base, NgramDrafter(4), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=64))
+    engine = Engine(
+        base, AdversarialDrafter(0, nodes=4), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=64)
+    )
     prompts = random_prompts(8)
     prompts[5] = prompts[4]  # a prefix that is there already is not copied: it has no logits
     handles = [

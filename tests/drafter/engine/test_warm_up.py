@@ -11,12 +11,11 @@ from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.models import generate_reference, random_model
+from tests.support.models import AdversarialDrafter, generate_reference, random_model
 
 
 def device_step(base: BaseModel, drafter: Drafter, slots: int) -> DeviceStep:
@@ -37,7 +36,7 @@ def test_costs_are_measured_on_texts_of_the_bases_own(tiny_base: BaseModel) -> N
 
 
 def test_every_size_is_measured_and_the_slots_are_left_empty(tiny_base: BaseModel) -> None:
-    step = device_step(tiny_base, NgramDrafter(6), slots=5)
+    step = device_step(tiny_base, AdversarialDrafter(0, nodes=6), slots=5)
     table = measure_steps(step, graphs=None)
     assert table.batches.tolist() == [1, 4, 5]
     assert table.nodes == (0, 1, 2, 3, 4, 5, 6)
@@ -56,7 +55,7 @@ def test_a_text_that_is_not_finite_leaves_nothing_behind(blocks: int | None) -> 
         lambda module, args, output: output.masked_fill((args[0] > 10)[..., None], torch.nan)
     )
     memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
-    for drafter in (NgramDrafter(6), make_head(base, "ctc").drafter(base, 6)):
+    for drafter in (AdversarialDrafter(0, nodes=6), make_head(base, "ctc").drafter(base, 6)):
         state = BatchState(base, drafter, 5, 96, StageTimes(), memory)
         measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
         assert all(bool(buffer.isfinite().all()) for buffer in state.cache.buffers)

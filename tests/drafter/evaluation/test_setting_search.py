@@ -23,7 +23,7 @@ from drafter.statistics import DecodeCounts, PairedSums
 Curve = Callable[[VerifierSettings], tuple[float, float]]
 """β and the kept share of a setting."""
 
-FLY, PAD, TYPICAL = VerifierSettings("fly"), VerifierSettings("pad", classifier="c"), VerifierSettings("typical")
+FLY, PAD, TYPICAL = VerifierSettings("fly"), VerifierSettings("pad", {"classifier": "c"}), VerifierSettings("typical")
 
 
 def searched(verifier: VerifierSettings, curve: Curve, keep: float = 0.99, depth: int = 15) -> list[VerifierFigures]:
@@ -47,14 +47,14 @@ def tried(verifier: VerifierSettings, curve: Curve, keep: float = 0.99, depth: i
 
 
 def sigma_up_to(limit: float) -> Curve:
-    return lambda one: (2 + (one.sigma or 0), 1.0 if (one.sigma or 0) <= limit else 0.5)
+    return lambda one: (2 + (one.settings.get("sigma") or 0), 1.0 if (one.settings.get("sigma") or 0) <= limit else 0.5)
 
 
 def theta_from(limits: dict[int, float], slope: dict[int, float]) -> Curve:
     """At each window, a θ from which enough is kept, and how fast β rises as θ falls."""
 
     def curve(one: VerifierSettings) -> tuple[float, float]:
-        window, theta = one.window or 6, one.theta or 0.0
+        window, theta = one.settings.get("window") or 6, one.settings.get("theta") or 0.0
         return 2 + slope[window] * (math.log(3) - theta), 1.0 if theta >= limits[window] else 0.5
 
     return curve
@@ -64,12 +64,12 @@ def test_the_interval_of_the_grid_is_halved() -> None:
     assert tried(PAD, sigma_up_to(0.8)) == ["sigma 0.8", "sigma 0.85", "sigma 0.825", "sigma 0.8125"]
     assert tried(PAD, sigma_up_to(0.01)) == ["sigma 0.025", "sigma 0.0125", "sigma 0.0063", "sigma 0.0094"]
     (best,) = fastest_that_keeps(searched(PAD, sigma_up_to(0.76)), 0.99)
-    assert best.verifier.sigma == 0.75
+    assert best.verifier.settings.get("sigma") == 0.75
 
 
 def test_there_is_nothing_to_search_where_all_keeps_enough_or_a_setting_is_chosen() -> None:
     assert tried(PAD, sigma_up_to(1)) == []
-    assert tried(VerifierSettings("fly", theta=0.3), theta_from({6: 1}, {6: 1})) == []
+    assert tried(VerifierSettings("fly", {"theta": 0.3}), theta_from({6: 1}, {6: 1})) == []
     assert tried(TYPICAL, lambda one: (2.0, 0.5)) == []  # no δ makes it exact
 
 
@@ -87,7 +87,7 @@ def test_longer_and_shorter_windows_are_searched() -> None:
         *["theta 1.0587, window 3", "theta 1.0787, window 3", "theta 1.0687, window 3", "theta 1.0637, window 3"],
     ]
     (best,) = fastest_that_keeps(searched(FLY, curve), 0.99)
-    assert (best.verifier.theta, best.verifier.window) == (1.0637, 3)
+    assert (best.verifier.settings.get("theta"), best.verifier.settings.get("window")) == (1.0637, 3)
 
 
 def test_a_window_that_cannot_be_faster_costs_one_try() -> None:
@@ -99,13 +99,13 @@ def test_a_window_that_cannot_be_faster_costs_one_try() -> None:
 def test_windows_are_those_that_the_drafter_can_fill(depth: int, windows: set[int]) -> None:
     curve = theta_from(dict.fromkeys(range(1, 15), 0.2), {w: 10 if w == 6 else 20 for w in range(1, 15)})
     found = searched(FLY, curve, depth=depth)
-    assert {one.verifier.window for one in found} - {None} == windows
-    chosen = searched(VerifierSettings("fly", window=4), curve, depth=depth)
-    assert {one.verifier.window for one in chosen} == {4}
+    assert {one.verifier.settings.get("window") for one in found} - {None} == windows
+    chosen = searched(VerifierSettings("fly", {"window": 4}), curve, depth=depth)
+    assert {one.verifier.settings.get("window") for one in chosen} == {4}
 
 
 @given(
-    st.sampled_from([FLY, PAD, TYPICAL, VerifierSettings("fly", window=2)]),
+    st.sampled_from([FLY, PAD, TYPICAL, VerifierSettings("fly", {"window": 2})]),
     st.floats(0.5, 1.0),
     st.integers(1, 30),
     st.randoms(use_true_random=False),
@@ -134,7 +134,7 @@ def test_of_a_curve_that_only_falls_a_sixteenth_of_the_grids_interval_is_left(
     edge = grid[0] + limit * (grid[-1] - grid[0])
 
     def curve(one: VerifierSettings) -> tuple[float, float]:
-        return 3 + leniency(one), 1.0 if leniency(one) <= edge and one.window is None else 0.5
+        return 3 + leniency(one), 1.0 if leniency(one) <= edge and one.settings.get("window") is None else 0.5
 
     (best,) = fastest_that_keeps(searched(verifier, curve), 0.99)
     wide = next(after - before for before, after in zip(grid, [*grid[1:], math.inf], strict=True) if after > edge)

@@ -41,7 +41,7 @@ def begun(
 def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_base: BaseModel) -> None:
     requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
-    verifiers = [EXACT, VerifierSettings("fly", theta=0.0, window=1)]
+    verifiers = [EXACT, VerifierSettings("fly", {"theta": 0.0, "window": 1})]
     config = EngineSettings(max_num_seqs=3, num_draft_tokens=8)
     with patch.dict(TRAINING_FREE, {"adversarial": lambda _: AdversarialDrafter(1)}):
         trials, depth = begun(tiny_base, requests, config, rounds=2)
@@ -75,18 +75,18 @@ def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -
 
 
 def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> None:
-    thetas = [one.theta for one in verifier_grid(VerifierSettings("fly", window=3))]
+    thetas = [one.settings.get("theta") for one in verifier_grid(VerifierSettings("fly", {"window": 3}))]
     assert 0.3 in thetas
     assert thetas == sorted(thetas, key=lambda value: -(value or 0))
-    assert all(one.window == 3 for one in verifier_grid(VerifierSettings("fly", window=3)))
-    sigmas = [one.sigma for one in verifier_grid(VerifierSettings("pad", classifier="folder"))]
+    assert all(one.settings.get("window") == 3 for one in verifier_grid(VerifierSettings("fly", {"window": 3})))
+    sigmas = [one.settings.get("sigma") for one in verifier_grid(VerifierSettings("pad", {"classifier": "folder"}))]
     assert 0.5 in sigmas
-    assert verifier_grid(VerifierSettings("fly", theta=0.2)) == [VerifierSettings("fly", theta=0.2)]
+    assert verifier_grid(VerifierSettings("fly", {"theta": 0.2})) == [VerifierSettings("fly", {"theta": 0.2})]
 
 
 def figures(exact: list[float], scores: list[float], beta: int, name: Any = "fly", **given: Any) -> VerifierFigures:
     counts = DecodeCounts(num_output_tokens=10 * beta, num_decode_steps=10)
-    run = VerifierFigures(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, 3.0)
+    run = VerifierFigures(VerifierSettings(name, given), [[1]], ["x"], 3, counts, 3.0)
     return run.scored(exact, scores)
 
 
@@ -99,7 +99,7 @@ def test_the_fastest_that_keeps_enough_is_found_for_each_verifier() -> None:
         figures(right, [*right[1:], 0.0], 4, theta=0.1),
         figures(right, [*right[1:], 0.0], 5, "pad", sigma=0.5),
     ]
-    assert [one.verifier.theta for one in fastest_that_keeps(found, 0.98)] == [0.5]
+    assert [one.verifier.settings.get("theta") for one in fastest_that_keeps(found, 0.98)] == [0.5]
     assert [one.verifier.name for one in fastest_that_keeps(found, 0.5)] == ["fly", "pad"]
     assert found[3].kept == pytest.approx(7 / 8)
     assert fastest_that_keeps([figures([0.0], [0.0], 2, theta=0.1)], 0.1) == []

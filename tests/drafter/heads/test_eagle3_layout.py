@@ -190,5 +190,5 @@ def test_tensors_that_nobody_knows_are_refused(base: BaseModel, tmp_path: Path) 
     folder = write_head(tmp_path, case["config"], tensors_of(case) | {"midlayer.extra": torch.zeros(1)})
     with pytest.raises(LoadError, match=r"a tensor 'midlayer\.extra', which no head of its kind that can be run has"):
         load_head(folder, base)
-    with pytest.raises(LoadError, match="is a speculators head of kind 'dflash': only 'eagle3' can be loaded"):
+    with pytest.raises(LoadError, match="is a speculators head of kind 'dflash', which no method reads"):
         load_head(speculators(tmp_path, case, speculators_model_type="dflash"), base)

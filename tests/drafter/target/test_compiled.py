@@ -13,11 +13,10 @@ from drafter.drafters.contract import Ask, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target.attention import masked_prefix_attention
 from drafter.target.model import BaseModel
-from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
 
 @pytest.mark.slow
@@ -36,7 +35,7 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
     ]
     plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
     config = EngineConfig(max_num_seqs=3, max_model_len=64, compile=True)
-    engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), config)
+    engine = Engine(base, AdversarialDrafter(0, nodes=8), SpellingTokenizer(), config)
     sizes = itertools.cycle([0, 3, 4, 7, 8])
     engine.budget.plan = lambda load: Ask(next(sizes))  # type: ignore[method-assign]
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -62,7 +61,7 @@ def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyP
     assert base.reads_to_length
     memory = 2 * base.new_cache(1, 96).nbytes / 2**30 if blocks else None
     config = EngineConfig(max_num_seqs=3, max_model_len=64, compile=True, kv_gib=memory)
-    engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), config)
+    engine = Engine(base, AdversarialDrafter(0, nodes=8), SpellingTokenizer(), config)
     handles = [engine.submit(Request(prompt * 3, SamplingParams(9))) for prompt in random_prompts(4)]
     while not engine.idle:
         engine.step()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from drafter.drafters.contract import PlainDecoding
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target import prepacked
 from drafter.target.model import BaseModel
@@ -26,7 +25,7 @@ from drafter.target.prepacked import (
     halved_weights,
     prepack,
 )
-from tests.support.models import generate_reference, random_model, random_prompts, run_engine
+from tests.support.models import OracleDrafter, generate_reference, random_model, random_prompts, run_engine
 
 
 def layers(bias: bool = True) -> nn.Sequential:
@@ -209,6 +208,7 @@ def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, origin: st
     with as_loaded(base.model):
         expected = [generate_reference(base.model, prompt, 20) for prompt in prompts]
     requests = [Request(prompt, SamplingParams(20)) for prompt in prompts]
-    for drafter, slots in ((PlainDecoding(), 1), (NgramDrafter(8), 1), (NgramDrafter(8), 4)):
+    oracle = OracleDrafter([prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)])
+    for drafter, slots in ((PlainDecoding(), 1), (oracle, 1), (oracle, 4)):
         made = run_engine(base, drafter, requests, max_num_seqs=slots, max_model_len=64)
         assert [one.token_ids for one in made] == expected

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from drafter.methods.ngram.drafter import NgramDrafter, lookup
+from drafter.drafters.prompt_lookup import lookup
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from tests.support.models import run_engine

@@ -198,9 +198,9 @@ def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"needs a classifier: make one with drafter pivots"):
         make_verifier(VerifierSettings("pad"))
     with pytest.raises(LoadError, match=r"is not a folder with config\.json and model\.safetensors"):
-        make_verifier(VerifierSettings("pad", classifier=str(tmp_path)))
+        make_verifier(VerifierSettings("pad", {"classifier": str(tmp_path)}))
     with pytest.raises(LoadError, match=r"verifier pad: sigma must be between 0 and 1, not 1.5"):
-        make_verifier(VerifierSettings("pad", classifier=str(folder), sigma=1.5))
+        make_verifier(VerifierSettings("pad", {"classifier": str(folder), "sigma": 1.5}))
     damaged = classifier_folder(tmp_path / "damaged", BaseOfClassifier("none", "v2-0", 0), WIDTH)
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "hidden_size": 5}))

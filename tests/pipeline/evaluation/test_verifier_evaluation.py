@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from drafter.acceptance.contract import make_verifier
 from drafter.acceptance.settings import VerifierSettings
+from drafter.errors import LoadError
 from drafter.evaluation.questions import Question, read_questions
 from drafter.evaluation.results import comparable, write_json
 from drafter.evaluation.verifiers import VerifierFigures
@@ -119,7 +121,7 @@ class Measured:
 
     def _run(self, settings: VerifierSettings) -> VerifierFigures:
         """Answers are right from δ = 0.2 on, and β is 3 for exact decoding and larger the smaller δ is."""
-        delta = 1.0 if settings.delta is None else settings.delta
+        delta = settings.settings.get("delta", 1.0)
         counts = DecodeCounts(num_output_tokens=int(1e4 * (4 - delta)), num_decode_steps=10_000)
         (_,) = self._requests
         return VerifierFigures(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, 2.0)
@@ -230,8 +232,8 @@ def test_a_block_has_its_plot_before_it_counts_as_measured(
     ("text", "settings"),
     [
         ("fly", VerifierSettings("fly")),
-        ("fly:theta=0.5,window=3", VerifierSettings("fly", theta=0.5, window=3)),
-        ("pad:classifier=/a/b,sigma=1", VerifierSettings("pad", classifier="/a/b", sigma=1.0)),
+        ("fly:theta=0.5,window=3", VerifierSettings("fly", {"theta": 0.5, "window": 3})),
+        ("pad:classifier=/a/b,sigma=1", VerifierSettings("pad", {"classifier": "/a/b", "sigma": 1.0})),
     ],
 )
 def test_a_verifier_by_name(text: str, settings: VerifierSettings) -> None:
@@ -242,13 +244,13 @@ def test_a_verifier_by_name(text: str, settings: VerifierSettings) -> None:
     ("text", "message"),
     [
         ("exact", "no lenient verifier 'exact': there are fly, pad, typical"),
-        ("fly:depth=3", "there is no setting 'depth'"),
-        ("fly:theta=low", "theta must be a number, not 'low'"),
+        ("fly:depth=3", "the verifier fly has no depth"),
+        ("fly:theta=low", "'theta' cannot be 'low'"),
     ],
 )
 def test_what_is_no_verifier_is_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        EvaluateConfig("in", "out", verifier=text, scorer="json")
+    with pytest.raises((InputError, LoadError), match=message):
+        make_verifier(EvaluateConfig("in", "out", verifier=text, scorer="json").lenient_verifiers()[0])
 
 
 def test_bad_settings_of_verifiers(tmp_path: Path) -> None:

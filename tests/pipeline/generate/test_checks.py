@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from drafter import plugins
+from drafter.acceptance.contract import ExactVerifier
 from drafter.requests import DRAW
 from pipeline.errors import InputError
 from pipeline.generate.checks import SETTINGS, check_verifier, job_meaning, open_output, output_date
@@ -17,6 +19,11 @@ from tests.pipeline.conftest import write_jsonl
 from tests.support.paths import ROOT
 
 TEXT = PromptSource("prompt")
+
+
+class Careful(ExactVerifier):
+    def __init__(self, threshold: float) -> None:
+        assert threshold == 0.5
 
 
 def test_what_was_decoded_leniently_is_not_gone_on_with_exactly(tmp_path: Path) -> None:
@@ -44,9 +51,18 @@ def test_what_was_decoded_leniently_is_not_gone_on_with_exactly(tmp_path: Path) 
         (["--verifier.theta", "0.5"], "exact", "the verifier exact has no theta: it has no settings"),
         (["--verifier.window", "0"], "fly", "verifier fly: window must be at least 1, not 0"),
         (["--verifier.theta", ".inf"], "fly", "verifier fly: theta must be a finite number"),
+        (["--verifier.theta", "low"], "fly", "'theta' cannot be 'low': it must be a valid number"),
+        ([], "loose", "no verifier 'loose': there are exact, fly, pad, typical"),
+        (["--verifier.threshold", "0.5"], "careful", None),
+        (["--verifier.theta", "0.5"], "careful", "the verifier careful has no theta: it has threshold"),
     ],
 )
-def test_a_verifier_that_cannot_do_the_job_is_refused(settings: list[str], verifier: str, message: str | None) -> None:
+def test_a_verifier_that_cannot_do_the_job_is_refused(
+    settings: list[str], verifier: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if verifier == "careful":  # somebody else's
+        found = {**plugins.methods(), "theirs": plugins.Method(verifiers={"careful": f"{__name__}:Careful"})}
+        monkeypatch.setattr(plugins, "methods", lambda: found)
     config = parse_config(["--input", "a", "--output", "b", "--verifier", verifier, *settings])
     if message is None:
         check_verifier(config)
