@@ -83,13 +83,14 @@ def run_plainly(
 
 
 def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    logits, name = [], cache_name(base.model)
+    logits, cache, name = [], None, cache_name(base.model)
     for text in texts:
         plain = base.model(input_ids=text[None], use_cache=True, **{name: DynamicCache(config=base.config)})
         if (cache := getattr(plain, name, None)) is None:
             _refuse_encoder(base, text, plain.logits[0])
             raise LoadError(f"{base.name}: {base.model.config.model_type} has no KV cache; it cannot be a target model")
         logits.append(plain.logits[0])
+    assert cache is not None  # there are texts
     return logits, cache.layers
 
 

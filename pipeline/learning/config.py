@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import one_line
-from drafter.plugins import methods, names
+from drafter.plugins import methods, registered
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
 from pipeline.io.files import Location, local_path
@@ -74,7 +74,7 @@ class LearningConfig:
             return
         if "learning" not in methods():
             raise InputError("learning.enabled: this installation is without the method learning")
-        kinds = ["ctc", *names("heads")]
+        kinds = ["ctc", *registered("heads")]
         if self.new_kind not in (None, *kinds):
             raise InputError(f"learning.head {self.head} is not known: new heads are of the kinds {', '.join(kinds)}")
         if drafter != "auto" and drafter != self.given_head:
