@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drafter.budget.contract import ScoredTrees
-from drafter.budget.worth import ENOUGH, Worth
+from drafter.budget.worth import Worth
 from drafter.drafters.contract import MeasuredWorth
 
 NODES = np.array([0, 3, 7])
@@ -63,7 +63,7 @@ def test_what_was_measured_is_evidence_until_it_is_forgotten() -> None:
     worth = Worth(NODES)
     guess = worth.gain.copy()
     worth.believe(MeasuredWorth((3, 15), (1.0, 4.0)))  # log2(1 + nodes) is 2, 3 and 4 at 3, 7 and 15 nodes
-    assert worth.evidence == ENOUGH
+    assert worth.is_known
     assert worth.gain == pytest.approx([0.0, 1.0, 2.5])
     worth.forget()
-    assert (worth.evidence, worth.gain.tolist()) == (0, guess.tolist())
+    assert (worth.is_known, worth.gain.tolist()) == (False, guess.tolist())
