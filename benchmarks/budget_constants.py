@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -216,10 +215,10 @@ class Change:
     mean: float  # of all worlds
 
 
-def constants() -> dict[str, tuple[ModuleType, float]]:
+def constants() -> dict[str, float]:
     """Return the tuned constants of the budget's modules, by module and name."""
     return {
-        f"{module.__name__.rpartition('.')[2]}.{name}": (module, value)
+        f"{module.__name__.rpartition('.')[2]}.{name}": value
         for module in (adaptive, worth)
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, int | float)
@@ -233,13 +232,15 @@ def others(value: float) -> list[float]:
     return [1e-6, value / 2, 2 * value]
 
 
-def speeds(seeds: int, constant: str | None = None, value: float = 0.0) -> dict[str, float]:
+def speeds(
+    scenarios: Sequence[Scenario], seeds: int, constant: str | None = None, value: float = 0.0
+) -> dict[str, float]:
     """Return the mean speed in each world, by its name and the number of rows, with another value of a constant."""
     patch = nullcontext() if constant is None else mock.patch(f"drafter.budget.{constant}", value)
     with patch:
         return {
             f"{one.name}, {rows} rows": float(np.mean([one.speed(rows, seed) for seed in range(seeds)]))
-            for one in SCENARIOS
+            for one in scenarios
             for rows in one.rows
         }
 
@@ -259,10 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2, help="runs of each world (default: %(default)s)")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
-    tried = [(name, value, changed) for name, (_, value) in constants().items() for changed in others(value)]
+    tried = [(name, value, changed) for name, value in constants().items() for changed in others(value)]
     with ProcessPoolExecutor() as pool:
-        first = pool.submit(speeds, args.seeds)
-        runs = [pool.submit(speeds, args.seeds, name, changed) for name, _, changed in tried]
+        first = pool.submit(speeds, SCENARIOS, args.seeds)
+        runs = [pool.submit(speeds, SCENARIOS, args.seeds, name, changed) for name, _, changed in tried]
         kept = first.result()
         changes = [compared(*one, kept, run.result()) for one, run in zip(tried, runs, strict=True)]
     command = shlex.join(["python", "-m", "benchmarks.budget_constants", *given])

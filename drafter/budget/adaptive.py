@@ -5,7 +5,8 @@ The largest ratio wins; k = 0 is plain decoding. What trees are worth is learnt 
 members that do not draft it is learnt from shadow drafts, which are not verified but compared with the text that
 follows: output never depends on the drafter, so this tells what verification would have told. Where a verified draft
 is expected to lose less than a shadow draft takes, it is verified. Both are charged to an allowance, a small share of
-the time so far.
+the time so far. It is spent on the member that may bring most: by the upper end of what its trees were worth, which
+rises again while none is scored. `python -m benchmarks.budget_constants` measures what each constant below does.
 """
 
 from __future__ import annotations
