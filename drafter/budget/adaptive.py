@@ -5,7 +5,8 @@ The largest ratio wins; k = 0 is plain decoding. What trees are worth is learnt 
 members that do not draft it is learnt from shadow drafts, which are not verified but compared with the text that
 follows: output never depends on the drafter, so this tells what verification would have told. Where a verified draft
 is expected to lose less than a shadow draft takes, it is verified. Both are charged to an allowance, a small share of
-the time so far.
+the time so far. It is spent on the member that may bring most: by the upper end of what its trees were worth, which
+rises again while none is scored. `python -m benchmarks.budget_constants` measures what each constant below does.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import numpy.typing as npt
 
 from drafter.budget.contract import Floats, StepLoad, StepObservation
 from drafter.budget.latency_table import Latencies, LatencyTable
-from drafter.budget.worth import ENOUGH, Worth
+from drafter.budget.worth import Worth
 from drafter.drafters.contract import Ask, MeasuredWorth
 from drafter.statistics import PLAIN, BatchChoice, MemberView, StepSums, Verdict
 
 _PACE = 0.03
 """EMA weight of the newest step in latencies. Low, because the machine does other work."""
-_TRUST, _TRUST_DRAFTING = 8, 1
-"""The latencies measured at start count for so many steps, those of drafting for fewer: they depend on the text."""
+_TRUST = 8
+"""The latencies measured at start count for so many steps; those of drafting, which depend on the text, for one."""
 _MOST = 4.0
 """A step's time ÷ its expected latency is clamped to this, either way: the process may have been stopped."""
 _FIRST_RUN, _NEXT_RUN = 64, 1024
@@ -42,22 +43,14 @@ _SHARE = 0.006
 """Share of the time that exploring may lose, all members together."""
 _FIRST = 0.75
 """Plain steps that exploring may lose beyond that share: a run's first steps decide much."""
-_SHARE_WON = 0.01
-"""Share of what drafting has won that exploring may lose beside it, where a member may be faster than the leader."""
 _BETTER = 1.05
 """A member must promise this many times the leader's rate to take its place."""
-_DOUBTFUL = 4
-"""A member that is probably slower costs so many times less than one that may be faster."""
 _WIDER = 16
 """One step in so many asks for more draft tokens: smaller trees do not show what larger ones would bring."""
-_PERIOD = 4
-"""Steps between two that explore a member of which there is evidence; drafted steps for which a plan holds."""
 _HOLDS = 16
-"""Plain steps for which a plan holds if nothing was learnt of trees meanwhile."""
-_MUCH = 64
-"""Trees from which one more changes little."""
-_FAR = 32
-"""Tokens by which texts may have grown since."""
+"""Plain steps for which a plan holds if nothing was learnt of trees meanwhile, and tokens that texts may have grown."""
+_AGE = 4
+"""Drafted steps for which it holds."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +63,10 @@ class Plan:
     rate: float  # its tokens per second and row
     explore: Ask | None = None  # None where no other member can be faster
     price: float = 0.0  # seconds that exploring is expected to lose
-    hopeful: bool = False  # what is explored may well be faster
 
     def holds(self, load: StepLoad) -> bool:
         same = (self.load.rows, self.load.choosing) == (load.rows, load.choosing)
-        return same and abs(self.load.length - load.length) < _FAR
+        return same and abs(self.load.length - load.length) <= _HOLDS
 
 
 @dataclass
@@ -106,7 +98,7 @@ class Band:
         if not by_table:
             return
         self.told_drafting[member] += 1
-        pace = max(_PACE, 1 / (_TRUST_DRAFTING + self.told_drafting[member]))
+        pace = max(_PACE, 1 / (1 + self.told_drafting[member]))
         self.slower_drafting[member] *= _correction(taken, self.slower_drafting[member] * by_table, pace)
 
 
@@ -149,8 +141,8 @@ class AdaptiveBudget:
         ]
         self._seconds = 0.0  # of all steps
         self._lost = 0.0  # of them, by exploring
-        self._won = 0.0  # seconds that plain decoding would have taken beyond them
-        self._explored = [0.0] * len(names)  # seconds that exploring each member was expected to lose
+        self._steps = 0
+        self._seen = [0] * len(names)  # `_steps` when each member's trees were last scored
         self._band_of: dict[int, Band] = {}
         self._latencies_of: dict[int, Latencies] = {}
 
@@ -161,11 +153,9 @@ class AdaptiveBudget:
         plan = self._planned(band, load)
         if plan.ask.nodes and band.sums.steps % _WIDER == _WIDER - 1:
             return plan.wider
-        if plan.explore is None or plan.price > self._allowance(band, load, plan.hopeful):
+        if plan.explore is None or plan.price > self._allowance(band, load):
             return plan.ask
-        # A plain step is representative only some steps after a draft.
-        known = self._worth[(plan.explore.shadow or plan.explore).member].evidence >= ENOUGH
-        return plan.ask if known and band.sums.steps % _PERIOD else plan.explore
+        return plan.explore
 
     def observe(self, step: StepObservation) -> None:
         band = self._band(step.rows)
@@ -173,26 +163,26 @@ class AdaptiveBudget:
         seconds = self._learn_drafted(band, step) if step.ask.nodes else self._learn_plain(band, step)
         explores = bool(step.ask.nodes) and (not planned.ask.nodes or step.ask.member != planned.ask.member)
         if explores:
-            self._explore(band, planned, step.ask.member, seconds - step.tokens / step.rows / planned.rate)
+            self._explore(band, seconds - step.tokens / step.rows / planned.rate)
         if step.ask.shadow is not None and step.shadow is not None:
             seconds += step.shadow.all
-            self._explore(band, planned, step.ask.shadow.member, step.shadow.all)
+            self._explore(band, step.shadow.all)
             by_table = self._latencies(step.rows).shadow[step.ask.shadow.member]
             expected = float(by_table[self._size_of[step.ask.shadow.nodes]])
             band.correct_drafting(step.ask.shadow.member, step.shadow.drafting, expected)
         self._count(band, step, seconds)
         self._seconds += seconds
+        self._steps += 1
         for trees in step.shadows if step.trees is None else (step.trees, *step.shadows):
             self._worth[trees.member].learn(trees)
+            self._seen[trees.member] = self._steps
         band.age += 1
-        few = self._worth[step.ask.member].evidence < _MUCH
-        if explores or step.shadows or band.age >= (_HOLDS if step.trees is None else 1 if few else _PERIOD):
+        if explores or step.shadows or band.age >= (_HOLDS if step.trees is None else _AGE):
             band.plan = None
 
     def renewed(self, member: int) -> None:
         self._withheld.discard(member)
         self._worth[member].forget()
-        self._explored[member] = 0.0
         for band in self.bands:
             band.plan = None
 
@@ -257,47 +247,36 @@ class AdaptiveBudget:
         self, plan: Plan, band: Band, tokens: Floats, seconds: Floats, best: npt.NDArray[np.int64]
     ) -> Plan:
         """Add what to explore: a member that does not draft, with its `best` `[members]` number of draft tokens."""
-        # What cannot be faster even if all of its draft tokens are accepted is not explored.
-        possible = ((1 + self._nodes) / seconds).max(1) > plan.rate
+        may_bring = [worth.may_bring(self._steps - seen) for worth, seen in zip(self._worth, self._seen, strict=True)]
+        at_best = np.arange(len(best)), best
+        promised = ((1 + np.stack(may_bring)) / seconds)[at_best]
+        promised[[not worth.is_known for worth in self._worth]] = np.inf  # they come first, in order
         others = [
             member
             for member in range(len(self._names))
-            if member not in self._withheld and possible[member] and not (plan.ask.nodes and member == plan.ask.member)
+            if member not in self._withheld
+            and promised[member] > plan.rate
+            and not (plan.ask.nodes and member == plan.ask.member)
         ]
         if not others:
             return plan
-        at_best = np.arange(len(best)), best
         lost = (seconds - tokens / plan.rate)[at_best].clip(0)
         drafting = band.slower_drafting * self._latencies(plan.load.rows).shadow[at_best]
         prices = np.minimum(lost, drafting) if self._shadows else lost
-        may_bring = np.stack([worth.may_bring() for worth in self._worth])
-        hopeful = ((1 + may_bring) / seconds)[at_best] > plan.rate
-        allowances = [self._allowance(band, plan.load, bool(one)) for one in hopeful]
-
-        def turn(one: int) -> tuple[bool, float, float]:
-            # First those without evidence, then those that cost least; what may be faster may cost more.
-            if self._worth[one].evidence < ENOUGH:
-                return prices[one] > allowances[one], -1.0, float(one)
-            return prices[one] > allowances[one], self._explored[one] * (1 if hopeful[one] else _DOUBTFUL), 0.0
-
-        member = min(others, key=turn)
+        allowance = self._allowance(band, plan.load)
+        member = max(others, key=lambda one: (bool(prices[one] <= allowance), float(promised[one])))
         explored = self._ask(member, int(best[member]))
         if prices[member] < lost[member]:
             explored = replace(plan.ask, shadow=explored)
-        return replace(plan, explore=explored, price=float(prices[member]), hopeful=bool(hopeful[member]))
+        return replace(plan, explore=explored, price=float(prices[member]))
 
-    def _allowance(self, band: Band, load: StepLoad, hopeful: bool) -> float:
+    def _allowance(self, band: Band, load: StepLoad) -> float:
         """Return the seconds that exploring may still lose."""
-        won = _SHARE_WON * max(self._won, 0.0) if hopeful else 0.0
-        return _FIRST * self._plain_seconds(band, load) + _SHARE * self._seconds + won - self._lost
+        return _FIRST * self._plain_seconds(band, load) + _SHARE * self._seconds - self._lost
 
     def _known(self) -> list[int]:
         """Members that may draft, with evidence of what their trees are worth."""
-        return [
-            member
-            for member, worth in enumerate(self._worth)
-            if member not in self._withheld and worth.evidence >= ENOUGH
-        ]
+        return [member for member, worth in enumerate(self._worth) if member not in self._withheld and worth.is_known]
 
     def _leader(self, now: int | None, fastest: Floats) -> int | None:
         """Return the member with the highest of the rates `[members]`; the present one if it is about as fast."""
@@ -348,8 +327,7 @@ class AdaptiveBudget:
         band.correct_drafting(member, step.seconds.drafting, drafting)
         return step.seconds.all
 
-    def _explore(self, band: Band, planned: Plan, member: int, lost: float) -> None:
-        self._explored[member] += planned.price
+    def _explore(self, band: Band, lost: float) -> None:
         self._lost += lost
         band.explored += 1
 
@@ -360,7 +338,6 @@ class AdaptiveBudget:
             plain = step.seconds.rest
         elif step.trees is not None:
             plain *= step.tokens / step.rows
-        self._won += plain - seconds
         speculated = 0 if step.trees is None else int(np.count_nonzero(step.trees.drafted))
         timed = step.seconds is not None
         band.sums.add(step.rows, speculated, seconds, plain, timed=timed, plain=step.trees is None)

@@ -16,11 +16,9 @@ _RECENT = 0.1
 """The same of the average that notices a change of the text."""
 _CHANGED = 3.0
 """Standard deviations from the long average at which the text has changed."""
-_GUESSED, _MEASURED = 2, 4
-"""Trees that a first guess counts for, and what was measured on other text."""
-_LEAST = 0.1
-"""Accepted tokens per row by which the spread is estimated, at least: few trees with none do not mean none."""
-ENOUGH = 8
+_GUESSED = 2
+"""Trees that a first guess counts for, or what was measured on other text."""
+_ENOUGH = 8
 """Trees that are evidence enough to draft by."""
 
 
@@ -51,9 +49,14 @@ class Worth:
 
     def believe(self, measured: MeasuredWorth) -> None:
         """Begin with what was measured on other text: enough to draft by, and soon outweighed."""
-        self.evidence, self._weight = ENOUGH, np.full(len(self.nodes), _MEASURED)
+        self.evidence = _ENOUGH
         known = np.log1p([0, *measured.nodes])
         self.gain = np.interp(self._growth, known, [0.0, *measured.accepted])
+
+    @property
+    def is_known(self) -> bool:
+        """True if there is evidence enough to draft by."""
+        return self.evidence >= _ENOUGH
 
     def learn(self, scored: ScoredTrees) -> None:
         count, asked = scored.accepted.shape
@@ -76,11 +79,14 @@ class Worth:
         self.drafted[larger] = self.drafted[size] * self.nodes[larger] / self.nodes[size]
         self.evidence += count
 
-    def may_bring(self) -> Floats:
-        """Accepted tokens `[M]` per row at the upper end of their 95 % confidence interval."""
-        gain = np.maximum(self.gain, _LEAST)
-        trees = np.minimum(self._weight, 1 / _PACE)
-        upper: Floats = self.gain + 2 * np.sqrt(gain * (1 + gain) / trees)
+    def may_bring(self, ago: int) -> Floats:
+        """Accepted tokens `[M]` per row at the upper end of their 95 % confidence interval.
+
+        The newest tree was scored `ago` steps ago: trees lose their weight with steps as they do with other trees.
+        """
+        trees = np.minimum(self._weight, 1 / _PACE) * (1 - _PACE) ** ago
+        gain = self.gain + 1 / trees  # few trees with nothing accepted do not mean that nothing ever is
+        upper: Floats = np.minimum(self.gain + 2 * np.sqrt(gain * (1 + gain) / trees), self.nodes)
         return upper
 
     def _notice_change(self, count: int, accepted: float, expected: float) -> None:

@@ -14,7 +14,7 @@ import torch
 from drafter import devices
 from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepLoad, StepSeconds
+from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepSeconds
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
 from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
@@ -22,9 +22,9 @@ from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
 from drafter.engine.memory import plan_or_refuse
 from drafter.engine.scheduler import Scheduler
-from drafter.engine.sequence import EndedRow, Handle, RowTap, Sequence, refuse_unusable
+from drafter.engine.sequence import EndedRow, Handle, Handling, RowTap, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
-from drafter.engine.step import DeviceStep, Flights, Step, StepTensors
+from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
 from drafter.requests import Request, sampling_defaults
@@ -80,31 +80,27 @@ class Engine:
         if config.compile:  # before the packing is settled, which depends on what runs the model
             base.leave_native()
         self._packs = base.allow_packing()
-        queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
-        recorded = queued and alone and drafter.spec.graph_safe
+        self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
+        recorded = self._queued and alone and drafter.spec.graph_safe
         plan = None
-        if queued and alone:
+        if self._queued and alone:
             graphs = cuda_graph.MOST_GRAPHS if recorded else 0
             plan = plan_or_refuse(base, drafter.spec, config, self.max_length, graphs)
         self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
-        self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not queued)
-        self._graphs: StepGraphs | None = None
-        if queued:
-            recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
-            self._graphs = StepGraphs(recorder, lambda shape: Engine.decode_shape(device, shape))
+        self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not self._queued)
+        recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
+        self._graphs = StepGraphs(recorder, lambda shape: Engine.decode_shape(device, shape))
         # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
-        self.flights = Flights(base.device, lag=int(queued and drafter.spec.graph_safe))
+        self.flights = Flights(base.device, lag=int(self._queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._shadows = Shadows()
         self.last_step = time.monotonic()
         if config.compile:
             compile_base(device)
-        if plan is not None and self._graphs is not None:
+        if plan is not None:
             try_dearest_step(device, self._graphs, plan)
         self.budget = budget or self._make_budget(None if config.compile else drafter_name)
-        # Other numbers than a budget has learnt of, or than there are graphs of, would cost more than they save.
-        self._cuts = isinstance(self.budget, FixedBudget) and self._graphs is None
 
     # ---- from any thread
 
@@ -172,15 +168,17 @@ class Engine:
         self._begin_step()
         exhausted = False
         try:
-            self._drop_unwanted()
+            for sequence in self.scheduler.take_unwanted(time.monotonic()):
+                sequence.fail_unwanted()
             self._share_slots()
             self._admit()
+            if follows := self._follows():
+                self._deliver(0)
             self._make_room()
             if sequences := list(self.scheduler.active):
-                step, context = self._plan(sequences)
-                step.tensors = self._run(step, context)
-                self.flights.add(step)
-            self._deliver(self.flights.lag if self.scheduler.active else 0)
+                step, context = self._plan(sequences, follows=follows)
+                self.flights.add(step, self._run(step, context))
+            self._deliver(0 if follows or not self.scheduler.active else self.flights.lag)
             if sequences:
                 self.scheduler.limit.reached()
         except torch.OutOfMemoryError:
@@ -220,28 +218,30 @@ class Engine:
         context = device.state.bounded_context(shape.rows, shape.kv_length - shape.nodes - 1)
         return Engine.decode(device, context, Ask(shape.nodes))
 
-    def _plan(self, sequences: list[Sequence]) -> tuple[Step, DraftContext]:
-        since = time.perf_counter()
+    def _follows(self) -> bool:
+        """Return whether the host follows the next step stage by stage, because the device, drafter or a row needs it.
+
+        A step before it must not be under way then.
+        """
+        return not self.flights.lag or any(sequence.follows for sequence in self.scheduler.active)
+
+    def _plan(self, sequences: list[Sequence], *, follows: bool) -> tuple[Step, DraftContext]:
+        clock = Clock()
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
         load = self.batch.load(context.host_lengths)
-        # A graph drafts for all rows or for none.
-        plain = self._graphs is not None and any(sequence.plain for sequence in sequences)
-        ask = Ask(0) if plain or not max(self._useful(sequences)) else self.budget.plan(load)
+        ask = self.budget.plan(load) if max(self._useful(sequences)) else Ask(0)
         self._times.mark("host")
-        step = self._new_step(sequences, 0, load, ask)
-        step.since = since
-        planning = step.lap()
+        planning = clock.lap()
         if ask.shadow is not None:
-            self._draft_shadow(step, ask.shadow)
+            self._draft_shadow(sequences[:SHADOW_ROWS], ask.shadow, clock)
         if ask.nodes:
-            if self._graphs is None:
+            if follows:  # a graph has its drafter
                 self.drafter.select(ask.member)
-            step.version = self.drafter.version
-            step.drafting = planning + step.lap()
+            clock.drafting = planning + clock.lap()
             self.drafter.prepare(context)
-            step.reading = step.lap()
+            clock.reading = clock.lap()
             self._times.mark("draft")
-        return step, context
+        return Step(sequences, 0, self.batch, ask, load, clock, follows=follows), context
 
     def _useful(self, sequences: list[Sequence]) -> list[int]:
         """Return for each sequence how many accepted draft tokens it could still take."""
@@ -249,66 +249,66 @@ class Engine:
             return [self.drafter.spec.max_nodes] * len(sequences)
         return [one.limit - len(one.output) - 1 for one in sequences]
 
-    def _draft_shadow(self, step: Step, ask: Ask) -> None:
+    def _draft_shadow(self, sequences: list[Sequence], ask: Ask, clock: Clock) -> None:
         """Draft trees of a few rows, which the text that follows will be compared with."""
-        sequences = step.sequences[:SHADOW_ROWS]
         context = self.batch.context([sequence.length for sequence in sequences])
         self.drafter.select(ask.member)
         self.drafter.prepare(context)
-        reading = step.lap()
+        reading = clock.lap()
         self._shadows.add(sequences, ask, self._device.draft(context, ask))
-        step.shadow = StepSeconds(reading, step.lap(), 0.0)
+        clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
 
     def _run(self, step: Step, context: DraftContext) -> StepTensors:
         """Do `decode` stage by stage, or queue it as a CUDA graph of the step's shape."""
-        if self._graphs is None:
-            tensors = self.decode(self._device, context, step.ask, partial(self._drafted, step), self._times)
-            step.rest = step.lap()
-            self._times.mark("commit")
+        if not step.follows:
+            shape = step_shape(self._device, len(step.sequences), step.ask.nodes, context.longest)
+            tensors = self._graphs.run(shape)
+            self._times.mark("verify")
             return tensors
-        shape = step_shape(self._device, len(step.sequences), step.ask.nodes, context.longest)
-        # How many rows want how many log-probabilities is not part of a shape.
-        tensors = self.decode_shape(self._device, shape) if step.wanted else self._graphs.run(shape)
-        self._times.mark("verify")
+        tensors = self.decode(self._device, context, step.ask, partial(self._drafted, step), self._times)
+        step.clock.rest = None if self._queued else step.clock.lap()
+        self._times.mark("commit")
         return tensors
 
     def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
         """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
         if step.ask.nodes:
-            if self._cuts and min(useful := self._useful(step.sequences)) < step.depth:
-                tree = tree.no_deeper(torch.tensor(useful))
+            # Other numbers than a budget has learnt of would cost more than they save.
+            if isinstance(self.budget, FixedBudget) and min(useful := self._useful(step.sequences)) < step.depth:
+                tree = tree.no_deeper(devices.send(torch.tensor(useful), tree.depths.device))
             sizes = (tree.tokens[:, 1:] >= 0).sum(1)
             self._times.mark("tree")
-            if plain := [row for row, sequence in enumerate(step.sequences) if sequence.plain]:
+            if plain := [row for row, one in enumerate(step.sequences) if one.handling is Handling.PLAIN]:
                 sizes[plain] = 0
             tree = tree.trimmed(1 + sizes)
             self._times.mark("host")
-            step.drafting += step.lap()
+            step.clock.drafting += step.clock.lap()
             self._admit()
-        step.lap()
+            # The tree's rows are the first slots. A new sequence takes a slot behind them, and what ends now is new.
+            assert self.scheduler.active[: len(step.sequences)] == step.sequences
+        step.clock.lap()
         return tree
 
     def _deliver(self, keep: int) -> None:
         """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""
-        for step in self.flights.land(keep):
+        for step, tensors in self.flights.land(keep):
             self._times.mark("wait")
-            step.read()
-            alive = step.alive
-            emitted = {row: self._take(step, row) for row in alive}
+            outcome, alive = Outcome.read(step, tensors), step.alive
+            emitted = {row: outcome.hand_out(row) for row in alive}
             self._counts.update(
                 steps=1,
                 row_steps=len(alive),
                 output_tokens=sum(emitted.values()),
-                draft_tokens=sum(step.drafted[row] for row in alive),
+                draft_tokens=sum(outcome.drafted[row] for row in alive),
                 accepted_tokens=sum(step.sequences[row].counts.per_step_accepted[-1] for row in alive),
             )
-            if (observation := step.observation(emitted, self._shadows)) is not None:
+            if (observation := outcome.observation(emitted, self._shadows)) is not None:
                 self.budget.observe(observation)
             slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
-            self.drafter.observe(Committed(slots, [step.tokens[row][: emitted[row]] for row in alive]))
+            self.drafter.observe(Committed(slots, [outcome.tokens[row][: emitted[row]] for row in alive]))
             for row in reversed(alive):
-                self._end_if_over(step, row)
+                self._end_if_over(step.sequences[row], sound=outcome.sound[row])
 
     # ---- the rest of a step
 
@@ -320,14 +320,6 @@ class Engine:
             for member in renewal.members:
                 self.budget.renewed(member)
         self._prefilled_before = self._counts["prefilled_tokens"]
-
-    def _drop_unwanted(self) -> None:
-        for sequence in self.scheduler.take_unwanted(time.monotonic()):
-            sequence.fail_unwanted()
-
-    def _new_step(self, sequences: list[Sequence], slot: int, load: StepLoad, ask: Ask) -> Step:
-        wanted = self.batch.wanted_logprobs(slice(slot, slot + len(sequences)))
-        return Step(sequences, load, ask, min(ask.nodes, self.drafter.spec.max_depth), wanted, self.drafter.version)
 
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
@@ -367,11 +359,10 @@ class Engine:
         if verified is None:
             return
         rows = slice(slot, slot + 1)
-        step = self._new_step([sequence], slot, StepLoad(1, sequence.length), Ask(0))
-        step.planned = False
-        step.tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
+        step = Step([sequence], slot, state, Ask(0))
+        tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
         self._times.mark("verify")
-        self.flights.add(step)
+        self.flights.add(step, tensors)
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
 
@@ -404,41 +395,21 @@ class Engine:
     def _preempt(self) -> None:
         self._deliver(0)
         self._counts["preemptions"] += self.scheduler.preempt()
-        if self._graphs is not None:
-            self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
+        self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
         devices.release_unused(self.base.device)
 
-    def _take(self, step: Step, row: int) -> int:
-        """Hand out a row's tokens; return how many there are."""
-        sequence, drafted = step.sequences[row], step.drafted[row]
-        sequence.proven |= step.sound[row]
-        if drafted and step.version is not None and step.version not in sequence.versions[-1:]:
-            sequence.versions.append(step.version)
-        return sequence.take(step.tokens[row], step.accepted[row], drafted, step.logprobs.get(row), step.lenient[row])
-
-    def _end_if_over(self, step: Step, row: int) -> None:
-        """Retire a sequence that has come to its end, or whose numbers are not finite.
-
-        They may have been a draft token's alone. The step has then left the sequence as it was; it goes on plainly.
-        """
-        sequence, sound, drafted = step.sequences[row], step.sound[row], step.drafted[row] > 0
+    def _end_if_over(self, sequence: Sequence, *, sound: bool) -> None:
+        """Retire a sequence that has come to its end, or must be read again; see `Handling`."""
         if sequence.finish_reason is not None:
             self._hand_out(sequence)
             generation = sequence.generation()
             self.scheduler.retire(sequence)
             sequence.handle.future.set_result(generation)
-        elif sequence.stuck:
-            self.scheduler.retire(sequence)
-            sequence.fail_stuck()
-        elif not sound and drafted:
-            sequence.plain = True
-        elif not sound and sequence.borrowed:
+        elif sequence.handling in (Handling.STUCK, Handling.NOT_FINITE):
+            self.scheduler.retire(sequence, poisoned=not sound)
+            sequence.fail()
+        elif not sound and sequence.handling is Handling.ALONE:  # until this step it was `COPIED`
             self.scheduler.read_again(sequence)
-        elif not sound:
-            self.scheduler.retire(sequence, poisoned=True)
-            sequence.fail_not_finite()
-        elif not drafted and self._graphs is not None:
-            sequence.plain = False  # the others would have no drafts, either, for as long as it lasts
 
     def _hand_out(self, sequence: Sequence) -> None:
         """Give the tap a row that has ended, if it may be learned from and its text is the target model's own."""
@@ -455,11 +426,11 @@ class Engine:
         if nodes != "auto" or not most:
             return FixedBudget(0 if nodes == "auto" else min(nodes, most))
         return AdaptiveBudget(
-            step_costs(self._device, self._graphs, drafter_name),
+            step_costs(self._device, self._graphs if self._queued else None, drafter_name),
             self.drafter.members or ("",),
             withheld=self.drafter.withheld,
             known=self.drafter.known,
-            shadows=self.verifier.lossless and self._graphs is None,
+            shadows=self.verifier.lossless and not self._queued,
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Several
 from drafter.drafters.contract import Ids
 from drafter.engine.batch import BatchState
 from drafter.engine.memory import GPU_CHUNK
-from drafter.engine.sequence import LEAST_SHARED, Sequence
+from drafter.engine.sequence import LEAST_SHARED, Handling, Sequence
 from drafter.engine.step import Flights
 from drafter.errors import EngineError, QueueFullError
 
@@ -245,7 +245,7 @@ class Scheduler:
                     break
             if shared:
                 self._state.copy(donor, slot, shared)
-                sequence.borrowed = True
+                sequence.handling = Handling.COPIED
                 copied += shared
             spans.append(slice(start, start + min(room, rest)))
             before[sequence.beginning].append((slot, sequence))
@@ -314,10 +314,7 @@ class Scheduler:
 
     def read_again(self, sequence: Sequence) -> None:
         """Put a sequence back to wait, and read its text again with nothing copied from others."""
-        # A number that is not finite reaches all positions of its forward, so the slot that it copied from may have
-        # been spoilt by a part of the other text that this one does not have.
         self.retire(sequence, poisoned=True)
-        sequence.alone = True
         sequence.stay += 1
         self.waiting.put_back([sequence])
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterat
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,6 +144,31 @@ class Handle:
                 self._wake = None
 
 
+class Handling(Enum):
+    """How a sequence is decoded, by whether its numbers have been finite so far."""
+
+    FREE = auto()  # it may have drafts, and copy a prefix from another slot
+    COPIED = auto()  # it has a copied prefix, which no step has shown yet to be finite
+    ALONE = auto()  # nothing is copied for it
+    PLAIN = auto()  # nor is anything drafted
+    NOT_FINITE = auto()  # its own numbers are not finite: it ends
+    STUCK = auto()  # its limits leave no token to choose: it ends
+
+
+_AFTER_DRAFTS = {
+    Handling.FREE: Handling.PLAIN,
+    Handling.COPIED: Handling.ALONE,
+    Handling.ALONE: Handling.PLAIN,
+    Handling.PLAIN: Handling.PLAIN,  # that step was under way before
+}
+"""What becomes of a sequence by a step with draft tokens whose logits are not finite: these alone may be to blame."""
+_AFTER_PLAIN = dict.fromkeys(_AFTER_DRAFTS, Handling.NOT_FINITE) | {Handling.COPIED: Handling.ALONE}
+"""The same without draft tokens.
+
+A number that is not finite reaches all positions of its forward. So a slot from which a prefix was copied may have been
+spoilt by a part of the other text that this one does not have.
+"""
+
 LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
 
 
@@ -166,7 +192,6 @@ class Sequence:
         self.counts = DecodeCounts()
         self.versions: list[int] = []  # of the weights that have drafted for it, in order
         self.finish_reason: FinishReason | None = None
-        self.stuck = False  # its limits leave no token to choose
         self.entered: float | None = None  # when it first entered a slot, in monotonic seconds
         self.first_token: float | None = None  # when it got its first token
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
@@ -174,10 +199,7 @@ class Sequence:
         self.salt = handle.request.salt
         self.beginning = ("", b"")  # the salt and the first `LEAST_SHARED` of these: what must be equal to share more
         self.read = 0  # number of these that are read by now
-        self.proven = False  # a step has shown, since it last entered a slot, that its state there is finite
-        self.borrowed = False  # its prefix was copied from another sequence's slot
-        self.alone = scored  # copy nothing for it: what it borrowed before may not have been finite
-        self.plain = False  # draft nothing for it: the numbers of some draft token were not finite
+        self.handling = Handling.ALONE if scored else Handling.FREE
         self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
         self._stops = StopSearch(sampling.stop)
         self._special_texts = special_texts(tokenizer) if sampling.stop else {}
@@ -191,6 +213,21 @@ class Sequence:
     def apart(self) -> bool:
         """True if its prompt has forwards of its own: its first token, or log-probabilities, come with them."""
         return self.handle.streams or self.handle.request.prompt_logprobs is not None
+
+    @property
+    def alone(self) -> bool:
+        """True if nothing is copied for it."""
+        return self.handling in (Handling.ALONE, Handling.PLAIN)
+
+    @property
+    def proven(self) -> bool:
+        """True if a step has shown, since it last entered a slot, that its state there is finite: it has new tokens."""
+        return self.length >= len(self.prefilled)
+
+    @property
+    def follows(self) -> bool:
+        """True if the host must follow its steps stage by stage."""
+        return self.handling is Handling.PLAIN or self.sampling.logprobs is not None
 
     @property
     def text(self) -> Ids:
@@ -209,7 +246,8 @@ class Sequence:
         """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
         self.beginning = self.salt, self.prefilled[:LEAST_SHARED].tobytes()
-        self.proven = self.borrowed = False
+        if self.handling is Handling.COPIED:
+            self.handling = Handling.FREE
         if self.entered is None:
             self.entered = time.monotonic()
 
@@ -223,9 +261,13 @@ class Sequence:
     ) -> int:
         """Add a step's tokens one by one, and stop exactly where plain decoding would; return how many were added.
 
-        See `Step` for the arguments.
+        See `Outcome` for the arguments; there are no tokens if the step's logits are not finite.
         """
         before = len(self.output)
+        if not tokens:
+            self.handling = (_AFTER_DRAFTS if drafted else _AFTER_PLAIN)[self.handling]
+        elif self.handling is Handling.COPIED:
+            self.handling = Handling.FREE
         if tokens and self.first_token is None:
             self.first_token = time.monotonic()
         for token in tokens:
@@ -233,7 +275,7 @@ class Sequence:
             if self.limits is not None and not self.limits.permits(self.output):
                 # Where all are forbidden, the choice is none of them.
                 self.output.pop()
-                self.stuck = True
+                self.handling = Handling.STUCK
                 break
             if self._detokenizer is not None:
                 piece, counts = self._detokenizer.push(token), len(self.output) > self.sampling.min_tokens
@@ -281,22 +323,21 @@ class Sequence:
                 )
             )
 
-    def fail_not_finite(self) -> None:
-        self.handle.future.set_exception(
-            NotFiniteError(
-                f"the model's logits after {len(self.output)} generated tokens are not finite (NaN or infinite): its "
-                "activations overflow on this text; load it in a wider dtype (float32, or bfloat16 for float16), or "
-                "leave the text out"
+    def fail(self) -> None:
+        """End a request whose numbers are not finite, or which is stuck."""
+        tokens = len(self.output)
+        if self.handling is Handling.STUCK:
+            error = RequestError(
+                f"no token is left to choose after {tokens} generated ones: allow more tokens in allowed_token_ids, or "
+                "have fewer bad_words"
             )
-        )
-
-    def fail_stuck(self) -> None:
-        self.handle.future.set_exception(
-            RequestError(
-                f"no token is left to choose after {len(self.output)} generated ones: allow more tokens in "
-                "allowed_token_ids, or have fewer bad_words"
+        else:
+            error = NotFiniteError(
+                f"the model's logits after {tokens} generated tokens are not finite (NaN or infinite): its activations "
+                "overflow on this text; load it in a wider dtype (float32, or bfloat16 for float16), or leave the text "
+                "out"
             )
-        )
+        self.handle.future.set_exception(error)
 
     def generation(self) -> Generation:
         """Return the result; `finish_reason` must be set."""

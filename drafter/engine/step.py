@@ -1,4 +1,4 @@
-"""The record of a step, and the stages of a step on the device: draft, verify, accept, commit."""
+"""The plan of a step and what came out of it, and the stages of a step on the device: draft, verify, accept, commit."""
 
 from __future__ import annotations
 
@@ -51,36 +51,46 @@ class StepTensors:
         )
 
 
-@dataclass(eq=False)
+@dataclass
+class Clock:
+    """Times the parts of a step for the host that follows it, in seconds."""
+
+    since: float = field(default_factory=time.perf_counter)  # when the present part began
+    reading: float = 0.0  # the drafter's prefill
+    drafting: float = 0.0
+    rest: float | None = None  # all else; None where the host does not know
+    shadow: StepSeconds | None = None  # a shadow draft, beside these; None without one
+
+    def lap(self) -> float:
+        """Begin the next part; return the seconds of the last one."""
+        before, self.since = self.since, time.perf_counter()
+        return self.since - before
+
+
 class Step:
-    """One step of B rows: what was asked, drafted and accepted, and how long it took."""
+    """The plan of a step of B rows, in slots from `slot` on.
 
-    sequences: list[Sequence]  # of the B rows
-    load: StepLoad  # factors of its time
-    ask: Ask  # request to the drafter
-    depth: int  # draft tokens that a row may get at most
-    wanted: dict[int, int]  # row → number of most probable tokens whose log-probabilities it wants
-    version: int | None  # of the drafter's weights
-    planned: bool = True  # the budget planned it, as it does not for the step that comes with a prompt's forward
-    since: float = field(default_factory=time.perf_counter)  # when its present part began, on the host's clock
-    reading: float = 0.0  # seconds of the drafter's prefill
-    drafting: float = 0.0  # seconds of the draft
-    rest: float | None = None  # seconds of all else; None where the host does not know
-    shadow: StepSeconds | None = None  # of a shadow draft, beside these; None without one
-    stays: list[int] = field(init=False)  # `Sequence.stay` of each row at the start
-    tensors: StepTensors = field(init=False)  # the result, on the device or on its way to the host
-    landed: torch.cuda.Event | None = None  # happens when `tensors` are on the host; None where they are
-    # The rest is set by `read`. New tokens of each row: accepted draft tokens and the bonus token; none if not sound.
-    tokens: list[list[int]] = field(init=False)
-    sound: list[bool] = field(init=False)  # rows whose logits are finite
-    accepted: list[int] = field(init=False)  # draft tokens among `tokens`
-    drafted: list[int] = field(init=False)  # draft nodes that were verified
-    on_path: npt.NDArray[np.bool_] = field(init=False)  # `[B, N]` draft nodes that were accepted
-    lenient: list[list[int]] = field(init=False)  # indices of tokens that the target model would not have chosen
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by row, if wanted
+    `load` is None if no budget planned it: it comes with a prompt's forward. `follows` means that the host follows it
+    stage by stage; otherwise it is queued as a whole.
+    """
 
-    def __post_init__(self) -> None:
-        self.stays = [sequence.stay for sequence in self.sequences]
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        slot: int,
+        state: BatchState,
+        ask: Ask,
+        load: StepLoad | None = None,
+        clock: Clock | None = None,
+        *,
+        follows: bool = True,
+    ) -> None:
+        self.sequences, self.ask, self.load, self.follows, self.clock = sequences, ask, load, follows, clock or Clock()
+        self.stays = [sequence.stay for sequence in sequences]
+        self.depth = min(ask.nodes, state.drafter.spec.max_depth)  # draft tokens that a row may get at most
+        # Row → number of most probable tokens whose log-probabilities it wants.
+        self.wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
+        self.version = state.drafter.version
 
     @property
     def alive(self) -> list[int]:
@@ -91,53 +101,71 @@ class Step:
             if not sequence.ended and sequence.stay == stay
         ]
 
-    def lap(self) -> float:
-        """Begin the next part of the step; return the seconds of the last one."""
-        before, self.since = self.since, time.perf_counter()
-        return self.since - before
 
-    def read(self) -> None:
-        """Unpack the result, which must be on the host."""
-        packed, nodes = self.tensors.packed.numpy(), self.tensors.nodes
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What came out of a step: new tokens of each row, accepted draft tokens and the bonus token; none if not sound."""
+
+    step: Step
+    tokens: list[list[int]]
+    sound: list[bool]  # rows whose logits are finite
+    accepted: list[int]  # draft tokens among `tokens`
+    drafted: list[int]  # draft nodes that were verified
+    on_path: npt.NDArray[np.bool_]  # `[B, N]` draft nodes that were accepted
+    lenient: list[list[int]]  # indices of tokens that the target model would not have chosen
+    logprobs: dict[int, list[TokenLogprob]]  # by row, if wanted
+
+    @staticmethod
+    def read(step: Step, tensors: StepTensors) -> Outcome:
+        """Unpack a step's result, which must be on the host."""
+        packed, nodes = tensors.packed.numpy(), tensors.nodes
         rows, width = packed.shape
-        self.on_path = np.zeros((rows, nodes), dtype=np.bool_)
-        counts = self.drafted = [0] * rows
+        on_path = np.zeros((rows, nodes), dtype=np.bool_)
+        counts = drafted = [0] * rows
         chosen = packed
         if width > 1:
             path, chosen = packed[:, 2 : 1 + width // 2], packed[:, 1 + width // 2 :]
-            counts, self.drafted = packed[:, 0].tolist(), packed[:, 1].tolist()
+            counts, drafted = packed[:, 0].tolist(), packed[:, 1].tolist()
             with_root = np.zeros((rows, 1 + nodes), dtype=np.bool_)
             with_root[np.arange(rows)[:, None], path] = True
-            self.on_path = with_root[:, 1:]
-        self.sound = (chosen[:, 0] != _NOT_FINITE).tolist()
-        self.accepted = [count if sound else 0 for count, sound in zip(counts, self.sound, strict=True)]
-        self.tokens = [
-            row[: count + 1] if sound else []
-            for row, count, sound in zip(chosen.tolist(), counts, self.sound, strict=True)
+            on_path = with_root[:, 1:]
+        sound = (chosen[:, 0] != _NOT_FINITE).tolist()
+        accepted = [count if fine else 0 for count, fine in zip(counts, sound, strict=True)]
+        tokens = [
+            row[: count + 1] if fine else [] for row, count, fine in zip(chosen.tolist(), counts, sound, strict=True)
         ]
-        self.lenient = [[] for _ in range(rows)]
-        if self.tensors.lenient is not None:
-            for row, index in self.tensors.lenient.nonzero().tolist():
-                if self.sound[row]:
-                    self.lenient[row].append(index)
-        if self.tensors.logprobs is not None:
-            wanted = [self.tokens[row] for row in self.wanted]
-            found = self.tensors.logprobs.read(wanted, list(self.wanted.values()))
-            self.logprobs = dict(zip(self.wanted, found, strict=True))
+        lenient: list[list[int]] = [[] for _ in range(rows)]
+        if tensors.lenient is not None:
+            for row, index in tensors.lenient.nonzero().tolist():
+                if sound[row]:
+                    lenient[row].append(index)
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        if tensors.logprobs is not None:
+            found = tensors.logprobs.read([tokens[row] for row in step.wanted], list(step.wanted.values()))
+            logprobs = dict(zip(step.wanted, found, strict=True))
+        return Outcome(step, tokens, sound, accepted, drafted, on_path, lenient, logprobs)
+
+    def hand_out(self, row: int) -> int:
+        """Give a row's sequence its tokens; return how many it takes."""
+        sequence, drafted, version = self.step.sequences[row], self.drafted[row], self.step.version
+        if drafted and version is not None and version not in sequence.versions[-1:]:
+            sequence.versions.append(version)
+        return sequence.take(self.tokens[row], self.accepted[row], drafted, self.logprobs.get(row), self.lenient[row])
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
+        planned, ask, clock = self.step.load, self.step.ask, self.step.clock
         rows = [row for row in emitted if self.sound[row]]
-        if not self.planned or not rows:
+        if planned is None or not rows:
             return None
-        load, trees = StepLoad(len(rows), self.load.length, self.load.choosing), None
-        if self.ask.nodes:
-            accepted = np.zeros((len(rows), self.ask.nodes), np.bool_)
+        load, trees = StepLoad(len(rows), planned.length, planned.choosing), None
+        if ask.nodes:
+            accepted = np.zeros((len(rows), ask.nodes), np.bool_)
             accepted[:, : self.on_path.shape[1]] = self.on_path[rows]
-            trees = ScoredTrees(self.ask.member, np.array(self.drafted)[rows], accepted)
-        seconds = None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
+            trees = ScoredTrees(ask.member, np.array(self.drafted)[rows], accepted)
+        seconds = None if clock.rest is None else StepSeconds(clock.reading, clock.drafting, clock.rest)
         tokens = sum(emitted[row] for row in rows)
-        return StepObservation(load, self.ask, tokens, trees, seconds, self.shadow, shadows.scored())
+        return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
 
 
 class Flights:
@@ -148,34 +176,35 @@ class Flights:
 
     def __init__(self, device: torch.device, lag: int) -> None:
         self._device, self.lag = device, lag
-        self._steps: list[Step] = []
+        self._under_way: list[tuple[Step, StepTensors, torch.cuda.Event | None]] = []
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._under_way)
 
     @property
     def ahead(self) -> int:
         """Tokens that a sequence may have beyond those that the host knows."""
-        return sum(step.depth + 1 for step in self._steps)
+        return sum(step.depth + 1 for step, _, _ in self._under_way)
 
-    def add(self, step: Step) -> None:
-        """Send the step's result to the host, without waiting."""
+    def add(self, step: Step, tensors: StepTensors) -> None:
+        """Send a step's result to the host, without waiting."""
+        arrived = None
         if self._device.type == "cuda":
-            step.tensors = step.tensors.to_host(len(step.sequences))
-            step.landed = torch.cuda.Event(blocking=True)
-            step.landed.record(torch.cuda.current_stream(self._device))
-        self._steps.append(step)
+            tensors = tensors.to_host(len(step.sequences))
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record(torch.cuda.current_stream(self._device))
+        self._under_way.append((step, tensors, arrived))
 
-    def land(self, keep: int) -> Iterator[Step]:
-        """Wait for all steps but the newest `keep` ones, and yield them."""
-        while len(self._steps) > keep:
-            step = self._steps.pop(0)
-            if step.landed is not None:
-                step.landed.synchronize()
-            yield step
+    def land(self, keep: int) -> Iterator[tuple[Step, StepTensors]]:
+        """Wait for all steps but the newest `keep` ones, and yield them with their results on the host."""
+        while len(self._under_way) > keep:
+            step, tensors, arrived = self._under_way.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            yield step, tensors
 
     def clear(self) -> None:
-        self._steps = []
+        self._under_way = []
 
 
 class DeviceStep:

@@ -5,110 +5,19 @@ The clock is virtual: a step takes what the world's table says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.budget_constants import TABLE, World, table_of
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import SHADOW_ROWS, ScoredTrees, StepLoad, StepObservation, StepSeconds
-from drafter.budget.latency_table import LatencyTable
+from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, MeasuredWorth
 from drafter.statistics import PLAIN
-
-TABLE = LatencyTable(
-    batches=np.array([1.0, 8.0]),
-    nodes=(0, 3, 7, 15),
-    verify=np.array([[1.0, 1.1, 1.3, 1.7], [2.0, 3.0, 5.0, 9.0]]),
-    draft=np.array([[[0.0, 0.1, 0.1, 0.1]] * 2]),
-)
-
-
-def table_of(drafting: Sequence[float], base: LatencyTable = TABLE) -> LatencyTable:
-    """`base` for members that draft in so many seconds, at all batch sizes."""
-    return replace(base, draft=np.array([[[0.0, one, one, one]] * len(base.batches) for one in drafting]))
-
-
-@dataclass
-class World:
-    """Drafters of chains: a member's token is right with probability `right[member]` if those before it are.
-
-    Args:
-        right: Of each member.
-        table: What the budget is told.
-        real: What steps take, if not that.
-        silent: Share of trees without a draft token.
-        asked: Of the last run.
-    """
-
-    right: Sequence[float]
-    table: LatencyTable = TABLE
-    real: LatencyTable | None = None
-    silent: float = 0.0
-    seed: int = 0
-    asked: list[Ask] = field(default_factory=list)
-    random: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.random = np.random.default_rng(self.seed)
-
-    @property
-    def names(self) -> list[str]:
-        return [f"member {member}" for member in range(len(self.right))]
-
-    def budget(self, *, shadows: bool = True, known: Sequence[MeasuredWorth | None] = ()) -> AdaptiveBudget:
-        return AdaptiveBudget(self.table, self.names, shadows=shadows, known=known)
-
-    def trees(self, ask: Ask, rows: int) -> ScoredTrees:
-        speaks = self.random.random(rows) >= self.silent
-        accepted = (self.random.random((rows, ask.nodes)) < self.right[ask.member]).cumprod(1).astype(bool)
-        return ScoredTrees(ask.member, np.where(speaks, ask.nodes, 0), accepted & speaks[:, None])
-
-    def step(self, budget: AdaptiveBudget, load: StepLoad) -> tuple[float, float]:
-        """Decode a step; return its tokens per row and its seconds."""
-        rows, real = load.rows, (self.real or self.table).at(load.rows)
-        ask, trees, shadow = budget.plan(load), None, None
-        shadows: tuple[ScoredTrees, ...] = ()
-        self.asked.append(ask)
-        rest, drafting, tokens = float(real.seconds(load, np.ones(4))[0]), 0.0, rows
-        if ask.nodes:
-            trees = self.trees(ask, rows)
-            size = self.table.nodes.index(ask.nodes)
-            filled = (trees.drafted > 0).mean()
-            rest += filled * (float(real.seconds(load, np.ones(4))[size]) - rest)
-            drafting, tokens = float(real.draft[ask.member, size]), rows + int(trees.accepted.sum())
-        if ask.shadow is not None:
-            seconds = float(real.shadow[ask.shadow.member, self.table.nodes.index(ask.shadow.nodes)])
-            shadow, shadows = StepSeconds(0.0, seconds, 0.0), (self.trees(ask.shadow, min(rows, SHADOW_ROWS)),)
-        budget.observe(StepObservation(load, ask, tokens, trees, StepSeconds(0.0, drafting, rest), shadow, shadows))
-        return tokens / rows, rest + drafting + (0.0 if shadow is None else shadow.all)
-
-    def run(self, budget: AdaptiveBudget, rows: int, steps: int) -> float:
-        """Return tokens per second and row, relative to plain decoding's: γ."""
-        self.asked = []
-        tokens, seconds = zip(*(self.step(budget, StepLoad(rows)) for _ in range(steps)), strict=True)
-        return float(sum(tokens) / sum(seconds) * self.plain_seconds(rows))
-
-    def plain_seconds(self, rows: int) -> float:
-        return float((self.real or self.table).at(rows).short[0])
-
-    def alone(self, rows: int, member: int) -> float:
-        """γ of the best fixed number of draft tokens of one member."""
-        real = (self.real or self.table).at(rows)
-        gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in self.table.nodes[1:]]
-        seconds = (real.short + real.draft[member])[1:]
-        rates = [(1 + gain) / one for gain, one in zip(gains, seconds, strict=True)]
-        return float(max(rates) * self.plain_seconds(rows))
-
-    def best(self, rows: int) -> float:
-        return max(1.0, *(self.alone(rows, member) for member in range(len(self.right))))
-
-    def drafted(self, member: int) -> int:
-        return sum(ask.nodes > 0 and ask.member == member for ask in self.asked)
-
 
 # ---- one drafter
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drafter.budget.contract import ScoredTrees
-from drafter.budget.worth import ENOUGH, Worth
+from drafter.budget.worth import Worth
 from drafter.drafters.contract import MeasuredWorth
 
 NODES = np.array([0, 3, 7])
@@ -59,11 +59,28 @@ def test_a_change_of_the_text_is_noticed(before: int, after: int) -> None:
     assert worth.gain[2] == pytest.approx(7 * after, abs=1.5)
 
 
+def test_what_trees_may_bring_is_known_better_with_each_tree_and_less_with_time() -> None:
+    worth, may_bring = Worth(NODES), []
+    for _ in range(5):
+        for _ in range(10):
+            worth.learn(scored([1, 0, 0, 0, 0, 0, 0]))
+        may_bring.append(float(worth.may_bring(0)[2]))
+    assert may_bring == sorted(may_bring, reverse=True)
+    ago = [float(worth.may_bring(steps)[2]) for steps in (0, 50, 100, 10_000)]
+    assert 1.0 < ago[0] < ago[1] < ago[2] < ago[3] == 7.0
+
+
+def test_few_trees_with_nothing_accepted_do_not_mean_that_nothing_ever_is() -> None:
+    worth = Worth(NODES)
+    worth.gain[:] = 0.0
+    assert worth.may_bring(0)[2] > 1.0
+
+
 def test_what_was_measured_is_evidence_until_it_is_forgotten() -> None:
     worth = Worth(NODES)
     guess = worth.gain.copy()
     worth.believe(MeasuredWorth((3, 15), (1.0, 4.0)))  # log2(1 + nodes) is 2, 3 and 4 at 3, 7 and 15 nodes
-    assert worth.evidence == ENOUGH
+    assert worth.is_known
     assert worth.gain == pytest.approx([0.0, 1.0, 2.5])
     worth.forget()
-    assert (worth.evidence, worth.gain.tolist()) == (0, guess.tolist())
+    assert (worth.is_known, worth.gain.tolist()) == (False, guess.tolist())

@@ -446,6 +446,40 @@ def test_a_drafter_that_reads_what_the_host_knows_is_never_behind(tiny_base: Bas
     same([handle.result(0) for handle in handles], plainly(tiny_base, requests))
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_host_follows_steps_of_rows_that_want_log_probabilities(
+    tiny_base: BaseModel, recorder: TapeRecorder, sampled: bool
+) -> None:
+    """All steps have landed meanwhile, and none is queued; before and after, one is under way."""
+    how: dict[str, Any] = {"ignore_eos": True, **({"temperature": 0.9, "seed": 4} if sampled else {})}
+    requests = [
+        Request([5, 6, 7], SamplingParams(40, **how)),
+        Request([8, 9, 10], SamplingParams(6, logprobs=1, **how)),
+    ]
+    expected = plainly(tiny_base, requests)
+    engine = Engine(
+        tiny_base,
+        AdversarialDrafter(0),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=3, num_draft_tokens=4, max_model_len=96),
+    )
+    handles = [engine.submit(requests[0])]
+    for _ in range(5):
+        engine.step()
+        assert len(engine.flights) == 1
+    queued = recorder.repeated
+    handles.append(engine.submit(requests[1]))
+    while not handles[1].future.done():
+        engine.step()
+        assert len(engine.flights) == 0
+    assert recorder.repeated == queued > 0
+    engine.step()
+    assert len(engine.flights) == 1
+    while not engine.idle:
+        engine.step()
+    same([handle.result(0) for handle in handles], expected)
+
+
 def test_sizes_repeat() -> None:
     assert [padded_rows(rows, 45) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 40, 41)] == [1, 2, 4, 8, 8, 16, 16, 24, 40, 45]
     lengths = [padded_length(length, 1000) for length in (1, 64, 65, 97, 129, 200, 257, 385, 513, 769, 990)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -209,3 +210,25 @@ def test_who_begins_like_a_bad_row_is_judged_by_its_own_text(device: str) -> Non
     ]
     alone = {place: decode(base, PlainDecoding(), [requests[place]])[0].result(0).token_ids for place in (1, 3)}
     check(decode(base, NgramDrafter(6), requests, slots=4), alone)
+
+
+def test_only_the_row_whose_drafts_are_not_finite_goes_on_without(device: str) -> None:
+    class PoisonsOne(PoisonDrafter):
+        def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+            tree = super().propose(context, ask)
+            harmless = (tree.tokens == POISON) & (context.tokens[:, :1] != 5)
+            return replace(tree, tokens=tree.tokens.masked_fill(harmless, 7))
+
+    base = poisoned_base()
+    sampling = SamplingParams(14, ignore_eos=True, logit_bias={POISON: -100.0})
+    requests = [Request([5, 9, 8], sampling), Request([6, 9, 8], sampling)]
+    alone = {
+        place: decode(base, PlainDecoding(), [request], slots=1)[0].result(0).token_ids
+        for place, request in enumerate(requests)
+    }
+    handles = decode(base, PoisonsOne(), requests)
+    check(handles, alone)
+    poisoned, other = (handle.result(0).counts for handle in handles)
+    # A host that is behind learns of it when the next step is under way.
+    assert 1 <= poisoned.num_spec_steps <= (1 if device == "the host follows" else 2)
+    assert other.num_spec_steps >= other.num_decode_steps - 1 > 10
