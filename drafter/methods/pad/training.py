@@ -108,5 +108,5 @@ def roc_area(scores: Tensor, pivots: Tensor) -> float | None:
     above, below = scores[pivots], scores[~pivots].sort().values
     if not len(above) or not len(below):
         return None
-    places = (torch.searchsorted(below, above, right=right).double() for right in (False, True))
-    return float(sum(places).mean()) / (2 * len(below))
+    first, last = (torch.searchsorted(below, above, right=right).double() for right in (False, True))
+    return float((first + last).mean()) / (2 * len(below))
