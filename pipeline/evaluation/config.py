@@ -168,8 +168,9 @@ class PlanConfig:
 
     Args:
         input: A sample of the job's prompts: JSON lines, as `drafter evaluate` takes them.
-        drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
-            lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
+        drafters: A list of drafters that may be levels of a stack, the cheapest first: `model:` and a model's folder or
+            hub id, which may stand above those before it; or, as the lowest level alone, `cacheback`, `ngram`,
+            `memory`, or several of these joined by `+`.
         model: Target model, as a hub id or folder; by default the embedded demonstration model.
         questions_per_file: Number of questions to take, spread evenly over the file; null takes all.
         num_draft_tokens: Draft tokens that the target model verifies in a step; by default as many as can pay.
@@ -211,7 +212,7 @@ and what their forwards cost, measured on a sample of prompts.
 The job prints what it compared. The best stack's name goes to --drafter of drafter generate and drafter serve; drafter
 evaluate measures it on other prompts.
 
-  drafter plan --model MODEL --drafters '[cacheback, "model:SMALL", "model:SMALLER"]' --input sample.jsonl"""
+  drafter plan --model MODEL --drafters '[cacheback, "model:SMALLER", "model:SMALL"]' --input sample.jsonl"""
 
 
 def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:

@@ -14,17 +14,13 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from torch import Tensor
-
 from drafter import devices
-from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.names import kind_and_rest, leaf_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Run, decode_all, room_for, warm_up
 from drafter.evaluation.tables import markdown_table
-from drafter.methods.draft_models.drafter import LOWER_NODES, ModelDrafter, StackedDrafter, load_draft_model
 from drafter.requests import Request
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel
@@ -143,7 +139,8 @@ def measure_levels(
     """Decode requests plainly, with each drafter, and with each stack of two; return the levels and these costs.
 
     Args:
-        names: Training-free drafters, and `model:…`; raises `LoadError` for others.
+        names: Training-free drafters, and `model:…`, which may stand above those before it; raises `LoadError` for
+            others.
         nodes: Draft nodes that the target model verifies.
         slots: Requests decoded together.
     """
@@ -153,36 +150,19 @@ def measure_levels(
                 f"drafter {name!r} cannot be planned with: use model:PATH_OR_HUB_ID, "
                 f"{', '.join(sorted(TRAINING_FREE.keys() - {'none'}))}, or several of these joined by '+'"
             )
-    alone = [name for name in names if kind_and_rest(name)[0] == "model" and len(leaf_names(name)) == 1]
-    models = {name: load_draft_model(kind_and_rest(name)[1], base) for name in alone}
-    # A model stands only above cheaper drafters; others are always the lowest level.
-    sizes = {name: sum(map(Tensor.numel, one.model.parameters())) for name, one in models.items()}
-    names = sorted(names, key=lambda name: sizes.get(name, 0))
+    models = {name for name in names if kind_and_rest(name)[0] == "model" and len(leaf_names(name)) == 1}
     pairs = [pair for pair in combinations(names, 2) if pair[1] in models]
     config = room_for(requests, min(slots, len(requests)), num_draft_tokens=nodes)
     runs: dict[Names, Run] = {}
     blocks: dict[Names, float] = {}
     for stack in [(), *((name,) for name in names), *pairs]:
-        drafter = _drafter(stack, models, base, nodes)
+        # Isolated, because the sample is decoded more than once.
+        drafter = load_drafter(stack_name(stack), base, nodes, isolated=True)
         decode = partial(decode_all, Engine(base, drafter, tokenizer, config))
         warm_up(decode, requests, config.max_num_seqs)
         runs[stack], blocks[stack] = decode(requests), float(drafter.spec.max_depth)
     asynchronous = devices.is_asynchronous(base.device)
     return levels_of(names, runs, blocks, asynchronous=asynchronous), [_cost(*one) for one in runs.items()]
-
-
-def _drafter(stack: Names, models: Mapping[str, BaseModel], base: BaseModel, nodes: int) -> Drafter:
-    """Build a stack's drafter. The lowest is isolated, because the sample is decoded more than once."""
-    if not stack:
-        return PlainDecoding()
-    lowest, *above = stack
-    nodes *= LOWER_NODES ** len(above)
-    model = models.get(lowest)
-    drafter = load_drafter(lowest, base, nodes, isolated=True) if model is None else ModelDrafter(model, base, nodes)
-    for name in above:
-        nodes //= LOWER_NODES
-        drafter = StackedDrafter(drafter, models[name], base, nodes)
-    return drafter
 
 
 def _cost(stack: Names, run: Run) -> Cost:
