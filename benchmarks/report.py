@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, draws, never_slower, row_budgets, searches, speed, trees
+from benchmarks import costs, never_slower, speed, trees
 from benchmarks.endpoint import serving
 from benchmarks.generation_jobs import scale
 from benchmarks.gpu import page
@@ -35,10 +35,7 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
     never_slower.RECORD_FILE: never_slower.write_table,
-    row_budgets.RECORD_FILE: row_budgets.write_table,
     costs.COSTS_FILE: costs.write_report,
-    draws.DRAWS_FILE: draws.write_table,
-    searches.SEARCHES_FILE: searches.write_table,
     page.PAGE_FILE: page.write_page,
 }
 """Functions that write a folder's tables and plots, by a file that is there."""

@@ -18,11 +18,12 @@ from drafter.plugins import Kind, methods, registered
 from tests.support.paths import ROOT
 
 FORBIDDEN = {
-    "drafter": {"ray", "pydantic", "pipeline", "jobs", "recipes", "benchmarks", "tests"},
-    "pipeline": {"jobs", "recipes", "benchmarks", "tests"},
+    "drafter": {"ray", "pydantic", "pipeline", "jobs", "recipes", "benchmarks", "studies", "tests"},
+    "pipeline": {"jobs", "recipes", "benchmarks", "studies", "tests"},
     "pipeline/openai": {"ray", "pyarrow", "fastapi", "starlette"},
-    "jobs": {"drafter", "ray", "recipes", "benchmarks", "tests"},
-    "benchmarks": {"jobs", "tests"},
+    "jobs": {"drafter", "ray", "recipes", "benchmarks", "studies", "tests"},
+    "benchmarks": {"jobs", "studies", "tests"},
+    "studies": {"jobs", "tests"},
 }
 """What no file of a package imports. A package is named by its folder, what it imports by the top-level package."""
 

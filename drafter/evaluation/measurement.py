@@ -227,17 +227,15 @@ class VerifierTrials:
         self._base, self._tokenizer = self._load_models()
         return environment(self._base, command)
 
-    def begin(self, drafter: str, engine: EngineSettings, requests: Sequence[Request], rounds: int) -> int:
-        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path."""
+    def begin(self, drafter: str, engine: EngineSettings, requests: Sequence[Request], rounds: int) -> None:
+        """Prepare to decode `requests`, each `rounds` times."""
         self._plain: Decoder | None = None
         gc.collect()  # engines are cyclic: an unused one holds device memory until collected
         config = EngineConfig(**{**asdict(engine), "max_queue": len(requests)})
         nodes = useful_nodes(self._base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
         self._load_drafter = partial(load_drafter, drafter, self._base, nodes)
         self._config, self._requests, self._rounds = config, requests, rounds
-        spec = self._load_drafter().spec
         self._plain = self._decoder(PlainDecoding(), VerifierSettings())
-        return min(spec.max_depth, spec.max_nodes, nodes)
 
     def run(self, settings: VerifierSettings) -> VerifierFigures:
         """Decode the requests under a verifier; the figures have answers, and no utility yet.

@@ -1,9 +1,8 @@
-"""Figures of lenient verifiers, speed against utility: their table and plot, and a search for the best setting."""
+"""Figures of lenient verifiers, speed against utility: their settings, table and plot."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -193,71 +192,3 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
 
 def _place(one: VerifierFigures) -> tuple[float, float]:
     return one.beta, one.utility.difference.second
-
-
-_HALVINGS = 4
-"""Bisections of an interval: a sixteenth of it is left."""
-_DIGITS = 4
-
-
-def search(
-    verifier: VerifierSettings,
-    measure: Callable[[VerifierSettings], VerifierFigures],
-    keep: float | None = None,
-    depth: int = 0,
-) -> list[VerifierFigures]:
-    """Measure a verifier's grid, and with `keep` also settings between those of the grid; return all figures.
-
-    The interval between the most lenient setting that keeps enough and the next one is bisected. If a verifier has a
-    look-ahead that is not set, so are the intervals at twice that, which is stricter and so may allow a more lenient
-    value, and at half of it. An interval ends once its lenient end has no larger β than a setting that keeps enough:
-    nothing within can be better.
-
-    Args:
-        keep: Share of exact decoding's utility that is enough.
-        depth: Most draft tokens of a path.
-    """
-    found = [measure(settings) for settings in verifier_grid(verifier)]
-    sweep = _sweep(verifier)
-    if keep is None or sweep is None or _value(verifier) is not None:
-        return found
-    enough, most_lenient, exact = keep, sweep.values[-1], sweep.exact
-
-    def tried(settings: VerifierSettings) -> VerifierFigures:
-        found.append(measure(settings))
-        return found[-1]
-
-    def bisect(line: VerifierSettings, strict: float, lenient: float, beta: float = math.inf) -> tuple[float, float]:
-        """Narrow an interval and return it; `beta` is that of its lenient end, if that was measured."""
-        for _ in range(_HALVINGS):
-            middle = round((strict + lenient) / 2, _DIGITS)
-            best = max((one.beta for one in found if one.keeps(enough)), default=0.0)
-            if beta <= best or middle in (strict, lenient):
-                break
-            one = tried(_with_value(line, middle))
-            if one.keeps(enough):
-                strict = middle
-            else:
-                lenient, beta = middle, one.beta
-        return strict, lenient
-
-    last = max((place for place, one in enumerate(found) if one.keeps(keep)), default=-1)
-    strict, after = exact if last < 0 else _value(found[last].verifier), found[last + 1 :]
-    lenient = _value(after[0].verifier) if after else None
-    if strict is not None and lenient is not None:
-        strict, lenient = bisect(verifier, strict, lenient, after[0].beta)
-    if sweep.lookahead is None or sweep.lookahead[0] in verifier.settings:
-        return found
-    name, published = sweep.lookahead
-    # A mismatch needs a window of draft tokens and one more.
-    longer, shorter = min(2 * published, depth - 1), published // 2
-    for window in [longer, shorter] if longer > published else [shorter]:
-        line = _with(verifier, name, window)
-        # What keeps enough at a window does so at a longer one; what does not, does not at a shorter one.
-        if window < published and exact is not None and lenient is not None:
-            bisect(line, exact, lenient)
-            continue
-        begin = strict if window > published else exact
-        if begin is not None and not (one := tried(_with_value(line, most_lenient))).keeps(keep):
-            bisect(line, begin, most_lenient, one.beta)
-    return found

@@ -124,10 +124,8 @@ def whole_layers(config: Any) -> frozenset[int]:
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-SCHEME = "v2-"  # prefix of fingerprints; those of the first scheme are 16 hex digits alone
 _SAMPLED = 1 << 14  # largest number of values hashed per tensor
 _TINY = 2.0**-16  # smaller values count as zero: fp16 does not hold them as exactly as bf16 does
-_SAMPLED_FIRST = 4096  # values of the embedding that the first scheme hashes
 
 
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
@@ -141,22 +139,7 @@ def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
         if isinstance(tensor, Tensor):  # quantised layers may add other objects
             digest.update(repr(list(tensor.shape)).encode())
             digest.update(_bytes(_sample(tensor)))
-    return SCHEME + digest.hexdigest()[:16]
-
-
-def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:
-    """Return the fingerprint of the first scheme, which draft heads and texts of earlier releases name.
-
-    It covers a sample of the embedding `[V, d]`, all norms and all biases.
-    """
-    digest = hashlib.sha256(repr(list(sizes)).encode())
-    flat = embedding.flatten()
-    # Clamped, because float32 rounds the last index up where the embedding is large.
-    places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST, dtype=torch.float32).long().clamp_max(flat.numel() - 1)
-    vectors = [p.detach().flatten() for _, p in sorted(model.named_parameters()) if p.dim() == 1]
-    for tensor in [flat[places.to(flat.device)], *vectors]:
-        digest.update(tensor.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return f"v2-{digest.hexdigest()[:16]}"
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ from drafter.errors import LoadError, one_line
 from drafter.native.build import BuildError, UnsuitableError
 from drafter.target.architecture import (
     NO_PLACE,
-    SCHEME,
     decoder_of,
     fingerprint,
-    first_fingerprint,
     has_table,
     lengths_beyond,
     max_positions,
@@ -86,8 +84,8 @@ class BaseModel:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
         prepack(self.model if self._executor is self._model_code else self._head)
-        self._sizes = [model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
-        self.fingerprint = fingerprint(self.model, self._sizes)
+        sizes = [model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
+        self.fingerprint = fingerprint(self.model, sizes)
 
     def _prove_long_texts(self) -> None:
         """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length."""
@@ -124,12 +122,6 @@ class BaseModel:
             _log.warning("%s runs by its own code: the native one gives other numbers", self.name)
             return None
         return native
-
-    def has_fingerprint(self, given: str) -> bool:
-        """Compare with this model's fingerprint, in the present scheme or in that of earlier releases."""
-        if given.startswith(SCHEME):
-            return given == self.fingerprint
-        return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:

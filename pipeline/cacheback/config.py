@@ -18,28 +18,17 @@ class CorpusConfig:
         format: Format of the input files; `auto` goes by their names.
         split: Split of a Hugging Face dataset, such as `train`; by default the only one.
         subset: Subset of a Hugging Face dataset; by default the only one, or `default`.
-        text_column: Column of texts. By default, of an output of `drafter generate` the generated tokens are counted,
-            and of anything else the first column of `text`, `prompt`, `messages` and `token_ids` that there is.
-        messages_column: Column of chats: a list of {role, content}, or that list as JSON text.
-        tokens_column: Column of token ids of this model's tokeniser.
+        column: Column of texts, chats (lists of {role, content}) or token ids of this model's tokeniser; by default
+            the generated tokens of an output of `drafter generate`, otherwise the first of `text`, `prompt`,
+            `messages` and `token_ids` that there is.
         limit: Take at most this many rows.
     """
 
     format: Literal["auto", "jsonl", "parquet", "csv", "text", "arrow"] = "auto"
     split: str | None = None
     subset: str | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
-    tokens_column: str | None = None
+    column: str | None = None
     limit: int | None = None
-
-    def __post_init__(self) -> None:
-        given = [
-            name for name in ("text_column", "messages_column", "tokens_column") if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
-            raise InputError(f"reading.{given[0]} and reading.{given[1]} are both set: a row has one text")
-        at_least("reading.limit", self.limit, 1)
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,7 @@ class CacheConfig:
 
     Args:
         input: The corpus: a file, a folder, a pattern, a URI, or the output of `drafter generate`.
-        output: File for the table.
+        output: File for the table; one that is there is replaced.
         model: Target model, whose tokeniser's ids the table has: hub id or folder; by default the embedded one.
         trust_remote_code: Run code that comes with the tokeniser.
         reading: Which texts are counted.
@@ -70,6 +59,7 @@ class CacheConfig:
                 raise InputError(f"{name} is empty")
         if "://" in self.output:
             raise InputError(f"output {self.output} is a URI: every engine reads the table from a path, so give one")
+        at_least("reading.limit", self.reading.limit, 1)
         at_least("leaders", self.leaders, 1)
         at_least("followers", self.followers, 1)
 
@@ -81,7 +71,7 @@ frozen table for the drafter cacheback, which asks it after the texts that it de
 The corpus is any input of drafter generate with texts, chats or token ids in a column, or the output of
 such a job. The table belongs to the tokeniser of --model.
 
-  drafter cache --input 'texts/*.parquet' --reading.text_column text --output table.safetensors
+  drafter cache --input 'texts/*.parquet' --reading.column text --output table.safetensors
   drafter cache --input results --model MODEL --output table.safetensors
   drafter generate --drafter cacheback:table.safetensors --model MODEL --input … --output …"""
 

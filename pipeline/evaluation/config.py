@@ -47,8 +47,7 @@ class EvaluateConfig:
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
         scorer: What an answer is worth, for `verifier`: `number`, `string`, `json`, or `FILE.py:function`.
         target: Key of the questions with the right answer, for a built-in scorer.
-        keep: Find the fastest setting of each verifier that keeps this share of exact decoding's utility, by a search
-            between the settings that are measured anyway.
+        keep: Name the fastest measured setting of each verifier that keeps this share of exact decoding's utility.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
@@ -167,12 +166,11 @@ class PlanConfig:
 
     Args:
         input: A sample of the job's prompts: JSON lines, as `drafter evaluate` takes them.
-        output: Folder for the results; what an earlier plan has written there is replaced.
-        drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
-            lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
+        drafters: A list of drafters that may be levels of a stack, the cheapest first: `model:` and a model's folder or
+            hub id, which may stand above those before it; or, as the lowest level alone, `cacheback`, `ngram`,
+            `memory`, or several of these joined by `+`.
         model: Target model, as a hub id or folder; by default the embedded demonstration model.
-        questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
-            every other one; its prediction is compared with a measurement on the others.
+        questions_per_file: Number of questions to take, spread evenly over the file; null takes all.
         num_draft_tokens: Draft tokens that the target model verifies in a step; by default as many as can pay.
         batch: Number of requests decoded together.
         temperature: Sampling temperature.
@@ -182,7 +180,6 @@ class PlanConfig:
     """
 
     input: str
-    output: str
     drafters: list[str]
     model: str | None = None
     questions_per_file: int | None = 16
@@ -194,12 +191,11 @@ class PlanConfig:
     gpus: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("input", "output"):
-            if not getattr(self, name).strip():
-                raise InputError(f"{name} is empty")
+        if not self.input.strip():
+            raise InputError("input is empty")
         if not self.drafters or len(set(self.drafters)) < len(self.drafters):
             raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
-        at_least("questions_per_file", self.questions_per_file, 2)
+        at_least("questions_per_file", self.questions_per_file, 1)
         for name in ("num_draft_tokens", "batch", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("gpus", self.gpus, 0)
@@ -209,16 +205,16 @@ class PlanConfig:
 
 _PLAN_DESCRIPTION = """\
 Find the stack of drafters with the lowest expected time a token, from how much of each other's drafts the models accept
-and what their forwards cost, measured on a sample of prompts. What the best stack takes is measured on others.
+and what their forwards cost, measured on a sample of prompts.
 
-The job prints what it compared, and writes it to --output: stacks.json and stacks.md. The best stack's name goes to
---drafter of drafter generate and drafter serve.
+The job prints what it compared. The best stack's name goes to --drafter of drafter generate and drafter serve; drafter
+evaluate measures it on other prompts.
 
-  drafter plan --model MODEL --drafters '[cacheback, "model:SMALL", "model:SMALLER"]' --input sample.jsonl \\
-      --output plan"""
+  drafter plan --model MODEL --drafters '[cacheback, "model:SMALLER", "model:SMALL"]' --input sample.jsonl"""
 
 
 def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
     """Parse a plan's command line; see `command_line.parse`."""
-    parser = make_parser(PlanConfig, "plan", "--input FILE --drafters LIST --output DIR", _PLAN_DESCRIPTION)
-    return parse(PlanConfig, parser, arguments)
+    return parse(
+        PlanConfig, make_parser(PlanConfig, "plan", "--input FILE --drafters LIST", _PLAN_DESCRIPTION), arguments
+    )

@@ -36,7 +36,6 @@ from drafter.evaluation.verifiers import (
     VerifierFigures,
     fastest_that_keeps,
     in_order,
-    search,
     title_of,
     utility_plot,
     utility_table,
@@ -324,7 +323,7 @@ def _measured(
             for number, question in enumerate(questions)
         ]
     engine = room_for(requests, block.batch, num_draft_tokens=block.nodes, compile=config.compile)
-    depth: int = ask("begin", block.drafter, engine, requests, config.rounds)
+    ask("begin", block.drafter, engine, requests, config.rounds)
     scored = ScoredVerifiers(ask, [{**one.columns, "request_id": one.name} for one in questions], scorer)
 
     def measure(settings: VerifierSettings) -> VerifierFigures:
@@ -333,7 +332,7 @@ def _measured(
         say(f"{title_of(settings)}: β {found.beta:.2f}{kept}")
         return found
 
-    lenient = [one for verifier in verifiers for one in search(verifier, measure, config.keep, depth)]
+    lenient = [measure(settings) for verifier in verifiers for settings in verifier_grid(verifier)]
     return left_out, in_order([scored.exact, *lenient])
 
 

@@ -34,8 +34,6 @@ from pipeline.settings import ResourcesConfig
 _BATCH_COLUMNS = set(LINE_FIELDS)
 """Columns of rows that come from an OpenAI batch; such requests bring their own settings."""
 _READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed"}
-_RENAMED = {"slots": "max_num_seqs", "max_length": "max_model_len", "nodes": "num_draft_tokens"}
-"""Settings of an engine by their names in outputs of earlier releases."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def audit(uri: str, share: float) -> bool:
             _plain_differences,
             model_name(config["model"]),
             config["loading"],
-            {_RENAMED.get(name, name): value for name, value in config["engine"].items()},
+            config["engine"],
             run.get("base_fingerprint"),
             rows,
             resources.threads,
@@ -106,8 +104,7 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
 def _sampling(row: Row, defaults: SamplingParams, column: str) -> SamplingParams:
     """The settings that a row was generated with. Log-probabilities change no token and are left out."""
     if row.keys() >= _BATCH_COLUMNS:
-        # Requests sample unless they say otherwise; outputs of earlier releases do not record that.
-        settings = parse_line(row).sampling(replace(defaults, temperature=defaults.temperature or 1.0))
+        settings = parse_line(row).sampling(defaults)
     else:
         settings = row_sampling(defaults, row["request_id"], row, column)
     return replace(settings, seed=row["seed"], logprobs=None)
@@ -126,7 +123,7 @@ def _plain_differences(
     Raises `LoadError` if the target model cannot be loaded, or has another than the output's `fingerprint`.
     """
     base, tokenizer = load_models(model, loading, threads)
-    if fingerprint is not None and not base.has_fingerprint(fingerprint):
+    if fingerprint is not None and fingerprint != base.fingerprint:
         raise LoadError(
             f"{model} is not the model that made the output (its weights are {base.fingerprint}, those of the output "
             f"{fingerprint}): have that one where the output's run.json names it"

@@ -82,9 +82,7 @@ def report(config: ReportConfig) -> None:
         acceptance=_acceptance_charts(rows.counts),
         over_time=rates_over_time(tokens_by_second(rows.by_second)),
         learning=status.get("learning") or run.get("learning"),
-        # None in outputs of earlier releases, which have the drafter chosen at each batch size.
         speculation=status.get("speculation") or run.get("speculation"),
-        old_choices=status.get("drafting") or run.get("drafting") or (),
     )
     print(write_page(config.page_uri, text), flush=True)
 

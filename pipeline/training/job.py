@@ -171,7 +171,7 @@ def run(
     """Do what earlier submissions left undone, and repair what is damaged."""
     stopping = Stopping()
     lease = Lease(folder.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
-    facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
+    facts: dict[str, Any] = {"base_fingerprint": texts.base_fingerprint}
     with stopping, lease:
         again = not take_output(config.output, folder, meant)
         save_run(folder.run_file, asdict(config), meant, state="running", **facts)
@@ -192,7 +192,7 @@ def run(
         chosen_by = str(config.training.chosen_by)
         if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
             say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
-        execute(config, model, texts.base_fingerprints, folder, staged, resources, stopping)
+        execute(config, model, texts.base_fingerprint, folder, staged, resources, stopping)
         folder.draw()
         facts |= {"texts": asdict(staged.counts), "products": folder.products()}
         save_run(folder.run_file, asdict(config), meant, state="finished", **facts)
@@ -228,7 +228,7 @@ class _Listener:
 def execute(
     config: TrainConfig,
     model: str,
-    base_fingerprints: tuple[str, ...],
+    base_fingerprint: str,
     folder: TrainingFolder,
     staged: StagedTexts,
     resources: ActorResources,
@@ -251,7 +251,7 @@ def execute(
         share = round(staged.coverage(size), 4)
         provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
         say(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
-    task = WorkerTask(config, model, base_fingerprints, folder, staged, provenance, board, resources.threads)
+    task = WorkerTask(config, model, base_fingerprint, folder, staged, provenance, board, resources.threads)
     # Ray Train handles SIGINT by ending its workers at once, but only where it runs in the main thread.
     training = _in_thread(_trainer(task, resources).fit)
 

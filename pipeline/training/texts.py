@@ -66,15 +66,11 @@ class DistilledTexts:
 
 @dataclass(frozen=True)
 class Texts:
-    """The distilled texts of a job.
-
-    Fingerprints of earlier releases are of another scheme: mixed with newer texts there are two, and only the loaded
-    model can tell whether both are its own.
-    """
+    """The distilled texts of a job."""
 
     data: list[DistilledTexts]
     held_out: DistilledTexts | None  # for β; None if they are some of `data`
-    base_fingerprints: tuple[str, ...]  # of the target model that generated them
+    base_fingerprint: str  # of the target model that generated them
 
 
 def open_texts(uris: Sequence[str], held_out: str | None) -> Texts:
@@ -86,11 +82,10 @@ def open_texts(uris: Sequence[str], held_out: str | None) -> Texts:
     data = [_open(uri) for uri in uris]
     test = None if held_out is None else _open(held_out)
     by_base = {one.base_fingerprint: one.uri for one in (*data, *([test] if test else []))}
-    schemes = [base.rpartition("-")[0] for base in by_base]
-    if len(set(schemes)) < len(schemes):
+    if len(by_base) > 1:
         named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
         raise InputError(f"input of different target models cannot be used together: {named}")
-    return Texts(data, test, tuple(by_base))
+    return Texts(data, test, next(iter(by_base)))
 
 
 def _open(uri: str) -> DistilledTexts:
@@ -122,7 +117,6 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
         raise InputError(f"input {uri} is not finished: submit its distillation again")
     if not isinstance(base, str):
         raise InputError(f"input {uri} does not say which target model made it: distil again into a new folder")
-    # Older outputs do not record a verifier: there was only the exact one.
     if run.get("lossless") is False:
         raise InputError(
             f"input {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again "

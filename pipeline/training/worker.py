@@ -60,7 +60,7 @@ class WorkerTask:
 
     config: TrainConfig
     model: str
-    base_fingerprints: tuple[str, ...]  # of the target model that generated the texts; see `Texts`
+    base_fingerprint: str  # of the target model that generated the texts
     folder: TrainingFolder
     staged: StagedTexts
     provenance: dict[str, Any]  # stored with the head
@@ -308,10 +308,9 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
         device="cpu" if config.sharding.zero_stage == 3 else device,
         trust_remote_code=config.trust_remote_code,
     )
-    for one in task.base_fingerprints:
-        if not base.has_fingerprint(one):
-            raise InputError(
-                f"input was made by another target model (fingerprint {one}) than {base.name} ({base.fingerprint}): "
-                "a head learns from its own target model's answers; distil with this target model"
-            )
+    if task.base_fingerprint != base.fingerprint:
+        raise InputError(
+            f"input was made by another target model (fingerprint {task.base_fingerprint}) than {base.name} "
+            f"({base.fingerprint}): a head learns from its own target model's answers; distil with this target model"
+        )
     return base

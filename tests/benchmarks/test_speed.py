@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import costs, products, speed
+from benchmarks import costs, speed
 from drafter.embedded import EMBEDDED_BASE
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
@@ -92,13 +92,3 @@ def test_a_way_must_be_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         speed.main(["--way", "by foot"])
     assert "by foot" in capsys.readouterr().err
-
-
-def test_products_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SHAPES", ((64, 32),))
-    monkeypatch.setattr(products, "_WEIGHTS", 3 * 64 * 32)
-    products.main(["--output", str(tmp_path), "--rows", "1", "3"])
-    found = json.loads((tmp_path / products.PRODUCTS_FILE).read_text())["products"]
-    assert [(one["origin"], one["rows"]) for one in found] == [("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 3)]
-    assert all(one["torch"] > 0 and one["prepacked"] > 0 for one in found)
-    assert "| 64 × 32 | bf16 | 3 |" in (tmp_path / products.TABLE_FILE).read_text()

@@ -16,7 +16,7 @@ import torch
 from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Loading, Loan
 from drafter.drafters.slots import SlotObjects
-from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, Vocabulary, load_table
+from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, load_table
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from drafter.tree.token_tree import TokenTree, from_nodes
 
@@ -222,5 +222,5 @@ def cacheback(loading: Loading) -> CachebackDrafter:
 def with_frozen_table(path: str, loading: Loading) -> CachebackDrafter:
     """Load `cacheback:PATH`, with a table of `drafter cache`; raise `LoadError` if it is damaged or of other tokens."""
     target = loading.base
-    vocabulary = Vocabulary(vocabulary_digest(load_tokenizer(target.name)), target.vocab_size)
-    return CachebackDrafter(loading.nodes, isolated=loading.isolated, frozen=load_table(path, vocabulary))
+    table = load_table(path, vocabulary_digest(load_tokenizer(target.name)), target.vocab_size)
+    return CachebackDrafter(loading.nodes, isolated=loading.isolated, frozen=table)

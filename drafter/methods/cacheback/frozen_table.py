@@ -94,10 +94,9 @@ class NgramCounts:
         self._grams, self._counts = grams, counts
 
 
-FORMAT = "drafter-ngram-table-1"
+_FORMAT = "drafter-ngram-table-1"
 _KINDS = {"leaders": (1, np.int32), "offsets": (1, np.int64), "continuations": (2, np.int32)}
 """Dimensions and dtypes of the arrays."""
-_HINT = "make one with drafter cache"
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,6 @@ class FrozenTable(Table):
     def __len__(self) -> int:
         return len(self.leaders)
 
-    @property
-    def nbytes(self) -> int:
-        return self.leaders.nbytes + self.offsets.nbytes + self.continuations.nbytes
-
     def followers(self, leader: Gram) -> Iterator[Gram]:
         if not leader:  # the beginning of a text
             return
@@ -127,75 +122,50 @@ class FrozenTable(Table):
             yield from map(tuple, self.continuations[self.offsets[place] : self.offsets[place + 1]].tolist())
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The vocabulary of a table's token ids; see `vocabulary_digest`."""
-
-    digest: str
-    size: int
-
-
-def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[str, Any]) -> bytes:
-    metadata = {
-        "format": FORMAT,
-        "vocabulary": vocabulary.digest,
-        "vocab_size": str(vocabulary.size),
-        "provenance": json.dumps(provenance),
-    }
+def table_bytes(table: FrozenTable, vocabulary: str, provenance: Mapping[str, Any]) -> bytes:
+    """Return a table's file; `vocabulary` is the digest of the vocabulary of its token ids."""
+    metadata = {"format": _FORMAT, "vocabulary": vocabulary, "provenance": json.dumps(provenance)}
     arrays = {name: np.ascontiguousarray(getattr(table, name), kind) for name, (_, kind) in _KINDS.items()}
     return bytes(save(arrays, metadata))
 
 
-def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read a table's metadata; raise `LoadError` if the file is missing, or no table."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise LoadError(f"no table of n-grams at {str(path)!r}: there is no such file; {_HINT}")
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            metadata = dict(opened.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise LoadError(f"{str(path)!r} is no table of n-grams: {first_line(error)}; {_HINT}") from error
-    if metadata.get("format") != FORMAT or not {"vocabulary", "vocab_size", "provenance"} <= metadata.keys():
-        raise LoadError(
-            f"{str(path)!r} is no table of n-grams of this release: it has the format {metadata.get('format')!r}, not "
-            f"{FORMAT!r}; {_HINT}"
-        )
-    return metadata
-
-
-def load_table(path: str | Path, vocabulary: Vocabulary) -> FrozenTable:
+def load_table(path: str | Path, vocabulary: str, vocab_size: int) -> FrozenTable:
     """Load a table; raise `LoadError` if it is missing or damaged, or of another tokeniser's vocabulary."""
-    metadata = read_metadata(path)
-    if metadata["vocabulary"] != vocabulary.digest:
-        raise LoadError(
-            f"table {str(path)!r} is of another tokeniser ({metadata['vocab_size']} tokens, digest "
-            f"{metadata['vocabulary']}, not {vocabulary.digest}): {_HINT} for this model"
-        )
+    if read_metadata(path)["vocabulary"] != vocabulary:
+        raise LoadError(f"table {str(path)!r} is of another tokeniser: make one with drafter cache for this model")
     try:
         with safe_open(Path(path).expanduser(), framework="numpy") as opened:
-            arrays = {name: opened.get_tensor(name) for name in _KINDS}
-        table = FrozenTable(**arrays)
-        _check(table, vocabulary.size)
+            table = FrozenTable(**{name: opened.get_tensor(name) for name in _KINDS})
+        _check(table, vocab_size)
     except (OSError, SafetensorError, ValueError) as error:
-        raise LoadError(f"table {str(path)!r} is damaged: {first_line(error)}; {_HINT}") from error
+        raise LoadError(
+            f"table {str(path)!r} is damaged: {first_line(error)}: make it again with drafter cache"
+        ) from error
     return table
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Read a table's metadata; raise `LoadError` if the file is missing, or no table."""
+    try:
+        with safe_open(Path(path).expanduser(), framework="numpy") as opened:
+            metadata = dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{str(path)!r} is no table of drafter cache: {first_line(error)}") from error
+    if metadata.get("format") != _FORMAT:
+        raise LoadError(f"{str(path)!r} is no table of drafter cache, whose format is {_FORMAT!r}")
+    return metadata
 
 
 def _check(table: FrozenTable, vocab_size: int) -> None:
     """Raise `ValueError` for a damaged table, which would fail in the middle of a job."""
-    for name, (dimensions, kind) in _KINDS.items():
-        array = getattr(table, name)
-        if array.ndim != dimensions or array.dtype != kind:
-            raise ValueError(f"{name} is {array.dtype} of {array.ndim} dimensions")
-    offsets, followers = table.offsets, table.continuations
-    right_ends = len(offsets) == len(table) + 1 and offsets[0] == 0 and offsets[-1] == len(followers)
-    if not right_ends or (np.diff(offsets) < 0).any():
+    leaders, offsets, followers = (getattr(table, name) for name in _KINDS)
+    if [(one.ndim, one.dtype) for one in (leaders, offsets, followers)] != list(_KINDS.values()):
+        raise ValueError("its arrays have other dimensions or types")
+    right_ends = len(offsets) == len(leaders) + 1 and offsets[0] == 0 and offsets[-1] == len(followers)
+    if not right_ends or (np.diff(offsets) < 0).any() or not followers.shape[1]:
         raise ValueError("its offsets do not fit its leaders and followers")
-    if (np.diff(table.leaders) <= 0).any():
+    if (np.diff(leaders) <= 0).any():
         raise ValueError("its leaders do not rise")
-    if not followers.shape[1]:
-        raise ValueError("its followers are empty")
-    for tokens in (table.leaders, followers):
+    for tokens in (leaders, followers):
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"it has token ids outside of 0 to {vocab_size - 1}")

@@ -179,7 +179,7 @@ class PadVerifier(Verifier):
         return {"sigma": self._sigma}
 
     def open(self, base: BaseModel) -> None:
-        if not base.has_fingerprint(self._base.fingerprint):
+        if self._base.fingerprint != base.fingerprint:
             raise LoadError(
                 f"classifier {self._folder!r} was made for another target model: for {self._base.name} "
                 f"({self._base.fingerprint}), not for {base.name} ({base.fingerprint}): make one for this model with "

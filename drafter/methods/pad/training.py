@@ -1,10 +1,8 @@
-"""Training of PAD's classifier: rejected draft tokens, labels by answer quality, and the ROC curve."""
+"""Training of PAD's classifier: rejected draft tokens, labels by answer quality, and the area under the ROC curve."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -102,37 +100,13 @@ def train_classifier(features: PivotFeatures, pivots: Tensor, *, epochs: int = _
     return classifier.eval().requires_grad_(False)
 
 
-@dataclass(frozen=True)
-class RocPoint:
-    """A threshold above which P(pivot) means a pivot, and the shares of harmless tokens and of pivots above it."""
+def roc_area(scores: Tensor, pivots: Tensor) -> float | None:
+    """Return the area under the ROC of scores `[R]` against labels `[R]` bool; None where all labels are the same.
 
-    threshold: float
-    false_positives: float
-    true_positives: float
-
-
-@dataclass(frozen=True)
-class Roc:
-    """A receiver operating characteristic: points by falling threshold, and the area under the curve."""
-
-    points: list[RocPoint]
-    area: float
-
-
-def roc(probabilities: Sequence[float], pivots: Sequence[bool]) -> Roc | None:
-    """Return the ROC of P(pivot) per token against labels; None where all labels are the same."""
-    positives = sum(pivots)
-    negatives = len(pivots) - positives
-    if not positives or not negatives:
+    That is how often a pivot is above a harmless token, a tie counting half (Mann and Whitney).
+    """
+    above, below = scores[pivots], scores[~pivots].sort().values
+    if not len(above) or not len(below):
         return None
-    ordered = sorted(zip(probabilities, pivots, strict=True), reverse=True)
-    points, area, found, wrong = [RocPoint(1.0, 0.0, 0.0)], 0.0, 0, 0
-    for _, group in groupby(ordered, key=lambda one: one[0]):
-        here = [pivot for _, pivot in group]
-        right = sum(here)
-        # Mann-Whitney: pivots above a harmless token count whole, ties half.
-        area += (len(here) - right) * (found + right / 2)
-        found, wrong = found + right, wrong + len(here) - right
-        below = ordered[found + wrong][0] if found + wrong < len(ordered) else 0.0
-        points.append(RocPoint(below, wrong / negatives, found / positives))
-    return Roc(points, area / (positives * negatives))
+    first, last = (torch.searchsorted(below, above, right=right).double() for right in (False, True))
+    return float((first + last).mean()) / (2 * len(below))

@@ -30,12 +30,11 @@ from drafter.target.model import BaseModel
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine
 
 
-def begun(
-    base: BaseModel, requests: list[Request], engine: EngineSettings, *, rounds: int
-) -> tuple[VerifierTrials, int]:
+def begun(base: BaseModel, requests: list[Request], engine: EngineSettings, *, rounds: int) -> VerifierTrials:
     trials = VerifierTrials(lambda: (base, SpellingTokenizer()))
     assert trials.load("a command")["command"] == "a command"
-    return trials, trials.begin("adversarial", engine, requests, rounds)
+    trials.begin("adversarial", engine, requests, rounds)
+    return trials
 
 
 def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_base: BaseModel) -> None:
@@ -44,9 +43,8 @@ def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_bas
     verifiers = [EXACT, VerifierSettings("fly", {"theta": 0.0, "window": 1})]
     config = EngineSettings(max_num_seqs=3, num_draft_tokens=8)
     with patch.dict(TRAINING_FREE, {"adversarial": lambda _: AdversarialDrafter(1)}):
-        trials, depth = begun(tiny_base, requests, config, rounds=2)
+        trials = begun(tiny_base, requests, config, rounds=2)
         made = [trials.run(one) for one in verifiers]
-    assert depth == min(AdversarialDrafter(1).spec.max_depth, 8)
     assert [run.verifier for run in made] == verifiers
     assert made[0].token_ids == expected
     assert made[0].lenient_tokens == 0 < made[1].lenient_tokens
@@ -68,10 +66,10 @@ def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -
 
     requests = [Request([5, 6, 7], SamplingParams(4, ignore_eos=True))]
     with patch.dict(TRAINING_FREE, {"adversarial": lambda _: drafter()}):
-        trials, _ = begun(tiny_base, requests, EngineSettings(max_num_seqs=1, num_draft_tokens=8), rounds=1)
+        trials = begun(tiny_base, requests, EngineSettings(max_num_seqs=1, num_draft_tokens=8), rounds=1)
         for _ in range(2):
             trials.run(EXACT)
-    assert len(made) == 3
+    assert len(made) == 2
 
 
 def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
-from drafter.target.architecture import fingerprint, first_fingerprint, lengths_beyond, small_config
+from drafter.target.architecture import fingerprint, lengths_beyond, small_config
 from drafter.target.loading import load_base, pick_device, pick_dtype, require_data
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
@@ -230,17 +230,6 @@ def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> Non
         "phi3", **sizes, **lengths, num_key_value_heads=2, vocab_size=50, pad_token_id=0, rope_parameters=rope
     )
     assert BaseModel(model).max_positions == 64
-
-
-def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> None:
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
-    model = build("llama", vocab_size=1 << 17, hidden_size=132, tie_word_embeddings=True, **sizes)
-    base, last = BaseModel(model), 132 * (1 << 17) - 1
-    assert int(torch.tensor(last, dtype=torch.float32)) > last
-    shape = ["llama", 1, 132, 1 << 17]
-    first = first_fingerprint(base.model, base.model.get_input_embeddings().weight, shape)
-    assert len(first) == 16
-    assert base.has_fingerprint(first)
 
 
 def test_fingerprint_tells_bases_apart_but_not_precisions(tmp_path: Path) -> None:

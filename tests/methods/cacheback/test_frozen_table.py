@@ -15,7 +15,6 @@ from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.cacheback.frozen_table import (
     FrozenTable,
     NgramCounts,
-    Vocabulary,
     load_table,
     read_metadata,
     table_bytes,
@@ -25,7 +24,7 @@ from drafter.target.loading import load_base
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from tests.support.models import run_engine
 
-VOCABULARY = Vocabulary("0123456789abcdef", 100)
+VOCABULARY = "0123456789abcdef"
 
 
 def table(leaders: list[int], offsets: list[int], continuations: list[list[int]]) -> FrozenTable:
@@ -37,14 +36,14 @@ def table(leaders: list[int], offsets: list[int], continuations: list[list[int]]
 TABLE = table([3, 7], [0, 2, 3], [[4, 5], [6, 7], [3, 9]])
 
 
-def saved(folder: Path, one: FrozenTable, vocabulary: Vocabulary = VOCABULARY) -> Path:
+def saved(folder: Path, one: FrozenTable, vocabulary: str = VOCABULARY) -> Path:
     file = folder / "table.safetensors"
     file.write_bytes(table_bytes(one, vocabulary, {"texts": 3}))
     return file
 
 
 def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
-    found = load_table(saved(tmp_path, TABLE), VOCABULARY)
+    found = load_table(saved(tmp_path, TABLE), VOCABULARY, 100)
     assert [list(found.followers((leader,))) for leader in (2, 3, 7, 8)] == [[], [(4, 5), (6, 7)], [(3, 9)], []]
     assert read_metadata(tmp_path / "table.safetensors")["provenance"] == '{"texts": 3}'
 
@@ -56,13 +55,13 @@ def test_the_beginning_of_a_text_has_no_followers() -> None:
 
 
 def test_a_table_without_leaders_finds_nothing(tmp_path: Path) -> None:
-    assert list(load_table(saved(tmp_path, table([], [0], [])), VOCABULARY).followers((1,))) == []
+    assert list(load_table(saved(tmp_path, table([], [0], [])), VOCABULARY, 100).followers((1,))) == []
 
 
 def test_a_table_of_another_tokeniser_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, TABLE)
-    with pytest.raises(LoadError, match=r"is of another tokeniser .*make one with drafter cache for this model"):
-        load_table(file, Vocabulary("fedcba9876543210", 100))
+    with pytest.raises(LoadError, match=r"is of another tokeniser: make one with drafter cache for this model"):
+        load_table(file, "fedcba9876543210", 100)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +76,18 @@ def test_a_table_of_another_tokeniser_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_table_is_refused(tmp_path: Path, bad: FrozenTable, why: str) -> None:
     with pytest.raises(LoadError, match=f"is damaged: .*{why}"):
-        load_table(saved(tmp_path, bad), VOCABULARY)
+        load_table(saved(tmp_path, bad), VOCABULARY, 100)
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "table"
-    with pytest.raises(LoadError, match="there is no such file"):
-        load_table(file, VOCABULARY)
+    with pytest.raises(LoadError, match="is no table of drafter cache: No such file"):
+        load_table(file, VOCABULARY, 100)
     file.write_text("{}")
-    with pytest.raises(LoadError, match="is no table of n-grams"):
-        load_table(file, VOCABULARY)
-    with pytest.raises(LoadError, match="is no table of n-grams of this release: it has the format"):
-        load_table(EMBEDDED_BASE / "model.safetensors", VOCABULARY)
+    with pytest.raises(LoadError, match="is no table of drafter cache"):
+        load_table(file, VOCABULARY, 100)
+    with pytest.raises(LoadError, match="is no table of drafter cache, whose format is"):
+        load_table(EMBEDDED_BASE / "model.safetensors", VOCABULARY, 100)
 
 
 def test_the_drafter_by_name_drafts_from_the_table_and_changes_no_token(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_the_drafter_by_name_drafts_from_the_table_and_changes_no_token(tmp_path
     followers = {leader: text[place + 1 : place + 3] for place, leader in enumerate(text[:-2])}
     leaders = sorted(followers)
     knows = table(leaders, list(range(len(leaders) + 1)), [followers[leader] for leader in leaders])
-    file = saved(tmp_path, knows, Vocabulary(vocabulary_digest(tokenizer), base.vocab_size))
+    file = saved(tmp_path, knows, vocabulary_digest(tokenizer))
     for isolated in (False, True):
         drafter = load_drafter(f"cacheback:{file}+ngram", base, 8, isolated=isolated)
         (found,) = run_engine(base, drafter, asked, num_draft_tokens=8)

@@ -20,7 +20,7 @@ def per_token(levels: Levels, stack: tuple[int, ...]) -> float:
         alpha = levels.acceptance[below][above]
         block = (1 - alpha ** (block + 1)) / (1 - alpha)
         seconds += levels.pricing[below][above]
-    return seconds / (block * levels.rows)
+    return seconds / block
 
 
 @st.composite
@@ -35,7 +35,6 @@ def measured(draw: Any) -> Levels:
         acceptance=[[draw(share) for _ in range(count + 1)] for _ in range(count)],
         pricing=[[*(draw(time) if model else math.inf for model in is_model), draw(time)] for _ in range(count)],
         plain=draw(time),
-        rows=draw(st.sampled_from([1.0, 3.5])),
     )
 
 
@@ -45,7 +44,7 @@ def test_the_best_of_all_stacks_is_found(levels: Levels) -> None:
     every = {
         stack: per_token(levels, stack) for size in range(1, count + 1) for stack in combinations(range(count), size)
     }
-    best = min([levels.plain / levels.rows, *every.values()])
+    best = min([levels.plain, *every.values()])
     found = compare_stacks(levels)
     assert found[0].per_token == pytest.approx(best)
     assert [one.per_token for one in found] == sorted(one.per_token for one in found)

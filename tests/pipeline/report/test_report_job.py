@@ -190,17 +190,6 @@ def test_an_output_of_plain_decoding_has_no_shares_of_no_drafts(outputs: tuple[P
     assert "Share of steps" not in page.text
 
 
-def test_which_drafter_an_earlier_release_chose_is_said(tmp_path: Path) -> None:
-    """What that believed of the others by its end is not: it may contradict the choice."""
-    views = [{"name": "memory", "rate": 30.5, "nodes": 7}, {"name": "ngram", "rate": 20.0, "nodes": 0}]
-    choice = {"rows": 4, "chosen": "memory", "explored": 3, "members": views}
-    write_run(write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], []), drafting=[choice])
-    assert job(tmp_path / "out") == 0
-    page = Page((tmp_path / "out" / "report.html").read_text())
-    assert "Drafted about 4 rows memory" in page.text
-    assert "30.5" not in page.text
-
-
 def test_what_a_learner_did_last_is_said(tmp_path: Path) -> None:
     output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], [])
     report = LearningReport("learning", "it trains for 10% of the time", steps=1200, seconds=61.0)

@@ -147,7 +147,7 @@ def test_texts_that_cannot_be_learnt_from_are_refused(
 
 
 def made_by(model: str | None, fingerprint: str = "v2-other") -> Texts:
-    return Texts([DistilledTexts("distilled", fs.LocalFileSystem(), (), "v2-a", model, fingerprint)], None, ("v2-a",))
+    return Texts([DistilledTexts("distilled", fs.LocalFileSystem(), (), "v2-a", model, fingerprint)], None, "v2-a")
 
 
 def test_the_target_model_is_that_of_the_texts(

@@ -1,7 +1,7 @@
 """How many draws rounding changes, and how long a draw takes: keyed Gumbel noise beside an inverse CDF.
 
-    python -m benchmarks.draws --output benchmarks/results/draws
-    python -m benchmarks.draws --model build/smollm2/base --tokens 24 --output benchmarks/results/draws-smollm2
+    python -m studies.draws --output studies/results/draws
+    python -m studies.draws --model build/smollm2/base --tokens 24 --output studies/results/draws-smollm2
 
 The base's own answers to GSM8K's test questions are read again, in fp32 and in bf16: token by token, eight tokens in a
 forward as when drafts are verified, and in a batch. The logits differ by rounding alone. From each pair, the same seeds
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {DRAWS_FILE} and {TABLE_FILE}")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
-    command = shlex.join(["python", "-m", "benchmarks.draws", *given])
+    command = shlex.join(["python", "-m", "studies.draws", *given])
     record = in_passing_thread(lambda: measure(args.model, args.tokens, args.seeds, command))
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / DRAWS_FILE, record)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.growing_rows import main, requests_of
+from studies.growing_rows import main, requests_of
 
 
 def test_lengths_are_between_the_two_and_most_are_short() -> None:

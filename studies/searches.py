@@ -1,6 +1,6 @@
 """Time of a CTC head's lattice search on a CPU: in PyTorch, and by our own C++ code.
 
-    python -m benchmarks.searches --output benchmarks/results/searches
+    python -m studies.searches --output studies/results/searches
 
 The frames are the embedded head's, at anchors in its base's own answers to GSM8K's test questions. At every group of
 anchors the ways take turns, so that a disturbance of the machine affects all of them.
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert isinstance(head, CTCHead)
     prepack(head)
     record = {
-        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.searches", *given])),
+        "environment": environment(base, shlex.join(["python", "-m", "studies.searches", *given])),
         "searches": [asdict(search) for search in measure(head, base, args.groups)],
     }
     args.output.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Rows that take KV memory as they grow against slots of full length, in the same memory.
 
-    python -m benchmarks.growing_rows --model MODEL --output benchmarks/results/growing-rows
+    python -m studies.growing_rows --model MODEL --output studies/results/growing-rows
 
 The requests are of random tokens and decoded greedily to a length that is drawn beforehand, evenly on a logarithmic
 scale: many short ones and some long. Who submits them does not tell: each may become as long as the longest.
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
     requests = requests_of(args.requests, args.shortest, args.longest, base.vocab_size)
-    command = shlex.join(["python", "-m", "benchmarks.growing_rows", *given])
+    command = shlex.join(["python", "-m", "studies.growing_rows", *given])
 
     def engine(slots: int, gib: float | None) -> Engine:
         nodes = useful_nodes(base.device)

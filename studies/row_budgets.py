@@ -1,6 +1,6 @@
 """Worth of a number of draft tokens for each row: the most probable ones of a whole batch, not of each row.
 
-    python -m benchmarks.row_budgets --output benchmarks/results/row-budgets
+    python -m studies.row_budgets --output studies/results/row-budgets
 
 Rows of several kinds of text are decoded together, each with a large tree. Of these trees, k draft tokens a row are
 counted as if only they had been verified: once the first k of each row, and once the most probable of all rows. To
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
-    command = shlex.join(["python", "-m", "benchmarks.row_budgets", *given])
+    command = shlex.join(["python", "-m", "studies.row_budgets", *given])
     record: dict[str, Any] = {"environment": environment(base, command), "cells": []}
     for batch in args.batches:
         record["cells"] += [asdict(cell) for cell in measure(base, tokenizer, args, batch)]

@@ -1,6 +1,6 @@
 """Time of multiplying rows by a linear layer's weights on a CPU: as PyTorch does it, and prepacked.
 
-    python -m benchmarks.products --output benchmarks/results/products
+    python -m studies.products --output studies/results/products
 
 Several layers of one shape take turns, as the layers of a model do, so that weights do not stay in a core's cache.
 """
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     base = in_passing_thread(lambda: load_base(EMBEDDED_BASE, device="cpu"))
     record = {
-        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.products", *given])),
+        "environment": environment(base, shlex.join(["python", "-m", "studies.products", *given])),
         "products": [
             asdict(product)
             for width, outputs in SHAPES

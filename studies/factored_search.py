@@ -1,6 +1,6 @@
 """β of a CTC head with a label context, by its LM head as it is and by the factored one that GPUs use.
 
-    python -m benchmarks.factored_search --output benchmarks/results/factored-search
+    python -m studies.factored_search --output studies/results/factored-search
 
 Both are the same function but for rounding, so β should differ by no more than rounding makes it. The trees are walked
 along the base's own greedy answers to held-out GSM8K questions, in fp32 and in bf16.
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
-    command = shlex.join(["python", "-m", "benchmarks.factored_search", *given])
+    command = shlex.join(["python", "-m", "studies.factored_search", *given])
     try:
         record = measure(args.model, args.drafter, args.questions, args.max_new_tokens, command)
     except (LoadError, QuestionError) as error:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.row_budgets import Cell, most_probable
+from studies.row_budgets import Cell, most_probable
 
 
 def test_the_most_probable_draft_tokens_of_a_batch_are_counted() -> None:

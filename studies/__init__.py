@@ -1,0 +1,1 @@
+"""Measurements that answered one question each, with their dates and results; `benchmarks` are run again."""
