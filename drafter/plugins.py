@@ -23,8 +23,6 @@ class Sweep:
 
     setting: str  # the one that is varied
     values: tuple[float, ...]  # from the strictest: the published one, and some on both sides of it
-    exact: float | None = None  # value at which only the target model's choices pass; None where there is none
-    lookahead: tuple[str, int] | None = None  # name and published value of the number of draft tokens after a mismatch
 
 
 @dataclass(frozen=True)

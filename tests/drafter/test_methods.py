@@ -15,10 +15,9 @@ from drafter.plugins import methods
 from tests.support.paths import ROOT
 
 PACKAGES = ("drafter", "pipeline", "jobs")
-JOBS_NEED = "learning"  # its settings are still among those of a job
 WITHOUT = (
     f"""
-PACKAGES, JOBS_NEED = {PACKAGES}, {JOBS_NEED!r}
+PACKAGES = {PACKAGES}
 """
     + """
 import json, os, shutil, sys
@@ -52,8 +51,6 @@ def without(removed, added, root):
     plain, drafted = said.values()
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert any(one.counts.num_draft_tokens for one in drafted)
-    if removed == JOBS_NEED:
-        return
     from jobs.generate import main
 
     prompts = root / "prompts.jsonl"
