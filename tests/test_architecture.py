@@ -149,7 +149,7 @@ def test_what_checks_counts_or_writes_does_without_torch() -> None:
         "command_line",
         "engines.ledger",
         "generate.job",
-        "io.staging",
+        "generate.staging",
         "output.part_files",
         "progress.board",
         "serving.app",

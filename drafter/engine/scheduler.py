@@ -7,15 +7,16 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Several
 
-from drafter.drafters.contract import Ids
 from drafter.engine.batch import BatchState
 from drafter.engine.memory import GPU_CHUNK
-from drafter.engine.sequence import LEAST_SHARED, Sequence
+from drafter.engine.sequence import Sequence
 from drafter.engine.step import Flights
 from drafter.errors import EngineError, QueueFullError
+from drafter.prompt import TextKey
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
+_LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
 _BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
@@ -146,25 +147,24 @@ class WaitingQueue:
         return [sequence for waiting in self._waiting.values() for sequence in waiting]
 
 
-_Beginnings = defaultdict[tuple[str, bytes], list[tuple[int, Sequence]]]
-"""Places and sequences by salt and first tokens: there may be hundreds, and most have nothing in common."""
+class _Keys:
+    """Keys of sequences by their beginnings: there may be hundreds, and most have nothing in common."""
 
+    def __init__(self) -> None:
+        self._of = defaultdict[tuple[str, bytes], list[tuple[int, TextKey]]](list)
 
-def longest_shared(sequence: Sequence, others: _Beginnings) -> tuple[int, int]:
-    """Return the place of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
-    longest = (0, 0)
-    for place, other in others[sequence.beginning]:
-        # Without the last tokens: while they are pending, there is nothing of them to copy.
-        shared = common_prefix(sequence.prefilled[:-1], other.prefilled[:-1])
-        if shared > longest[1]:
-            longest = place, shared
-    return longest if longest[1] >= LEAST_SHARED else (0, 0)
+    def add(self, slot: int, sequence: Sequence) -> None:
+        self._of[sequence.key.beginning(_LEAST_SHARED)].append((slot, sequence.key))
 
-
-def common_prefix(first: Ids, second: Ids) -> int:
-    size = min(len(first), len(second))
-    differs = first[:size] != second[:size]
-    return int(differs.argmax()) if differs.any() else size
+    def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the slot of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
+        longest, key = (0, 0), sequence.key
+        for slot, other in self._of[key.beginning(_LEAST_SHARED)]:
+            # Without the last tokens: while they are pending, there is nothing of them to copy.
+            shared = min(key.shared(other), len(key.ids) - 1, len(other.ids) - 1)
+            if shared > longest[1]:
+                longest = slot, shared
+        return longest if longest[1] >= _LEAST_SHARED else (0, 0)
 
 
 class Scheduler:
@@ -231,15 +231,15 @@ class Scheduler:
         copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        decoded, before = _Beginnings(list), _Beginnings(list)
+        decoded, before = _Keys(), _Keys()
         for slot, sequence in enumerate(self.active):
-            decoded[sequence.beginning].append((slot, sequence))
+            decoded.add(slot, sequence)
         for slot, sequence in enumerate(self.entering, len(self.active)):
-            donor, shared = (0, 0) if sequence.read or sequence.alone else longest_shared(sequence, decoded)
+            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence)
             start = max(sequence.read, shared)
             rest = sequence.length - start
             if spans:
-                coming = 0 if sequence.alone else longest_shared(sequence, before)[1]
+                coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
@@ -248,7 +248,7 @@ class Scheduler:
                 sequence.borrowed = True
                 copied += shared
             spans.append(slice(start, start + min(room, rest)))
-            before[sequence.beginning].append((slot, sequence))
+            before.add(slot, sequence)
             room -= min(room, rest)
             if not rest:
                 break

@@ -20,6 +20,7 @@ from drafter.acceptance.contract import Verifier
 from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter, Ids
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
+from drafter.prompt import TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
@@ -143,9 +144,6 @@ class Handle:
                 self._wake = None
 
 
-LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
-
-
 class Sequence:
     """A request under way, waiting for a slot or in one. It has passed `refuse_unusable`."""
 
@@ -172,7 +170,7 @@ class Sequence:
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
         self.prefilled: Ids = np.empty(0, dtype=np.int64)  # when it last entered a slot: all but the last are read
         self.salt = handle.request.salt
-        self.beginning = ("", b"")  # the salt and the first `LEAST_SHARED` of these: what must be equal to share more
+        self.key = TextKey(self.salt, self.prefilled)  # of these
         self.read = 0  # number of these that are read by now
         self.proven = False  # a step has shown, since it last entered a slot, that its state there is finite
         self.borrowed = False  # its prefix was copied from another sequence's slot
@@ -208,7 +206,7 @@ class Sequence:
     def enter(self) -> None:
         """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
-        self.beginning = self.salt, self.prefilled[:LEAST_SHARED].tobytes()
+        self.key = self.handle.request.key(self.output)
         self.proven = self.borrowed = False
         if self.entered is None:
             self.entered = time.monotonic()
