@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from drafter.drafters.target import Target
 from drafter.errors import LoadError
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import KVCache
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, merge, root_only
 
 Ids = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Loan:
     not be written; those behind them are free until the next verification.
     """
 
-    base: BaseModel
+    base: Target
     slots: int  # largest batch size
     length: int  # positions of a slot, draft tokens included
     cache: KVCache | None
@@ -133,7 +133,7 @@ class Renewal:
 class Loading:
     """Context in which a drafter is loaded."""
 
-    base: BaseModel
+    base: Target
     nodes: int  # draft tokens of its largest trees
     isolated: bool  # never draft from another request's text
     loader: Callable[[str, Loading], Drafter]  # loads another drafter by name, for composite drafters

@@ -183,6 +183,7 @@ class EarlyExit(Drafter):
 
     def open(self, loan: Loan) -> None:
         assert loan.cache is not None
+        assert isinstance(loan.base, BaseModel)
         self.base, self.cache = loan.base, loan.cache
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
