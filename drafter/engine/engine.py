@@ -118,7 +118,9 @@ class Engine:
         """
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
-        handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
+        handle = Handle(
+            request, stream=stream, on_cancel=self.scheduler.waiting.look_again, on_draft=self.drafter.receive
+        )
         sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
         if self.idle:
             self.last_step = time.monotonic()

@@ -217,8 +217,7 @@ class Scheduler:
         self.entering.append(sequence)
         sequence.enter()
         self._state.reserve(slot, sequence.length + 1)
-        prompt = len(sequence.handle.request.prompt_ids)
-        self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt, sequence.limits)
+        self._state.enter(slot, sequence.prefilled, sequence.handle.request, sequence.limits)
         return True
 
     def next_spans(self) -> tuple[list[slice], int]:
@@ -341,7 +340,7 @@ class Scheduler:
             self._state.clear(slot)
         self.active, self.entering = self.active[:most], []
         self._update_settings()
-        self._state.restore([sequence.text for sequence in self.active])
+        self._state.restore([one.text for one in self.active], [one.handle.request for one in self.active])
         self.waiting.put_back(back)
         return len(back)
 

@@ -35,7 +35,14 @@ class Handle:
     its end, by `break`, an exception or a cancelled task, cancels its request.
     """
 
-    def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        stream: bool,
+        on_cancel: Callable[[], object] | None = None,
+        on_draft: Callable[[Request, Several[int], Several[int], int], object] | None = None,
+    ) -> None:
         self.request = request
         self.submitted = time.monotonic()
         self.deadline = math.inf if request.timeout is None else self.submitted + request.timeout
@@ -43,7 +50,7 @@ class Handle:
         # Only the engine ends it: a task that stops waiting must not cancel the future under the engine's hands.
         self.future.set_running_or_notify_cancel()
         self.cancelled = False
-        self._on_cancel = on_cancel
+        self._on_cancel, self._on_draft = on_cancel, on_draft
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
         self.future.add_done_callback(lambda _: self.push(None))
@@ -76,6 +83,22 @@ class Handle:
         self.cancelled = True
         if self._on_cancel is not None:
             self._on_cancel()
+
+    def draft(self, tokens: Several[int], parents: Several[int], at: int) -> None:
+        """Bring a draft made elsewhere, from any thread. A drafter such as `LateDrafter` takes it.
+
+        The next step verifies what of it continues the text by then; a draft that does not is dropped.
+
+        Args:
+            tokens: Draft tokens.
+            parents: Index of each one's parent among them, which comes before it; -1 for those after the text's end.
+            at: Output tokens of that text.
+
+        Raises:
+            RequestError: The parents make no tree, or a token is not in the vocabulary.
+        """
+        if self._on_draft is not None and not self.future.done():
+            self._on_draft(self.request, tokens, parents, at)
 
     def _leave(self) -> None:
         if self.streams and not self.future.done():
