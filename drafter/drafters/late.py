@@ -82,10 +82,10 @@ class LateDrafter(Drafter):
         """Return trees `[B, 1 + ask.nodes]`; a row without a draft gets a lone root."""
         rows = self._rows.rows[: len(context.tokens)]
         for _ in range(len(self._came)):
-            request, *draft = self._came.popleft()
-            for row in rows:
-                if row.request is request:
-                    row.tokens, row.parents, row.at = draft
+            came = self._came.popleft()
+            for row in self._rows.rows:  # of a parked one, too
+                if row.request is came[0]:
+                    _, row.tokens, row.parents, row.at = came
         trees = [row.nodes(self.spec.max_depth) for row in rows]
         width = max(1, *map(len, trees))
         parts = np.zeros((3, len(rows), width), np.int64)
@@ -95,9 +95,8 @@ class LateDrafter(Drafter):
             if nodes:
                 parts[:, place, : len(nodes)] = np.array(nodes).T
                 log_probs[place, : len(nodes)] = parts[2, place, : len(nodes)] * -_FADING
-        tokens, parents, depths, falling = (
-            send(torch.from_numpy(part), context.tokens.device) for part in (*parts, log_probs)
-        )
+        device = context.tokens.device
+        tokens, parents, depths, falling = (send(torch.from_numpy(part), device) for part in (*parts, log_probs))
         return from_nodes(context.pending, tokens, parents, depths, falling, ask.nodes + 1)
 
 

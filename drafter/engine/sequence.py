@@ -40,7 +40,7 @@ class Handle:
         request: Request,
         *,
         stream: bool,
-        on_cancel: Callable[[], object] | None = None,
+        on_change: Callable[[], object] | None = None,
         on_draft: Callable[[Request, Several[int], Several[int], int], object] | None = None,
     ) -> None:
         self.request = request
@@ -49,8 +49,8 @@ class Handle:
         self.future: Future[Generation] = Future()
         # Only the engine ends it: a task that stops waiting must not cancel the future under the engine's hands.
         self.future.set_running_or_notify_cancel()
-        self.cancelled = False
-        self._on_cancel, self._on_draft = on_cancel, on_draft
+        self.cancelled = self.parked = False
+        self._on_change, self._on_draft = on_change, on_draft
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
         self.future.add_done_callback(lambda _: self.push(None))
@@ -81,8 +81,24 @@ class Handle:
     def cancel(self) -> None:
         """Free the request's slot at the next step; its result is the tokens until then."""
         self.cancelled = True
-        if self._on_cancel is not None:
-            self._on_cancel()
+        self._changed()
+
+    def park(self) -> None:
+        """Stop decoding from the next step on, and keep the KV in its slot for as long as no other request needs it.
+
+        The tokens are the same as without. A request that waits still enters a slot before.
+        """
+        self.parked = True
+        self._changed()
+
+    def unpark(self) -> None:
+        """Go on from where it was parked."""
+        self.parked = False
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
 
     def draft(self, tokens: Several[int], parents: Several[int], at: int) -> None:
         """Bring a draft made elsewhere, from any thread. A drafter such as `LateDrafter` takes it.
