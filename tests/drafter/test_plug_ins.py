@@ -273,10 +273,13 @@ Draft = tuple[list[int], list[int], int]
 
 
 def decode_with_late_drafts(
-    drafter: Drafter, requests: list[Request], made: Callable[[int, int], Draft]
+    drafter: Drafter, requests: list[Request], made: Callable[[int, int], Draft], *, parks: bool = False
 ) -> list[Generation]:
-    """Bring `made(row, output tokens)` from another thread, each after the step that its text was made before."""
-    config = EngineConfig(max_num_seqs=3, num_draft_tokens=6, max_model_len=96)
+    """Bring `made(row, output tokens)` from another thread, each after the step that its text was made before.
+
+    With `parks`, rows wait for it in that step; there are slots for them, as a row without one has no drafts.
+    """
+    config = EngineConfig(max_num_seqs=6 if parks else 3, num_draft_tokens=6, max_model_len=96)
     engine = Engine(base_of("llama"), drafter, SpellingTokenizer(), config)
     handles = [engine.submit(request) for request in requests]
     mail = queue.Queue[tuple[Handle, Draft] | None]()
@@ -290,10 +293,16 @@ def decode_with_late_drafts(
     thread.start()
     while not engine.idle:
         drafts = [(one.handle, made(handles.index(one.handle), len(one.output))) for one in engine.scheduler.active]
+        for handle, _ in drafts if parks else ():
+            handle.park()
         engine.step()
         for one in drafts:
             mail.put(one)
         mail.join()
+        for handle, _ in drafts if parks else ():
+            handle.unpark()
+        if parks:
+            engine.step()
     mail.put(None)
     thread.join()
     return [handle.result(0) for handle in handles]
@@ -317,6 +326,20 @@ def test_drafts_come_late_from_another_thread(merged: bool) -> None:
     assert all(one.counts.num_decode_steps <= 4 + len(one.token_ids) / 3 for one in found)
     if not merged:
         assert all(step <= 3 for one in found for step in one.counts.per_step_accepted)
+
+
+def test_parked_rows_wait_for_their_drafts() -> None:
+    requests = requests_of(3)
+    plain = decode(base_of("llama"), PlainDecoding(), requests)
+
+    def made(row: int, at: int) -> Draft:
+        right = plain[row].token_ids[at : at + 4]
+        return right, [place - 1 for place in range(len(right))], at
+
+    found = decode_with_late_drafts(LateDrafter(6), requests, made, parks=True)
+    check_identity(found, plain)
+    # All but the first two steps, and the last, have four draft tokens and one more.
+    assert all(one.counts.num_decode_steps <= 3 + len(one.token_ids) / 5 for one in found)
 
 
 def test_late_drafts_of_another_text_are_dropped() -> None:
