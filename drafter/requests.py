@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from drafter.errors import LoadError, RequestError, first_line, shown, unknown_setting
+from drafter.prompt import Prompt, TextKey
 from drafter.statistics import DecodeCounts, mean_acceptance_length
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -263,7 +264,7 @@ class Request:
         RequestError: `timeout` is not a finite number above 0, or `prompt_logprobs` is not a number of alternatives.
     """
 
-    prompt_ids: Sequence[int]  # at least one
+    prompt: Prompt | Sequence[int]  # token ids become a `Prompt`
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""  # the caller's name for it; comes back in `Generation`
     timeout: float | None = None  # seconds from submission until it ends with `RequestTimeoutError`
@@ -272,12 +273,24 @@ class Request:
     salt: str = ""  # whose it is: prefixes are shared with requests of the same one only, and slots fairly between them
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt, Prompt):
+            object.__setattr__(self, "prompt", Prompt(self.prompt))
         if not isinstance(self.sampling, SamplingParams):
             raise RequestError(f"the sampling of a Request must be SamplingParams, not {shown(self.sampling)}")
         if self.timeout is not None:
             _number("timeout", self.timeout, 0.0, math.inf, low_open=True)
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, _MOST_LOGPROBS)
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        assert isinstance(self.prompt, Prompt)
+        return self.prompt.ids
+
+    def key(self, output: Sequence[int]) -> TextKey:
+        """Return the key of the prompt and of output after it."""
+        assert isinstance(self.prompt, Prompt)
+        return self.prompt.key(self.salt, output)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
 from drafter.ctc.head import CTCHead, FrameLattice, label_factor
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.drafters.target import Target
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
@@ -54,7 +55,7 @@ class FactoredCTCHead(CTCHead):
     """The same head, with the search of GPUs."""
 
     def search(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+        self, states: Tensor, recent: Tensor, base: Target, size: int, tree: Tree, least: float = 0.0
     ) -> TokenTree:
         """See `FrameHead.search`."""
         config, factor = self.config, label_factor(self, base)

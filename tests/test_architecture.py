@@ -36,6 +36,7 @@ WALLS = {
         "drafter.devices",
         "drafter.drafters.contract",
         "drafter.drafters.slots",
+        "drafter.drafters.target",
         "drafter.errors",
         "drafter.hub",
         "drafter.json_fields",
@@ -44,7 +45,14 @@ WALLS = {
         "drafter.target",
         "drafter.tree",
     },
-    "drafter.ctc": {"drafter.devices", "drafter.heads", "drafter.native", "drafter.target", "drafter.tree"},
+    "drafter.ctc": {
+        "drafter.devices",
+        "drafter.drafters.target",
+        "drafter.heads",
+        "drafter.native",
+        "drafter.target",
+        "drafter.tree",
+    },
     "drafter.training": {"drafter.errors", "drafter.heads", "drafter.target", "drafter.tree"},
     "drafter.plugins": set[str](),
 }
@@ -128,6 +136,14 @@ def test_drafters_are_named_at_the_edge_only() -> None:
             assert module.startswith(NAMES_DRAFTERS), module
 
 
+def test_heads_and_drafters_do_without_a_target_model() -> None:
+    """A device that only drafts has neither the model nor the engine."""
+    found = ["drafter.ctc.head", "drafter.drafters.registry", "drafter.heads.checkpoint", "drafter.methods.eagle3.head"]
+    for module in found:
+        found += import_graph()[module] - set(found)
+    assert not [one for one in found if within(one, "drafter.engine") or one == "drafter.target.model"]
+
+
 def test_methods_are_rooms_that_can_be_deleted() -> None:
     """The core imports no method, and no method another one."""
     for module, imported in import_graph().items():
@@ -163,7 +179,7 @@ def test_what_checks_counts_or_writes_does_without_torch() -> None:
         "command_line",
         "engines.ledger",
         "generate.job",
-        "io.staging",
+        "generate.staging",
         "output.part_files",
         "progress.board",
         "serving.app",

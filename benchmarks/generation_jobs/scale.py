@@ -35,10 +35,10 @@ from pipeline.cluster.ray_cluster import HELPER_CPUS, connect
 from pipeline.command_line import run_job
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
+from pipeline.generate.staging import StagingPlan, stage_files
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import PROBLEM_TYPE, Part, StagedInput, StagedParts
-from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part

@@ -20,6 +20,7 @@ from drafter import devices
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.ctc.losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.prefix_search import best_trie, static_tree
+from drafter.drafters.target import Target
 from drafter.heads.attention import AttentionModule
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.frame_head import FrameHead, ResidualBlocks, Search, last_tokens
@@ -34,7 +35,6 @@ from drafter.native.build import (
     UnsuitableError,
     library,
 )
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie, likeliest_chain
 
 _log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class CTCHead(FrameHead):
         blank = self.blank(states).float()
         return F.logsigmoid(blank), F.logsigmoid(-blank)
 
-    def label_terms(self, base: BaseModel, labels: Tensor) -> Tensor:
+    def label_terms(self, base: Target, labels: Tensor) -> Tensor:
         """Return what the last labels `[..., c]`, newest last, add to the joint network's first layer."""
         return self.joint_labels(self.label_norm(base.embed(labels)).flatten(-2))  # type: ignore[no-any-return]
 
@@ -194,7 +194,7 @@ class CTCHead(FrameHead):
             spans.append(out.weight)
         return torch.cat(spans, 1)
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         config = self.config
         drafted, labels = self.in_draft_ids(batch, labels)
         # Cross-entropy treats each token by itself; the other losses end where a tree cannot go on.
@@ -225,7 +225,7 @@ class CTCHead(FrameHead):
         return prefix_loss(log_probs, target_places, lengths, config.depth_decay, labels)
 
     def _lattice_loss(
-        self, base: BaseModel, states: Tensor, text: Tensor, targets: Tensor, lengths: Tensor, labels: Labels
+        self, base: Target, states: Tensor, text: Tensor, targets: Tensor, lengths: Tensor, labels: Labels
     ) -> LossSum:
         """Return the prefix loss of frames `[N, F, d]` with a label context.
 
@@ -248,7 +248,7 @@ class CTCHead(FrameHead):
         return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, choices, config.depth_decay)
 
     def search(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+        self, states: Tensor, recent: Tensor, base: Target, size: int, tree: Tree, least: float = 0.0
     ) -> TokenTree:
         config, pending = self.config, recent[:, -1]
         if config.label_context:
@@ -261,7 +261,7 @@ class CTCHead(FrameHead):
             return best_trie(log_probs, pending, config.depth, size, _CANDIDATES, 1 if tree == "chain" else None)
         return (likeliest_chain if tree == "chain" else best_product_trie)(log_probs, pending, size)
 
-    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
+    def prepared_search(self, base: Target, tree: Tree) -> Search:
         lattice = bool(self.config.label_context)
         if lattice and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
@@ -275,7 +275,7 @@ class CTCHead(FrameHead):
         self._factor = label_factor(self, base)
         return partial(self._search_lattice, base=base, beam=_beam(tree), factor=self._factor)
 
-    def weights_changed(self, base: BaseModel) -> None:
+    def weights_changed(self, base: Target) -> None:
         if self._factor is not None:
             self._factor.copy_(label_factor(self, base))
 
@@ -285,7 +285,7 @@ class CTCHead(FrameHead):
         recent: Tensor,
         size: int,
         least: float,
-        base: BaseModel,
+        base: Target,
         beam: int,
         factor: Tensor | None = None,
     ) -> TokenTree:
@@ -315,7 +315,7 @@ class FrameLattice:
     """
 
     def __init__(
-        self, head: CTCHead, base: BaseModel, states: Tensor, recent: Tensor, factor: Tensor | None = None
+        self, head: CTCHead, base: Target, states: Tensor, recent: Tensor, factor: Tensor | None = None
     ) -> None:
         self._head, self._states, self._recent, self._factor = head, states, recent, factor
         self._base, self._lm_head = base, head.output(base).lm_head
@@ -353,7 +353,7 @@ class FrameLattice:
 
 
 @torch.no_grad()
-def label_factor(head: CTCHead, base: BaseModel) -> Tensor:
+def label_factor(head: CTCHead, base: Target) -> Tensor:
     """Return the LM head applied to the joint network's output weights: `[R + 1, V]`, `(W·c(O))ᵀ`, then `W·β`.
 
     The LM head must have no bias.
@@ -362,7 +362,7 @@ def label_factor(head: CTCHead, base: BaseModel) -> Tensor:
     return head.output(base).lm_head(torch.cat([spans, head.norm.bias[None]]))
 
 
-def is_factored(head: CTCHead, base: BaseModel) -> bool:
+def is_factored(head: CTCHead, base: Target) -> bool:
     """Return whether the logits can be factored, and a level then reads less."""
     spans = head.joint_spans
     return head.output(base).lm_head_bias is None and _SMALLER * (spans.shape[1] + 1) <= len(spans)
@@ -382,7 +382,7 @@ class NativeSearch:
     """
 
     @torch.no_grad()
-    def __init__(self, head: CTCHead, base: BaseModel, beam: int) -> None:
+    def __init__(self, head: CTCHead, base: Target, beam: int) -> None:
         config, output = head.config, head.output(base)
         self._head, self._base, self._beam = head, base, beam
         self._tokens = len(output.lm_head_weight)

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from drafter.drafters.target import Target
 from drafter.errors import LoadError
+from drafter.requests import Request
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import KVCache
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, merge, root_only
 
 Ids = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ class Loan:
     not be written; those behind them are free until the next verification.
     """
 
-    base: BaseModel
+    base: Target
     slots: int  # largest batch size
     length: int  # positions of a slot, draft tokens included
     cache: KVCache | None
@@ -133,7 +134,7 @@ class Renewal:
 class Loading:
     """Context in which a drafter is loaded."""
 
-    base: BaseModel
+    base: Target
     nodes: int  # draft tokens of its largest trees
     isolated: bool  # never draft from another request's text
     loader: Callable[[str, Loading], Drafter]  # loads another drafter by name, for composite drafters
@@ -153,10 +154,11 @@ class SlotState(ABC):
     """
 
     @abstractmethod
-    def enter(self, slot: int, text: Ids) -> None:
+    def enter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         """Replace the sequence in `slot` by one with tokens `text` `[L]`, none of them read yet, or by none if empty.
 
-        Non-finite numbers of the old one must not reach the new one.
+        The text is the prompt of `request` and its output so far. Non-finite numbers of the old one must not reach the
+        new one.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027 - objects share nothing
@@ -170,8 +172,8 @@ class SlotState(ABC):
 class Drafter(ABC):
     """Proposes draft trees.
 
-    A drafter without state implements `propose` alone. Methods but `remember` and `offer` are called on the engine's
-    thread, in the order of events.
+    A drafter without state implements `propose` alone. Methods but `remember`, `receive` and `offer` are called on the
+    engine's thread, in the order of events.
     """
 
     spec: DraftSpec
@@ -228,6 +230,12 @@ class Drafter(ABC):
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:  # noqa: B027
         """Learn from texts decoded elsewhere, oldest first. Called at any time and from any thread; must not block."""
 
+    def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:  # noqa: B027
+        """Take a draft that was made elsewhere for one request; see `Handle.draft`. Called like `remember`.
+
+        Drafters that make their own ignore it. `request` is the object that `SlotState.enter` is given.
+        """
+
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Prepare a hot swap to other weights; drafters with fixed weights ignore it.
 
@@ -269,6 +277,7 @@ class MergedDrafter(Drafter):
     open = _told_to_all("open")
     observe = _told_to_all("observe")
     remember = _told_to_all("remember")
+    receive = _told_to_all("receive")
     offer = _told_to_all("offer")
 
     def __init__(self, *drafters: Drafter) -> None:

@@ -9,12 +9,12 @@ import torch
 
 from drafter.drafters.contract import ChoosingDrafter, Drafter, Loading, MergedDrafter, PlainDecoding
 from drafter.drafters.names import candidates, check_name, kind_and_rest, merged_names
+from drafter.drafters.target import Target
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS, embedded_heads
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
 from drafter.heads.contract import measured_worth
 from drafter.plugins import registered, resolved
-from drafter.target.model import BaseModel
 
 TRAINING_FREE: dict[str, Callable[[Loading], Drafter]] = {
     "none": lambda loading: PlainDecoding(),
@@ -36,7 +36,7 @@ HEAD_AND_TEXTS = ("head", *_automatic_as("merged"))
 """Members of `auto` that also draft together."""
 
 
-def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
+def load_drafter(name: str | Path, base: Target, nodes: int, *, isolated: bool = False) -> Drafter:
     """Load a drafter for `base`; `SpeculativeLM.from_pretrained` lists the names.
 
     Args:
@@ -103,7 +103,7 @@ def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) 
     return ChoosingDrafter(named, together=[HEAD_AND_TEXTS] if len(HEAD_AND_TEXTS) > 1 else [])
 
 
-def shipped_head(base: BaseModel) -> Path | None:
+def shipped_head(base: Target) -> Path | None:
     """Return the folder of the CTC head that ships with the project for `base`; None if there is none."""
     folders = [EMBEDDED_HEADS / "ctc", *sorted(config.parent for config in OTHER_HEADS.glob("*/config.json"))]
     return next((folder for folder in folders if is_head_of(folder, base)), None)

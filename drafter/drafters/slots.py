@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from drafter.drafters.contract import DraftContext, Ids, SlotState
+from drafter.requests import Request
 
 T = TypeVar("T")
 NO_TEXT: Ids = np.zeros(0, dtype=np.int64)
@@ -32,7 +33,7 @@ class SlotTensors(SlotState):
         self.known = [0] * len(tensors[0])
         self.new = np.zeros(0, dtype=np.int64)
 
-    def enter(self, slot: int, text: Ids) -> None:
+    def enter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         if known := self.known[slot]:
             # The drafter's own numbers may not be finite where the target model's are.
             for tensor in self._tensors:
@@ -68,21 +69,23 @@ class SlotObjects(SlotState, Generic[T]):
     """A Python object for each sequence.
 
     Args:
-        begin: Makes the object of a text. An empty slot has that of an empty text.
+        begin: Makes the object of a text, and its request. An empty slot has that of an empty text, and None.
         end: Called with the object of a sequence that is over.
 
     Attributes:
         rows: The objects by slot.
     """
 
-    def __init__(self, slots: int, begin: Callable[[Ids], T], end: Callable[[T], None] = lambda one: None) -> None:
+    def __init__(
+        self, slots: int, begin: Callable[[Ids, Request | None], T], end: Callable[[T], None] = lambda one: None
+    ) -> None:
         self._begin, self._end = begin, end
-        self.rows = [begin(NO_TEXT) for _ in range(slots)]
+        self.rows = [begin(NO_TEXT, None) for _ in range(slots)]
 
-    def enter(self, slot: int, text: Ids) -> None:
+    def enter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         self._end(self.rows[slot])
-        self.rows[slot] = self._begin(text)
+        self.rows[slot] = self._begin(text, request)
 
     def move(self, source: int, target: int) -> None:
         self._end(self.rows[target])
-        self.rows[target], self.rows[source] = self.rows[source], self._begin(NO_TEXT)
+        self.rows[target], self.rows[source] = self.rows[source], self._begin(NO_TEXT, None)

@@ -18,7 +18,7 @@ from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
-from drafter.requests import SamplingParams
+from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import root_only
@@ -78,18 +78,16 @@ class BatchState:
         """Reserve memory for a step that begins with at most `length` tokens; False if too little is left."""
         return self.cache.reserve(slot, length + self._step_positions)
 
-    def enter(
-        self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int, limits: Limits | None = None
-    ) -> None:
-        """Put a text, of which nothing has been read, into an empty slot."""
+    def enter(self, slot: int, text: Ids, request: Request, limits: Limits | None = None) -> None:
+        """Put a request's text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
-        self.sampling.set(slot, sampling, prompt_length, limits, self.base.vocab_size)
-        self.reset_drafter(slot, text)
+        self.sampling.set(slot, request.sampling, len(request.prompt_ids), limits, self.base.vocab_size)
+        self.reset_drafter(slot, text, request)
 
-    def reset_drafter(self, slot: int, text: Ids) -> None:
+    def reset_drafter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         """Replace what the drafter keeps for the slot by that of a text of which it has read nothing."""
         for state in self.drafter.slots:
-            state.enter(slot, text)
+            state.enter(slot, text, request)
 
     def begin(self, slot: int, length: int) -> None:
         """Begin to decode a slot of which `length` tokens have been read; the next one is pending."""
@@ -100,20 +98,20 @@ class BatchState:
         self.lengths[slot] = self.max_length
         self.cache.release(slot)
 
-    def restore(self, texts: Sequence[Ids]) -> None:
+    def restore(self, texts: Sequence[Ids], requests: Sequence[Request]) -> None:
         """Put the first slots back to these texts `[L + 1]`, and empty the others, after a step that failed."""
         # A step writes behind a sequence's committed tokens and moves its length last, so the length undoes any part
         # of it. What the drafter has read is not known: it reads again.
         self.lengths.fill_(self.max_length)
-        for slot, text in enumerate(texts):
+        for slot, (text, request) in enumerate(zip(texts, requests, strict=True)):
             self.lengths[slot] = len(text) - 1
-            self.reset_drafter(slot, text)
+            self.reset_drafter(slot, text, request)
         for slot in range(len(texts), self.slots):
             self.cache.release(slot)
 
     def forget(self) -> None:
         """Empty all slots, and zero them: attention reads masked positions, too, which may not be finite."""
-        self.restore([])
+        self.restore([], [])
         for buffer in [*self.cache.buffers, *([] if self.hidden is None else [self.hidden])]:
             devices.zero_untouched(buffer)
         for slot in range(self.slots):

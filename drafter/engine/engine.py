@@ -95,6 +95,7 @@ class Engine:
         self.flights = Flights(base.device, lag=int(self._queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._shadows = Shadows()
+        self.wake: Callable[[], object] = lambda: None  # where another thread steps: called when a handle changes
         self.last_step = time.monotonic()
         if config.compile:
             compile_base(device)
@@ -114,7 +115,7 @@ class Engine:
         """
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
-        handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
+        handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
         sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
         if self.idle:
             self.last_step = time.monotonic()
@@ -136,9 +137,15 @@ class Engine:
             **self._counts,
         )
 
+    def _look_again(self) -> None:
+        self.scheduler.waiting.look_again()
+        self.wake()
+
     @property
     def idle(self) -> bool:
-        return not self.scheduler.in_slots and not self.flights and not self.scheduler.waiting
+        """True if a step has nothing to do. Requests may be parked."""
+        scheduler = self.scheduler
+        return not (scheduler.in_slots or self.flights or scheduler.waiting or scheduler.parked_to_look_at)
 
     @property
     def failure(self) -> EngineError | None:
@@ -170,6 +177,7 @@ class Engine:
         try:
             for sequence in self.scheduler.take_unwanted(time.monotonic()):
                 sequence.fail_unwanted()
+            self._park()
             self._share_slots()
             self._admit()
             if follows := self._follows():
@@ -384,6 +392,15 @@ class Engine:
         """Preempt sequences of salts that have more slots than others of which some wait."""
         while (sequence := self.scheduler.over_share()) is not None:
             self._put_back(sequence)
+
+    def _park(self) -> None:
+        """Take sequences out of the steps, and back, as their handles say."""
+        if any(one.handle.parked for one in self.scheduler.active):
+            self._deliver(0)  # it may end a sequence
+        for sequence in [one for one in self.scheduler.active if one.handle.parked]:
+            self.scheduler.park(sequence)
+        for sequence in [one for one in self.scheduler.parked if not one.handle.parked]:
+            self.scheduler.unpark(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
         if self.flights:

@@ -6,6 +6,8 @@ import atexit
 import os
 import queue
 import threading
+import time
+from contextlib import suppress
 
 from drafter.engine.engine import Engine
 from drafter.errors import EngineError
@@ -24,6 +26,7 @@ class EngineThread:
         self._calls = queue.SimpleQueue[None]()  # its `put` may interrupt itself, as a garbage collection does
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
+        engine.wake = self.wake
         atexit.register(self.close)  # at exit Python kills daemon threads; inside a step that crashes
 
     @property
@@ -52,7 +55,8 @@ class EngineThread:
         try:
             while not (self._closing or (self._left and self._engine.idle)):
                 if self._engine.idle:
-                    self._calls.get()
+                    with suppress(queue.Empty):
+                        self._calls.get(timeout=self._engine.scheduler.parked_seconds(time.monotonic()))
                 else:
                     self._engine.step()
         except BaseException as error:  # whatever it is, also a tokeniser's panic, it must reach the waiting requests

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Several
 
-from drafter.drafters.contract import Ids
 from drafter.engine.batch import BatchState
 from drafter.engine.memory import GPU_CHUNK
-from drafter.engine.sequence import LEAST_SHARED, Handling, Sequence
+from drafter.engine.sequence import Handling, Sequence
 from drafter.engine.step import Flights
 from drafter.errors import EngineError, QueueFullError
+from drafter.prompt import TextKey
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
+_LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
 _BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
@@ -146,25 +148,24 @@ class WaitingQueue:
         return [sequence for waiting in self._waiting.values() for sequence in waiting]
 
 
-_Beginnings = defaultdict[tuple[str, bytes], list[tuple[int, Sequence]]]
-"""Places and sequences by salt and first tokens: there may be hundreds, and most have nothing in common."""
+class _Keys:
+    """Keys of sequences by their beginnings: there may be hundreds, and most have nothing in common."""
 
+    def __init__(self) -> None:
+        self._of = defaultdict[tuple[str, bytes], list[tuple[int, TextKey]]](list)
 
-def longest_shared(sequence: Sequence, others: _Beginnings) -> tuple[int, int]:
-    """Return the place of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
-    longest = (0, 0)
-    for place, other in others[sequence.beginning]:
-        # Without the last tokens: while they are pending, there is nothing of them to copy.
-        shared = common_prefix(sequence.prefilled[:-1], other.prefilled[:-1])
-        if shared > longest[1]:
-            longest = place, shared
-    return longest if longest[1] >= LEAST_SHARED else (0, 0)
+    def add(self, slot: int, sequence: Sequence) -> None:
+        self._of[sequence.key.beginning(_LEAST_SHARED)].append((slot, sequence.key))
 
-
-def common_prefix(first: Ids, second: Ids) -> int:
-    size = min(len(first), len(second))
-    differs = first[:size] != second[:size]
-    return int(differs.argmax()) if differs.any() else size
+    def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the slot of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
+        longest, key = (0, 0), sequence.key
+        for slot, other in self._of[key.beginning(_LEAST_SHARED)]:
+            # Without the last tokens: while they are pending, there is nothing of them to copy.
+            shared = min(key.shared(other), len(key.ids) - 1, len(other.ids) - 1)
+            if shared > longest[1]:
+                longest = slot, shared
+        return longest if longest[1] >= _LEAST_SHARED else (0, 0)
 
 
 class Scheduler:
@@ -177,6 +178,9 @@ class Scheduler:
         self._state, self._flights = state, flights
         self.active: list[Sequence] = []  # of each slot that is decoded, in the slots' order
         self.entering: list[Sequence] = []  # those whose prompts are being read, in the slots behind
+        # Those that no step decodes: with their KV, from the last slot down, and without, where others needed the slot.
+        self._parked: list[Sequence] = []
+        self._parked_unread: list[Sequence] = []
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
@@ -184,6 +188,21 @@ class Scheduler:
     @property
     def in_slots(self) -> list[Sequence]:
         return [*self.active, *self.entering]
+
+    @property
+    def parked(self) -> list[Sequence]:
+        return [*self._parked, *self._parked_unread]
+
+    @property
+    def parked_to_look_at(self) -> bool:
+        """True if a parked sequence is no longer wanted, or no longer to be parked."""
+        now = time.monotonic()
+        return any(not one.handle.parked or one.handle.unwanted(now) for one in self.parked)
+
+    def parked_seconds(self, now: float) -> float | None:
+        """Return the seconds until the first parked sequence is out of time; None for none."""
+        first = min((one.handle.deadline for one in self.parked), default=math.inf)
+        return None if first == math.inf else max(first - now, 0.0)
 
     @property
     def has_company(self) -> bool:
@@ -209,16 +228,19 @@ class Scheduler:
         """Give the next waiting sequence the slot behind all others; False if there is none, no slot or no memory."""
         slot = len(self.active) + len(self.entering)
         sequence = self.waiting.first(self.in_slots) if slot < self.limit.most else None
+        if sequence is None:
+            return False
+        while self._parked and (slot == self._lowest_parked or not self._state.has_room(sequence.length + 1, slot)):
+            self._drop(len(self._parked) - 1)
         # None overtakes one that does not fit.
-        if sequence is None or not self._state.has_room(sequence.length + 1, slot):
+        if not self._state.has_room(sequence.length + 1, slot):
             return False
         self.waiting.remove(sequence)
         # It is in a list before anything can fail, so that a failure finds it.
         self.entering.append(sequence)
         sequence.enter()
         self._state.reserve(slot, sequence.length + 1)
-        prompt = len(sequence.handle.request.prompt_ids)
-        self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt, sequence.limits)
+        self._state.enter(slot, sequence.prefilled, sequence.handle.request, sequence.limits)
         return True
 
     def next_spans(self) -> tuple[list[slice], int]:
@@ -231,15 +253,15 @@ class Scheduler:
         copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        decoded, before = _Beginnings(list), _Beginnings(list)
+        decoded, before = _Keys(), _Keys()
         for slot, sequence in enumerate(self.active):
-            decoded[sequence.beginning].append((slot, sequence))
+            decoded.add(slot, sequence)
         for slot, sequence in enumerate(self.entering, len(self.active)):
-            donor, shared = (0, 0) if sequence.read or sequence.alone else longest_shared(sequence, decoded)
+            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence)
             start = max(sequence.read, shared)
             rest = sequence.length - start
             if spans:
-                coming = 0 if sequence.alone else longest_shared(sequence, before)[1]
+                coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
@@ -248,7 +270,7 @@ class Scheduler:
                 sequence.handling = Handling.COPIED
                 copied += shared
             spans.append(slice(start, start + min(room, rest)))
-            before[sequence.beginning].append((slot, sequence))
+            before.add(slot, sequence)
             room -= min(room, rest)
             if not rest:
                 break
@@ -267,7 +289,71 @@ class Scheduler:
     def grow(self) -> bool:
         """Reserve memory for the next step of all active sequences, in order; False if it does not reach for all."""
         ahead = self._flights.ahead
-        return all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active))
+        while not all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active)):
+            if not self._parked:
+                return False
+            self._drop(len(self._parked) - 1)
+        return True
+
+    def park(self, sequence: Sequence) -> None:
+        """Take an active sequence out of the steps, with its KV kept if a slot is free. No flight may be under way."""
+        slot, target = self.active.index(sequence), self._lowest_parked - 1
+        if slot < target < len(self.in_slots):
+            self.retire(sequence)
+            self._parked_unread.append(sequence)
+            return
+        if slot == target:  # the last of all
+            self.active.pop()
+            self._update_settings()
+        else:
+            self._move(sequence, slot, target)
+            self.retire(sequence)
+        self._state.begin(target, self._state.max_length)  # it counts as full, like an empty slot
+        self._parked.append(sequence)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Let a parked sequence enter: at once if its KV was kept, or else it waits, and reads its text again."""
+        target = len(self.in_slots)
+        if sequence in self._parked:
+            if target >= self.limit.most:
+                self._drop(self._parked.index(sequence))
+            elif target == self._lowest_parked and sequence is not self._parked[-1]:
+                self._drop(len(self._parked) - 1)  # it is in the way
+        if sequence in self._parked_unread:
+            self._parked_unread.remove(sequence)
+            self.waiting.put_back([sequence])
+            return
+        place = self._parked.index(sequence)
+        if target == self._lowest_parked:
+            self._parked.pop()
+        else:
+            self._move(sequence, self._slot_of_parked(place), target)
+            self._close_up(place)
+        sequence.read = sequence.length
+        self.entering.append(sequence)
+
+    @property
+    def _lowest_parked(self) -> int:
+        return self._state.slots - len(self._parked)
+
+    def _slot_of_parked(self, place: int) -> int:
+        return self._state.slots - 1 - place
+
+    def _drop(self, place: int) -> None:
+        """Give up the slot of a parked sequence."""
+        sequence = self._parked[place]
+        if not sequence.proven:
+            self._state.clear(self._slot_of_parked(place))
+        self._close_up(place)
+        self._parked_unread.append(sequence)
+
+    def _close_up(self, place: int) -> None:
+        """Forget a parked sequence, whose slot the last one takes."""
+        last = self._parked.pop()
+        if place < len(self._parked):
+            self._move(last, self._slot_of_parked(len(self._parked)), self._slot_of_parked(place))
+            self._parked[place] = last
+        self._state.end(self._slot_of_parked(len(self._parked)))
 
     def over_share(self) -> Sequence | None:
         """Return the sequence to preempt for one that waits and has a right to its slot; None for none.
@@ -327,6 +413,11 @@ class Scheduler:
             if sequence.handle.unwanted(now):
                 self._leave(sequence)
                 unwanted.append(sequence)
+        for sequence in [one for one in self.parked if one.handle.unwanted(now)]:
+            if sequence in self._parked:
+                self._drop(self._parked.index(sequence))
+            self._parked_unread.remove(sequence)
+            unwanted.append(sequence)
         return [*unwanted, *self.waiting.take_unwanted(now)]
 
     def preempt(self) -> int:
@@ -338,13 +429,17 @@ class Scheduler:
             self._state.clear(slot)
         self.active, self.entering = self.active[:most], []
         self._update_settings()
-        self._state.restore([sequence.text for sequence in self.active])
+        while self._parked:
+            self._state.clear(self._lowest_parked)
+            self._drop(len(self._parked) - 1)
+        self._state.restore([one.text for one in self.active], [one.handle.request for one in self.active])
         self.waiting.put_back(back)
         return len(back)
 
     def clear(self) -> list[Sequence]:
         """Give up all slots; return the sequences that had one."""
-        gone, self.active, self.entering = self.in_slots, [], []
+        gone = [*self.in_slots, *self.parked]
+        self.active, self.entering, self._parked, self._parked_unread = [], [], [], []
         return gone
 
     def _leave(self, sequence: Sequence) -> None:

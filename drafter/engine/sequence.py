@@ -21,6 +21,7 @@ from drafter.acceptance.contract import Verifier
 from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter, Ids
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
+from drafter.prompt import TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
@@ -35,15 +36,22 @@ class Handle:
     its end, by `break`, an exception or a cancelled task, cancels its request.
     """
 
-    def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        stream: bool,
+        on_change: Callable[[], object] | None = None,
+        on_draft: Callable[[Request, Several[int], Several[int], int], object] | None = None,
+    ) -> None:
         self.request = request
         self.submitted = time.monotonic()
         self.deadline = math.inf if request.timeout is None else self.submitted + request.timeout
         self.future: Future[Generation] = Future()
         # Only the engine ends it: a task that stops waiting must not cancel the future under the engine's hands.
         self.future.set_running_or_notify_cancel()
-        self.cancelled = False
-        self._on_cancel = on_cancel
+        self.cancelled = self.parked = False
+        self._on_change, self._on_draft = on_change, on_draft
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
         self.future.add_done_callback(lambda _: self.push(None))
@@ -74,8 +82,40 @@ class Handle:
     def cancel(self) -> None:
         """Free the request's slot at the next step; its result is the tokens until then."""
         self.cancelled = True
-        if self._on_cancel is not None:
-            self._on_cancel()
+        self._changed()
+
+    def park(self) -> None:
+        """Stop decoding from the next step on, and keep the KV in its slot for as long as no other request needs it.
+
+        The tokens are the same as without. A request that waits still enters a slot before.
+        """
+        self.parked = True
+        self._changed()
+
+    def unpark(self) -> None:
+        """Go on from where it was parked."""
+        self.parked = False
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
+
+    def draft(self, tokens: Several[int], parents: Several[int], at: int) -> None:
+        """Bring a draft made elsewhere, from any thread. A drafter such as `LateDrafter` takes it.
+
+        The next step verifies what of it continues the text by then; a draft that does not is dropped.
+
+        Args:
+            tokens: Draft tokens.
+            parents: Index of each one's parent among them, which comes before it; -1 for those after the text's end.
+            at: Output tokens of that text.
+
+        Raises:
+            RequestError: The parents make no tree, or a token is not in the vocabulary.
+        """
+        if self._on_draft is not None and not self.future.done():
+            self._on_draft(self.request, tokens, parents, at)
 
     def _leave(self) -> None:
         if self.streams and not self.future.done():
@@ -169,8 +209,6 @@ A number that is not finite reaches all positions of its forward. So a slot from
 spoilt by a part of the other text that this one does not have.
 """
 
-LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
-
 
 class Sequence:
     """A request under way, waiting for a slot or in one. It has passed `refuse_unusable`."""
@@ -197,7 +235,7 @@ class Sequence:
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
         self.prefilled: Ids = np.empty(0, dtype=np.int64)  # when it last entered a slot: all but the last are read
         self.salt = handle.request.salt
-        self.beginning = ("", b"")  # the salt and the first `LEAST_SHARED` of these: what must be equal to share more
+        self.key = TextKey(self.salt, self.prefilled)  # of these
         self.read = 0  # number of these that are read by now
         self.handling = Handling.ALONE if scored else Handling.FREE
         self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
@@ -245,7 +283,7 @@ class Sequence:
     def enter(self) -> None:
         """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
-        self.beginning = self.salt, self.prefilled[:LEAST_SHARED].tobytes()
+        self.key = self.handle.request.key(self.output)
         if self.handling is Handling.COPIED:
             self.handling = Handling.FREE
         if self.entered is None:

@@ -79,7 +79,7 @@ def warm_up_request(request: Request) -> Request:
     """Return a request of the same length with the prompt reversed, so that a drafter learns nothing from it."""
     tokens = min(request.sampling.over().max_new_tokens, _WARM_UP_TOKENS)
     sampling = replace(request.sampling, max_new_tokens=tokens, min_tokens=0, ignore_eos=True)
-    return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
+    return replace(request, prompt=request.prompt_ids[::-1], sampling=sampling)
 
 
 def padding(tokenizer: Any) -> int:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.drafters.contract import DraftContext, Loan
+from drafter.drafters.target import Target
 from drafter.heads.frame_head import (
     ContextReader,
     DraftModule,
@@ -33,7 +34,6 @@ from drafter.native.build import (
     library,
 )
 from drafter.target.attention import Prefix, parts_of, prefix_attention_agrees, prefix_attention_on
-from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class AttentionModule(DraftModule):
         mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
         return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
 
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+    def reader(self, base: Target, fresh: int) -> FrameReader:
         if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
                 return NativeAttentionReader(self, base, fresh)
@@ -168,7 +168,7 @@ class AttentionModule(DraftModule):
 class AttentionReader(ContextReader, FrameReader):
     """Computes the frames behind a KV cache of the fused context."""
 
-    def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
+    def __init__(self, module: AttentionModule, base: Target, fresh: int) -> None:
         heads, rates = module.num_heads, module.rates(base.device)
         super().__init__(base, fresh, rates, layers=len(module.layers), heads=heads, behind=module.num_frames)
         self._module = module
@@ -229,7 +229,7 @@ class NativeAttentionReader(AttentionReader):
         UnsuitableError: The weights are on another device, the frames are causal, or the library lacks the head size.
     """
 
-    def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
+    def __init__(self, module: AttentionModule, base: Target, fresh: int) -> None:
         super().__init__(module, base, fresh)
         if module.causal:
             raise UnsuitableError("the library has no frames that leave out later ones")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter.ctc.head import CTCHead
+from drafter.drafters.target import Target
 from drafter.errors import LoadError, first_line
 from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, head_config
 from drafter.heads.contract import DraftHead, Provenance, most_frequent
@@ -32,7 +33,6 @@ from drafter.heads.published import (
 from drafter.hub import hub_file, not_found
 from drafter.json_fields import FieldError, from_json
 from drafter.plugins import resolved
-from drafter.target.model import BaseModel
 from drafter.target.weights import AtMost
 
 HEADS: dict[str, type[DraftHead]] = {CTCHead.algorithm: CTCHead, **resolved("heads")}
@@ -48,7 +48,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def new_head(
-    algorithm: str, base: BaseModel, settings: Mapping[str, Any], token_counts: Tensor | None = None
+    algorithm: str, base: Target, settings: Mapping[str, Any], token_counts: Tensor | None = None
 ) -> DraftHead:
     """Return an untrained head on the target model's device, in float32.
 
@@ -65,7 +65,7 @@ def new_head(
         raise LoadError(f"no draft head {algorithm!r}: known are {', '.join(HEADS)}")
     sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     head_class = HEADS[algorithm]
-    fields = {**head_class.defaults(base.config.num_hidden_layers), **settings, **sizes}
+    fields = {**head_class.defaults(base.num_layers), **settings, **sizes}
     head = head_class(head_config(algorithm, head_class.config_class, fields))
     head.to(base.device)
     if head.vocabulary is not None:
@@ -122,7 +122,7 @@ def exportable(algorithm: str, fields: Mapping[str, Any]) -> tuple[Layout, Any]:
     return exported[algorithm], shape
 
 
-def load_head(name_or_path: str | Path, base: BaseModel) -> DraftHead:
+def load_head(name_or_path: str | Path, base: Target) -> DraftHead:
     """Load a draft head from a folder or hub id in evaluation mode, on the target model's device and in its dtype.
 
     Raises:
@@ -148,7 +148,7 @@ def load_head(name_or_path: str | Path, base: BaseModel) -> DraftHead:
     return head
 
 
-def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
+def is_head_of(name_or_path: str | Path, base: Target) -> bool:
     """Return whether a draft head was trained for this target model; raise `LoadError` if it cannot be read."""
     name = str(name_or_path)
     return _read_config(name, _find_files(name)[0]).base_model.fingerprint == base.fingerprint
@@ -250,7 +250,7 @@ def _read_weights(name: str, file: Path) -> Weights:
 # Heads before their weights are loaded, and the weights.
 
 
-def _own(name: str, config: _HeadFile, weights_file: Path, base: BaseModel) -> tuple[DraftHead, Weights]:
+def _own(name: str, config: _HeadFile, weights_file: Path, base: Target) -> tuple[DraftHead, Weights]:
     if config.algorithm not in HEADS:
         known = ", ".join(sorted(HEADS))
         raise LoadError(f"draft head {name!r} is of algorithm {config.algorithm!r}; known here: {known}")
@@ -267,7 +267,7 @@ def _own(name: str, config: _HeadFile, weights_file: Path, base: BaseModel) -> t
     return head, tensors
 
 
-def _published(name: str, config: Json, tensors: Weights, base: BaseModel) -> tuple[DraftHead, Weights]:
+def _published(name: str, config: Json, tensors: Weights, base: Target) -> tuple[DraftHead, Weights]:
     try:
         found = read_public(name, config, tensors, base)
         head = _empty_head(name, found.algorithm, found.fields, found.tensors, base, found.made_for)
@@ -284,7 +284,7 @@ def _published(name: str, config: Json, tensors: Weights, base: BaseModel) -> tu
 
 
 def _empty_head(
-    name: str, algorithm: str, fields: Mapping[str, Any], tensors: Weights, base: BaseModel, made_for: str | None
+    name: str, algorithm: str, fields: Mapping[str, Any], tensors: Weights, base: Target, made_for: str | None
 ) -> DraftHead:
     """Return a head for the target model.
 

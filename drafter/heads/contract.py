@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from drafter.drafters.contract import Drafter, MeasuredWorth
+from drafter.drafters.target import OutputLayer, Target
 from drafter.heads.config import Tree
-from drafter.heads.losses import DraftBatch, Labels, LossSum, OutputLayer
+from drafter.heads.losses import DraftBatch, Labels, LossSum
 from drafter.target.forward import LM_HEAD_INPUT
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 
@@ -67,7 +67,7 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("ids", torch.full((whole,), -1), persistent=False)
 
     @torch.no_grad()
-    def borrow(self, base: BaseModel) -> None:
+    def borrow(self, base: Target) -> None:
         """Copy the tokens' rows of the target model's LM head to its device and dtype. They are not saved.
 
         A duplicate among `tokens`, or one outside the target model's vocabulary, raises `ValueError`.
@@ -150,7 +150,7 @@ class DraftHead(nn.Module, ABC):
         if tree == "chain" and not self.has_chain:
             raise ValueError("only a CTC head drafts a chain beside its tree")
 
-    def output(self, base: BaseModel) -> OutputLayer:
+    def output(self, base: Target) -> OutputLayer:
         """Return the target model's LM head, or its rows of the draft vocabulary."""
         return base if self.vocabulary is None else self.vocabulary
 
@@ -176,29 +176,29 @@ class DraftHead(nn.Module, ABC):
         """Return the configuration's defaults that depend on the target model's number of layers."""
         return {}
 
-    def start_from(self, base: BaseModel) -> None:
+    def start_from(self, base: Target) -> None:
         """Initialise weights from the target model. Called once, before training."""
 
     @abstractmethod
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the training loss of one batch of `labels` `[B, A, U, K]`. Anchors without a target do not count.
 
         `hidden` `[B, L, K · d]` are the hidden states of `hidden_layers`.
         """
 
     @abstractmethod
-    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Drafter:
+    def drafter(self, base: Target, nodes: int, tree: Tree = "exact") -> Drafter:
         """Return a drafter with the head's present weights, on the target model's device and in its dtype.
 
         `nodes` are the draft tokens of its largest tree. It raises what `refuse_tree` does.
         """
 
-    def weights_changed(self, base: BaseModel) -> None:
+    def weights_changed(self, base: Target) -> None:
         """Recompute, in place, what a drafter of this head derived from weights that were changed in place."""
 
     @abstractmethod
     def trees_at(
-        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
+        self, base: Target, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
         """Return the trees `[B * A, size]` that decoding would propose at `anchors` `[B, A]` of tokens `[B, L]`.
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan, SlotState
 from drafter.drafters.slots import SlotTensors
+from drafter.drafters.target import Target
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.target.kv_cache import KVCache, LayerShape
-from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
@@ -68,7 +68,7 @@ class ContextReader(ABC):
     bounded = True
     slots: Sequence[SlotState] = ()
 
-    def __init__(self, base: BaseModel, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
+    def __init__(self, base: Target, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
         self._base, self._rates, self._behind = base, rates, behind
         self._shapes = [LayerShape(heads, 2 * len(rates), 2 * len(rates), base.dtype, base.device)] * layers
         self.bytes_per_token = sum(shape.bytes_per_token for shape in self._shapes)
@@ -164,7 +164,7 @@ class DraftModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+    def reader(self, base: Target, fresh: int) -> FrameReader:
         """Return what computes the frames of the engine's slots with the present weights, which are then frozen.
 
         An ordinary step adds at most `fresh` tokens to a sequence.
@@ -192,7 +192,7 @@ class FrameReader(ABC):
 class FrameDrafter(Drafter):
     """Searches the frames of a head's module for trees; see `DraftHead.drafter`."""
 
-    def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
+    def __init__(self, head: FrameHead, base: Target, nodes: int, tree: Tree) -> None:
         depth = head.config.depth
         self._reader = reader = head.module.reader(base, depth + 1)
         self.spec = DraftSpec(
@@ -239,7 +239,7 @@ class LastHidden(DraftModule, FrameReader):
         """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
         return hidden.unsqueeze(-2)
 
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+    def reader(self, base: Target, fresh: int) -> FrameReader:
         prepack(self)
         return self
 
@@ -275,7 +275,7 @@ class FrameHead(DraftHead):
 
     @abstractmethod
     def search(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+        self, states: Tensor, recent: Tensor, base: Target, size: int, tree: Tree, least: float = 0.0
     ) -> TokenTree:
         """Return trees `[B, size]` whose draft tokens are draft ids; see `DraftVocabulary`.
 
@@ -283,7 +283,7 @@ class FrameHead(DraftHead):
         pending token. Prefixes below `least` may be pruned; see `Ask`.
         """
 
-    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
+    def prepared_search(self, base: Target, tree: Tree) -> Search:
         """Return `search` for frozen weights. A head may precompute here whatever depends on these alone."""
         for part in self.children():
             if part is not self.module:  # its reader prepacks it
@@ -295,7 +295,7 @@ class FrameHead(DraftHead):
         return None
 
     def trees_at(
-        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
+        self, base: Target, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
         self.refuse_tree(tree)
         count = self.frames_for(size, tree)
@@ -303,7 +303,7 @@ class FrameHead(DraftHead):
         recent = last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1)
         return self.name_nodes(self.search(states, recent, base, size, tree))
 
-    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
+    def drafter(self, base: Target, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         self.refuse_tree(tree)
         return FrameDrafter(self, base, nodes, tree)
 

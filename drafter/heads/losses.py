@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from drafter.drafters.target import OutputLayer
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,6 @@ def cross_entropy(log_probs: Tensor, labels: Labels, lengths: Tensor, decay: flo
     counted = (place < lengths[:, None]) & (labels.probs > 0).any(2)
     weights = counted * decay ** place.to(log_probs.dtype)
     return LossSum(-(weights * (labels.probs * log_probs).sum(2)).sum(), weights.sum())
-
-
-class OutputLayer(Protocol):
-    """Frozen layer from states to logits of V tokens: `BaseModel` or `DraftVocabulary`."""
-
-    @property
-    def lm_head_weight(self) -> Tensor: ...
-
-    @property
-    def lm_head_bias(self) -> Tensor | None: ...
-
-    def lm_head(self, hidden: Tensor) -> Tensor: ...
 
 
 _PORTION = {"cpu": 1 << 19}

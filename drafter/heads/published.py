@@ -12,10 +12,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from drafter.drafters.target import Target
 from drafter.errors import LoadError, shown
 from drafter.hub import hub_file
 from drafter.plugins import resolved
-from drafter.target.model import BaseModel
 from drafter.target.weights import INDEX, WEIGHTS, read_weight_map, skeleton
 
 Json = Mapping[str, Any]
@@ -69,7 +69,7 @@ class Layout:
 
     algorithm: str
     recognises: Callable[[Json], bool]
-    read: Callable[[str, Json, Weights, BaseModel], PublicHead]
+    read: Callable[[str, Json, Weights, Target], PublicHead]
     check_exportable: Callable[[Any], None] = lambda config: None
     export: Callable[[Any, Weights, TargetOfExport], tuple[dict[str, Any], Weights]] | None = None
 
@@ -85,7 +85,7 @@ def public_config(file: Path) -> Json | None:
     return config if _layout_of(config) is not None or "speculators_model_type" in config else None
 
 
-def read_public(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+def read_public(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead:
     """Convert a published head; raise `LoadError` if it is of another target model or of an unsupported kind."""
     if (layout := _layout_of(config)) is None:
         kind = config["speculators_model_type"]
@@ -145,7 +145,7 @@ def refuse_unfit(name: str, needed: Sequence[str], tensors: Weights, unread: Col
         )
 
 
-def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: Mapping[str, int]) -> None:
+def refuse_other_base(name: str, base: Target, made_for: str | None, sizes: Mapping[str, int]) -> None:
     """Raise `LoadError` if a head of these `sizes` (`hidden_size`, `vocab_size`) does not fit the target model."""
     for what, size in sizes.items():
         if size != getattr(base, what):

@@ -32,9 +32,9 @@ from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
+from pipeline.generate.staging import StagingPlan, stage
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
-from pipeline.io.staging import StagingPlan, stage
 from pipeline.output.batch_results import batch_bytes, write_batch
 from pipeline.output.columns import RunTraits, wanted_columns
 from pipeline.output.folder import take_output

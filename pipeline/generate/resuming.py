@@ -23,10 +23,10 @@ from drafter.errors import one_line
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
+from pipeline.generate.staging import StagingPlan, content_hash, read_rows, refuse_shared_ids, repeats
 from pipeline.io.files import Location
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
-from pipeline.io.staging import StagingPlan, content_hash, read_rows, refuse_shared_ids, repeats
 from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type
 from pipeline.output.folder import OutputFolder, read_run

@@ -22,10 +22,10 @@ from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
 from pipeline.errors import RowError, RowProblem
+from pipeline.generate.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
-from pipeline.io.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, Prompt
 from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig

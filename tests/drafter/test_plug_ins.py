@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import queue
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from threading import Thread
 
 import pytest
 import torch
@@ -24,10 +27,13 @@ from drafter.drafters.contract import (
     MergedDrafter,
     PlainDecoding,
 )
+from drafter.drafters.late import LateDrafter
 from drafter.drafters.slots import SlotObjects, SlotTensors
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.errors import LoadError
+from drafter.engine.sequence import Handle
+from drafter.errors import LoadError, RequestError
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
@@ -90,7 +96,7 @@ class LearningDrafter(Drafter):
         self.texts = SlotObjects(loan.slots, self.begin)
         self.slots = [self.texts]
 
-    def begin(self, text: Ids) -> list[int]:
+    def begin(self, text: Ids, request: Request | None) -> list[int]:
         tokens: list[int] = text.tolist()
         self.after.update(itertools.pairwise(tokens))
         return tokens
@@ -184,6 +190,7 @@ class EarlyExit(Drafter):
 
     def open(self, loan: Loan) -> None:
         assert loan.cache is not None
+        assert isinstance(loan.base, BaseModel)
         self.base, self.cache = loan.base, loan.cache
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
@@ -242,7 +249,7 @@ def test_a_drafter_reads_the_hidden_states_that_it_names(merged: bool) -> None:
     assert torch.allclose(hidden, expected, atol=1e-4)
 
 
-class LateDrafter(Drafter):
+class HalfDrafter(Drafter):
     """Has a tree for every other row only; for the others none has come in time."""
 
     spec = DraftSpec(max_nodes=4, max_depth=4)
@@ -258,10 +265,104 @@ class LateDrafter(Drafter):
 
 def test_a_row_whose_tree_is_late_makes_a_plain_step() -> None:
     base, requests = base_of("llama"), requests_of(6)
-    found = decode(base, LateDrafter(AdversarialDrafter(0, nodes=4, depth=4)), requests, slots=2)
+    found = decode(base, HalfDrafter(AdversarialDrafter(0, nodes=4, depth=4)), requests, slots=2)
     check_identity(found, decode(base, PlainDecoding(), requests))
     assert any(0 < one.counts.num_spec_steps < one.counts.num_decode_steps for one in found)
     assert any(one.counts.num_spec_steps == 0 for one in found)
+
+
+Draft = tuple[list[int], list[int], int]
+
+
+def decode_with_late_drafts(
+    drafter: Drafter, requests: list[Request], made: Callable[[int, int], Draft], *, parks: bool = False
+) -> list[Generation]:
+    """Bring `made(row, output tokens)` from another thread, each after the step that its text was made before.
+
+    With `parks`, rows wait for it in that step; there are slots for them, as a row without one has no drafts.
+    """
+    config = EngineConfig(max_num_seqs=6 if parks else 3, num_draft_tokens=6, max_model_len=96)
+    engine = Engine(base_of("llama"), drafter, SpellingTokenizer(), config)
+    handles = [engine.submit(request) for request in requests]
+    mail = queue.Queue[tuple[Handle, Draft] | None]()
+
+    def bring() -> None:
+        while (one := mail.get()) is not None:
+            one[0].draft(*one[1])
+            mail.task_done()
+
+    thread = Thread(target=bring)
+    thread.start()
+    while not engine.idle:
+        drafts = [(one.handle, made(handles.index(one.handle), len(one.output))) for one in engine.scheduler.active]
+        for handle, _ in drafts if parks else ():
+            handle.park()
+        engine.step()
+        for one in drafts:
+            mail.put(one)
+        mail.join()
+        for handle, _ in drafts if parks else ():
+            handle.unpark()
+        if parks:
+            engine.step()
+    mail.put(None)
+    thread.join()
+    return [handle.result(0) for handle in handles]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_drafts_come_late_from_another_thread(merged: bool) -> None:
+    requests = requests_of(8)
+    plain = decode(base_of("llama"), PlainDecoding(), requests)
+
+    def made(row: int, at: int) -> Draft:
+        """The next tokens as plain decoding has them, and beside the second one a wrong one."""
+        right = plain[row].token_ids[at : at + 4]
+        tokens, parents = [*right, (right[-1] + 1) % 97], [place - 1 for place in range(len(right))]
+        return tokens, [*parents, min(len(right), 2) - 2], at
+
+    drafter: Drafter = MergedDrafter(LateDrafter(6), NgramDrafter(3)) if merged else LateDrafter(6)
+    found = decode_with_late_drafts(drafter, requests, made)
+    check_identity(found, plain)
+    # The first of four tokens has come by then, so up to three are left.
+    assert all(one.counts.num_decode_steps <= 4 + len(one.token_ids) / 3 for one in found)
+    if not merged:
+        assert all(step <= 3 for one in found for step in one.counts.per_step_accepted)
+
+
+def test_parked_rows_wait_for_their_drafts() -> None:
+    requests = requests_of(3)
+    plain = decode(base_of("llama"), PlainDecoding(), requests)
+
+    def made(row: int, at: int) -> Draft:
+        right = plain[row].token_ids[at : at + 4]
+        return right, [place - 1 for place in range(len(right))], at
+
+    found = decode_with_late_drafts(LateDrafter(6), requests, made, parks=True)
+    check_identity(found, plain)
+    # All but the first two steps, and the last, have four draft tokens and one more.
+    assert all(one.counts.num_decode_steps <= 3 + len(one.token_ids) / 5 for one in found)
+
+
+def test_late_drafts_of_another_text_are_dropped() -> None:
+    requests = requests_of(8)
+    plain = decode(base_of("llama"), PlainDecoding(), requests)
+
+    def made(row: int, at: int) -> Draft:
+        token = plain[row].token_ids[at]
+        drafts = ([(token + 1) % 97, token], [-1, 0], at), ([token], [-1], at), ([token], [-1], at + 9)
+        return drafts[row % 3]  # of another token; of the next one alone; after tokens that have not come
+
+    found = decode_with_late_drafts(LateDrafter(6), requests, made)
+    check_identity(found, plain)
+    assert all(one.counts.num_spec_steps == 0 for one in found)
+
+
+@pytest.mark.parametrize("draft", [([5], [0], 0), ([5, 6], [-1], 0), ([97], [-1], 0), ([-1], [-1], 0), ([5], [-1], -1)])
+def test_what_is_no_draft_is_refused(draft: Draft) -> None:
+    engine = Engine(base_of("llama"), LateDrafter(6), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    with pytest.raises(RequestError, match="a draft is a list of tokens below 97"):
+        engine.submit(Request([5])).draft(*draft)
 
 
 def test_a_root_alone_is_a_plain_step() -> None:

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from drafter.requests import hashed_seed
+from pipeline.generate.staging import StagingPlan, content_hash, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput, StagedParts, unpack
-from pipeline.io.staging import StagingPlan, content_hash, stage_files, told_apart
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 

@@ -94,7 +94,7 @@ class CachebackDrafter(Drafter):
     def open(self, loan: Loan) -> None:
         self._ended: deque[_Text] = deque()
         self._ended_tokens = 0
-        self._texts = SlotObjects(loan.slots, lambda text: _Text(unread=text.tolist()), self._end)
+        self._texts = SlotObjects(loan.slots, lambda text, request: _Text(unread=text.tolist()), self._end)
         self.slots = [self._texts]
 
     def prepare(self, context: DraftContext) -> None:

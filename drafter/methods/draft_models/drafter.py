@@ -20,6 +20,7 @@ from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan, MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.slots import SlotTensors
+from drafter.drafters.target import Target
 from drafter.errors import LoadError
 from drafter.methods.draft_models import model_and_device, stack_levels
 from drafter.target.attention import Packing
@@ -51,7 +52,7 @@ class TextReader(Drafter):
         run: Tree nodes that are run behind a sequence at most.
     """
 
-    def __init__(self, model: BaseModel, base: BaseModel, nodes: int, depth: int, run: int) -> None:
+    def __init__(self, model: BaseModel, base: Target, nodes: int, depth: int, run: int) -> None:
         self._model, self._vocabulary = model, base.vocab_size
         beside = model.device == base.device
         kept = sum(model.kv_bytes_per_token) if beside else 0
@@ -178,7 +179,7 @@ class ModelDrafter(TextReader):
     in the tree.
     """
 
-    def __init__(self, model: BaseModel, base: BaseModel, nodes: int) -> None:
+    def __init__(self, model: BaseModel, base: Target, nodes: int) -> None:
         depth, self._beam = min(nodes, _DEPTH), min(nodes, _WIDTH)
         super().__init__(model, base, nodes, depth, most_places(depth, self._beam) - 1)
 
@@ -207,7 +208,7 @@ class StackedDrafter(MergedDrafter):
         LoadError: The lower drafter drafts in the target model's own KV cache.
     """
 
-    def __init__(self, lower: Drafter, model: BaseModel, base: BaseModel, nodes: int) -> None:
+    def __init__(self, lower: Drafter, model: BaseModel, base: Target, nodes: int) -> None:
         if lower.spec.shared_layers:
             raise LoadError(
                 "the target model's own layers cannot draft for a stack: its KV cache has no room for their trees"
@@ -300,7 +301,7 @@ def _id(vocabulary: dict[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
-def load_draft_model(name: str, base: BaseModel) -> BaseModel:
+def load_draft_model(name: str, base: Target) -> BaseModel:
     """Load `PATH_OR_HUB_ID` or `PATH_OR_HUB_ID@DEVICE`, in the target model's dtype if on its device, the default.
 
     Raises `LoadError` if it cannot be loaded, or has another tokeniser than the target model.

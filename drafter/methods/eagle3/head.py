@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
+from drafter.drafters.target import Target
 from drafter.errors import shown
 from drafter.heads.config import HeadConfig, Tree, check_sizes
 from drafter.heads.contract import DraftHead, check_hidden_layers
@@ -27,7 +28,6 @@ from drafter.heads.frame_head import (
     rotation_table,
 )
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
-from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie
 
@@ -276,7 +276,7 @@ class Eagle3Head(DraftHead):
     def defaults(cls, layers: int) -> dict[str, Any]:
         return {"hidden_layers": fused_layers(layers)}
 
-    def start_from(self, base: BaseModel) -> None:
+    def start_from(self, base: Target) -> None:
         """Initialise the output layer with the target model's LM head."""
         with torch.no_grad():
             self.output_layer.weight.copy_(self.output(base).lm_head_weight)
@@ -289,14 +289,14 @@ class Eagle3Head(DraftHead):
         """Return float32 log-probabilities `[..., V]` of draft ids at the layer's outputs `[..., d]`."""
         return self.output_layer(self.norm(states)).float().log_softmax(-1)  # type: ignore[no-any-return]
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         drafted, labels = self.in_draft_ids(batch, labels)
         real = drafted.lengths > 0
         labels = labels[real]
         log_probs = self.log_probs(self.unrolled(base, batch, hidden)[real]).gather(2, labels.tokens)
         return cross_entropy(log_probs, labels, drafted.lengths[real], self.config.depth_decay)
 
-    def unrolled(self, base: BaseModel, batch: DraftBatch, hidden: Tensor) -> Tensor:
+    def unrolled(self, base: Target, batch: DraftBatch, hidden: Tensor) -> Tensor:
         """Return the layer's outputs `[B, A, U, d]` of steps along the text; see `DraftHead.forward`."""
         rollout = self._rollout(base, batch.tokens, hidden, batch.anchors)
         tokens, positions = batch.targets.flatten(0, 1), batch.anchors.flatten()[:, None]
@@ -307,7 +307,7 @@ class Eagle3Head(DraftHead):
             states.append(rollout.grow(embeddings, self.carried(states[-1]), positions + step, sees))
         return torch.cat(states, 1).view(*batch.anchors.shape, self.config.depth, -1)
 
-    def _rollout(self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor) -> Rollout:
+    def _rollout(self, base: Target, tokens: Tensor, hidden: Tensor, anchors: Tensor) -> Rollout:
         """Return drafts at `anchors` `[B, A]` of texts `[B, L]`, text by text."""
         length = tokens.shape[1]
         table = rotation_table(self.config.rotary_rates(hidden.device), length + self.config.depth, hidden.dtype)
@@ -317,19 +317,19 @@ class Eagle3Head(DraftHead):
         return Rollout(self.layer, entries.keys, entries.values, sees, entries[row, anchors.flatten()], table)
 
     def trees_at(
-        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
+        self, base: Target, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
         self.refuse_tree(tree)
         rollout = self._rollout(base, tokens, hidden, anchors)
         pending = tokens.gather(1, anchors).flatten()
         return self.best_tree(base, rollout, pending, anchors.flatten(), Ask(size - 1))
 
-    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Eagle3Drafter:
+    def drafter(self, base: Target, nodes: int, tree: Tree = "exact") -> Eagle3Drafter:
         self.refuse_tree(tree)
         prepack(self)
         return Eagle3Drafter(self, base, nodes)
 
-    def best_tree(self, base: BaseModel, rollout: Rollout, pending: Tensor, positions: Tensor, ask: Ask) -> TokenTree:
+    def best_tree(self, base: Target, rollout: Rollout, pending: Tensor, positions: Tensor, ask: Ask) -> TokenTree:
         """Return trees `[R, 1 + ask.nodes]` of R new drafts, from `pending` tokens `[R]` at `positions` `[R]`."""
         outputs: list[Tensor] = []
         children = min(ask.nodes, self._ids)
@@ -356,7 +356,7 @@ class Eagle3Head(DraftHead):
 class Eagle3Drafter(ContextReader, Drafter):
     """Reads each sequence's new tokens into the layer's KV cache, and grows drafts behind them."""
 
-    def __init__(self, head: Eagle3Head, base: BaseModel, nodes: int) -> None:
+    def __init__(self, head: Eagle3Head, base: Target, nodes: int) -> None:
         config, rates = head.config, head.config.rotary_rates(base.device)
         depth = min(nodes, config.depth)
         # Nothing is written behind the pending token, but drafts have rotary positions there.

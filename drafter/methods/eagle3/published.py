@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.drafters.target import Target
 from drafter.errors import LoadError, shown
 from drafter.heads.published import (
     Json,
@@ -26,7 +27,6 @@ from drafter.heads.published import (
     refuse_unfit,
 )
 from drafter.methods.eagle3.head import Eagle3HeadConfig, fused_layers
-from drafter.target.model import BaseModel
 
 _DEPTH = 7
 """Levels of a tree where a configuration does not say: those the published heads were trained for."""
@@ -43,7 +43,7 @@ def _recognises(config: Json) -> bool:
     return "draft_vocab_size" in config
 
 
-def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+def _read(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead:
     speculators = "speculators_model_type" in config
     layer: Json = group(name, config, "transformer_layer_config") if speculators else config
     verifier = group(name, group(name, config, "speculators_config"), "verifier")
@@ -57,7 +57,7 @@ def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicH
     heads = count(name, layer, "num_attention_heads")
     fields: dict[str, Any] = {
         **sizes,
-        "hidden_layers": _hidden_layers(name, config, len(base.layers.modules)),
+        "hidden_layers": _hidden_layers(name, config, base.num_layers),
         "depth": _DEPTH,
         "num_heads": heads,
         "num_kv_heads": count(name, layer, "num_key_value_heads", heads),
@@ -114,7 +114,7 @@ def _ours(name: str, tensors: Weights, fields: Json, prefix: str) -> Weights:
     return found
 
 
-def _refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> None:
+def _refuse_other_embeddings(name: str, base: Target, embeddings: Tensor) -> None:
     """Raise `LoadError` unless a head's copy of the token embeddings `[V, d]` is the target model's, up to rounding."""
     own = base.embed(torch.arange(base.vocab_size, device=base.device)).cpu().float()
     if embeddings.shape != own.shape or bool(((embeddings.float() - own).abs() > 0.01 * own.abs().amax()).any()):

@@ -51,12 +51,12 @@ class ExitDrafter(Drafter):
         depth = min(depth, nodes)
         self._beam = min(BEAM, nodes)
         self.spec = DraftSpec(nodes, depth, shared_layers=layers, scratch=most_places(depth, self._beam))
-        self._network = network
+        self._base, self._network = base, network
+        self._waits = devices.is_asynchronous(base.device)
 
     def open(self, loan: Loan) -> None:
         assert loan.cache is not None
-        self._base, self._cache, self._times = loan.base, loan.cache, loan.times
-        self._waits = devices.is_asynchronous(loan.base.device)
+        self._cache, self._times = loan.cache, loan.times
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         depth, rows = self.spec.max_depth, slice(0, len(context.lengths))
@@ -100,6 +100,7 @@ class ExitDrafter(Drafter):
 def named_exit(rest: str, loading: Loading) -> Drafter:
     """Return the drafter `exit:rest`; raise `LoadError` if `rest` is no number of layers of the target model."""
     base = loading.base
+    assert isinstance(base, BaseModel), "an exit runs layers of the target model itself"
     if not (rest.isascii() and rest.isdigit() and 1 <= int(rest) <= base.num_layers):
         raise LoadError(
             f"drafter 'exit:{rest}': after the colon comes how many of the first layers of {base.name} draft, "
@@ -172,14 +173,14 @@ class ExitHead(DraftHead):
     def deepest_layer(self) -> int:
         return self.config.layers - 1
 
-    def start_from(self, base: BaseModel) -> None:
+    def start_from(self, base: BaseModel) -> None:  # type: ignore[override]
         """Check that the target model has enough layers; raise `LoadError` if not."""
         if self.config.layers > base.num_layers:
             raise LoadError(
                 f"draft head 'exit': {base.name} has {base.num_layers} layers, so layers cannot be {self.config.layers}"
             )
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:  # type: ignore[override]
         """Return the loss of the anchors, each of which is a position whose next token is to be drafted.
 
         Per position: one minus the cosine between the imitation and the last state, plus the cross-entropy against the
@@ -199,13 +200,13 @@ class ExitHead(DraftHead):
         weights = torch.where(rejected[:, 0], config.rejected_weight, 1.0)
         return LossSum((weights * loss).sum(), weights.sum())
 
-    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> ExitDrafter:
+    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> ExitDrafter:  # type: ignore[override]
         self.refuse_tree(tree)
         prepack(self.network)
         return ExitDrafter(base, self.config.layers, nodes, self.config.depth, self.network)
 
     @torch.no_grad()
-    def trees_at(
+    def trees_at(  # type: ignore[override]
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
         """See `DraftHead.trees_at`. `hidden` is not read."""

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.drafters.target import Target
 from drafter.errors import LoadError, shown
 from drafter.heads.attention import AttentionModule
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
 from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_unfit
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 
@@ -91,7 +91,7 @@ class HydraHead(FrameHead):
         ids = config.draft_vocab_size or config.vocab_size
         self.outputs = nn.ModuleList(nn.Linear(width, ids) for _ in range(config.depth if mapped else 0))
 
-    def start_from(self, base: BaseModel) -> None:
+    def start_from(self, base: Target) -> None:
         """Initialise the heads' own output layers with the target model's LM head."""
         with torch.no_grad():
             for output in self.outputs:
@@ -99,7 +99,7 @@ class HydraHead(FrameHead):
                 output.weight.copy_(self.output(base).lm_head_weight)
                 output.bias.zero_()
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         drafted, labels = self.in_draft_ids(batch, labels)
         real = drafted.lengths > 0
         state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
@@ -116,7 +116,7 @@ class HydraHead(FrameHead):
         return cross_entropy(log_probs, labels, drafted.lengths[real], self.config.depth_decay)
 
     def search(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+        self, states: Tensor, recent: Tensor, base: Target, size: int, tree: Tree, least: float = 0.0
     ) -> TokenTree:
         model, depth = _Paths(self, base, states[:, 0], recent), self.config.depth
         return best_lattice_trie(model, recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least)
@@ -125,7 +125,7 @@ class HydraHead(FrameHead):
 class _Paths:
     """`LabelModel` of the heads. A path's state is its target-vocabulary token ids, the root's first."""
 
-    def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
+    def __init__(self, head: HydraHead, base: Target, states: Tensor, recent: Tensor) -> None:
         self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]
 
     def start(self) -> Tensor:
@@ -142,7 +142,7 @@ class _Paths:
         return torch.cat([state, self._head.base_tokens(tokens)[:, None]], 1)
 
 
-def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+def _read(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead:
     for key, usual, wanted in (
         ("hydra_head_arch", "mlp", "mlp"),
         ("grounded_heads", False, True),

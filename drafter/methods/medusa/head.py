@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from drafter.ctc.prefix_search import static_tree
+from drafter.drafters.target import Target
 from drafter.errors import LoadError
 from drafter.heads.config import HeadConfig, Tree
 from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
 from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, Weights, count, refuse_unfit
-from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, best_product_trie
 
 
@@ -37,12 +37,12 @@ class MedusaHead(FrameHead):
         )
         nn.init.normal_(self.outputs, std=config.hidden_size**-0.5)
 
-    def start_from(self, base: BaseModel) -> None:
+    def start_from(self, base: Target) -> None:
         """Initialise every output layer with the target model's LM head."""
         with torch.no_grad():
             self.outputs.copy_(self.output(base).lm_head_weight.expand_as(self.outputs))
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         real = batch.lengths > 0
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
         labels = self.in_draft_ids(batch, labels)[1][real]
@@ -56,7 +56,7 @@ class MedusaHead(FrameHead):
         return logits.transpose(0, 1).float().log_softmax(-1)
 
     def search(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+        self, states: Tensor, recent: Tensor, base: Target, size: int, tree: Tree, least: float = 0.0
     ) -> TokenTree:
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
@@ -70,7 +70,7 @@ def _recognises(config: Json) -> bool:
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
-def _read(name: str, config: Json, tensors: Weights, base: BaseModel) -> PublicHead:
+def _read(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead:
     published = "medusa_num_heads" in config
     depth = count(name, config, "medusa_num_heads" if published else "num_heads")
     layers = count(name, config, "medusa_num_layers" if published else "num_hidden_layers", 1)

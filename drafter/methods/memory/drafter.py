@@ -20,6 +20,7 @@ from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loading, Loan
 from drafter.drafters.slots import SlotObjects
 from drafter.drafters.text_queue import TextQueue
+from drafter.requests import Request
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 Tokens = npt.NDArray[np.int32]
@@ -312,7 +313,7 @@ class MemoryDrafter(Drafter):
         if useful:
             self._index.credit(np.concatenate(useful))
 
-    def _begin(self, text: Ids) -> _Row:
+    def _begin(self, text: Ids, request: Request | None) -> _Row:
         if self._isolated:
             return _Row(Text(next(self._groups)), Trust(CONTEXT + self.spec.max_depth), text.tolist())
         return _Row(Text(), self._trust, text.tolist())

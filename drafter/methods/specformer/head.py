@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.drafters.contract import DraftContext
+from drafter.drafters.target import Target
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.contract import check_hidden_layers
 from drafter.heads.frame_head import (
@@ -29,7 +30,6 @@ from drafter.heads.frame_head import (
 )
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
 from drafter.target.forward import LM_HEAD_INPUT
-from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree, likeliest_chain
 
@@ -132,13 +132,13 @@ class SpecFormerModule(DraftModule):
         frames = self.frames(entries[row, anchors].flatten(0, 1), read.flatten(0, 1), count)
         return frames.view(*anchors.shape, *frames.shape[1:])
 
-    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+    def reader(self, base: Target, fresh: int) -> FrameReader:
         prepack(self)
         return _SpecFormerReader(self, base, fresh)
 
 
 class _SpecFormerReader(ContextReader, FrameReader):
-    def __init__(self, module: SpecFormerModule, base: BaseModel, fresh: int) -> None:
+    def __init__(self, module: SpecFormerModule, base: Target, fresh: int) -> None:
         super().__init__(base, fresh, module.rates(base.device), layers=1, heads=module.text_attention.num_heads)
         self._module = module
 
@@ -179,7 +179,7 @@ class SpecFormerHead(FrameHead):
         """Return the published layers: the middle one, the last but one, and the LM head's input."""
         return {"hidden_layers": tuple(dict.fromkeys((max(0, layers // 2 - 1), max(0, layers - 2), LM_HEAD_INPUT)))}
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         real = batch.lengths > 0
         states = self.norm(self.module(base.embed(batch.tokens), hidden, batch.anchors)[real])
         labels = self.in_draft_ids(batch, labels)[1][real]
@@ -187,7 +187,7 @@ class SpecFormerHead(FrameHead):
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
     def search(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree, least: float = 0.0
+        self, states: Tensor, recent: Tensor, base: Target, size: int, tree: Tree, least: float = 0.0
     ) -> TokenTree:
         log_probs = self.output(base).lm_head(self.norm(states)).float().log_softmax(-1)
         return likeliest_chain(log_probs, recent[:, -1], size)

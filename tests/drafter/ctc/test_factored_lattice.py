@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.ctc.head import CTCHead, FrameLattice, is_factored, label_factor
-from drafter.heads.losses import OutputLayer
+from drafter.drafters.target import OutputLayer
 from drafter.target.model import BaseModel
 from tests.drafter.ctc.test_native_search import KINDS_WITH_CONTEXT, sharp_head
 from tests.support.heads import DEPTH, make_head

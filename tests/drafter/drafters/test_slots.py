@@ -56,7 +56,7 @@ def test_numbers_that_are_not_finite_stay_with_their_sequence() -> None:
 
 def test_objects_are_told_of_the_end_of_their_sequence() -> None:
     ended: list[list[int]] = []
-    objects = SlotObjects(2, lambda text: text.tolist(), ended.append)
+    objects = SlotObjects(2, lambda text, request: text.tolist(), ended.append)
     objects.rows[0] += [1, 2]
     objects.rows[1] += [3]
     objects.move(1, 0)

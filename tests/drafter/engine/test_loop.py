@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from drafter.drafters.contract import Ask, DraftContext, DraftSpec, PlainDecodin
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.scheduler import common_prefix
 from drafter.engine.sequence import Handle
 from drafter.engine.step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
@@ -140,15 +138,6 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_base: BaseModel
         Engine(
             tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1_000_000_000, max_model_len=64)
         )
-
-
-def test_a_common_beginning_is_counted_in_tokens() -> None:
-    def common(first: list[int], second: list[int]) -> int:
-        return common_prefix(np.array(first, dtype=np.int64), np.array(second, dtype=np.int64))
-
-    assert common([1, 2, 3], [1, 2, 4]) == 2
-    assert common([1, 2], [1, 2, 4]) == 2
-    assert common([2], [1]) == common([], [1]) == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

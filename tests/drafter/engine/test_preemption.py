@@ -184,8 +184,8 @@ def test_memory_may_run_out_at_any_stage(
 def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
     requests = requests_of(6)
-    requests[0] = replace(requests[0], prompt_ids=[5])
-    requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))
+    requests[0] = replace(requests[0], prompt=[5])
+    requests[1] = replace(requests[1], prompt=list(range(3, 33)))
     expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
     monkeypatch.setitem(vars(tiny_base), "prefill", run_out(tiny_base.prefill, {3}))  # of the long prompt
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))

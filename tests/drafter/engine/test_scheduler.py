@@ -18,7 +18,7 @@ def waiting(queue: WaitingQueue, *timeouts: float | None, salt: str = "") -> lis
     """Put a request with each of these time limits into the queue."""
     slots = []
     for timeout in timeouts:
-        handle = Handle(Request([5], timeout=timeout, salt=salt), stream=False, on_cancel=queue.look_again)
+        handle = Handle(Request([5], timeout=timeout, salt=salt), stream=False, on_change=queue.look_again)
         slots.append(Sequence(handle, frozenset(), None, ExactVerifier(), max_length=8))
         queue.put(slots[-1])
     return slots

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafter.drafters.contract import Drafter
+from drafter.drafters.target import Target
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum
 from drafter.target.forward import LM_HEAD_INPUT
@@ -42,7 +43,7 @@ class Recorder(DraftHead):
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(vocab_size=97, depth=DEPTH))
 
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+    def forward(self, base: Target, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         self.hidden, self.labels = hidden, labels
         return LossSum(hidden.sum(), hidden.new_ones(()))
 

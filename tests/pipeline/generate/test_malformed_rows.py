@@ -19,11 +19,11 @@ import pytest
 from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
 from pipeline.generate.row_requests import PromptSettings, make_requests
+from pipeline.generate.staging import StagingPlan, stage_files
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput
-from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.output.part_files import error_table
 from pipeline.settings import ReadingConfig
 from tests.support.staging import content_seed, read_parts

@@ -24,11 +24,11 @@ from pipeline.errors import InputError
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
 from pipeline.generate.resuming import AskedRow, compare, delete_strays, dry_run, grow, match
+from pipeline.generate.staging import StagingPlan, repeats, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput, with_repeats, with_row_type
-from pipeline.io.staging import StagingPlan, repeats, stage_files, told_apart
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part, compact, is_whole

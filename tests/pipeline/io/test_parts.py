@@ -11,11 +11,11 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.generate.staging import StagingPlan, stage_files
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import PromptSource, list_input
 from pipeline.io.parts import StagedInput, StagedParts, pack, problem_column, unpack
-from pipeline.io.staging import StagingPlan, stage_files
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 from tests.support.parts import BAD_PROMPT

@@ -17,12 +17,20 @@ from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed, sample_seed
 from pipeline.errors import InputError, JobError
 from pipeline.generate.row_requests import row_sampling
+from pipeline.generate.staging import (
+    StagingPlan,
+    _say_what_chats_are,
+    content_hash,
+    cut,
+    expand,
+    stage_files,
+    staged_group,
+)
 from pipeline.io.apart import apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import PROBLEM_TYPE, StagedInput
-from pipeline.io.staging import StagingPlan, _say_what_chats_are, content_hash, cut, expand, stage_files, staged_group
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.damage import end_reader
