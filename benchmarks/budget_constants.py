@@ -295,7 +295,9 @@ def write_table(folder: Path) -> None:
     worlds = [{"world": world, "γ": f"{speed:.3f}"} for world, speed in record["speeds"].items()]
     text = (
         "# Constants of the adaptive budget\n\nSimulated worlds with a virtual clock: speed with another value of a "
-        f"constant ÷ speed with its own. `{about['command']}`, commit {about['commit']}.\n\n{markdown_table(rows)}\n\n"
+        f"constant ÷ speed with its own. `{about['command']}`, commit {about['commit']}. Another value changes what is "
+        "asked for, and so which random numbers come: with few seeds, the worlds with a noisy clock differ by chance "
+        f"as well, by how much was not measured.\n\n{markdown_table(rows)}\n\n"
         f"Speed ÷ plain decoding's, with all constants as they are:\n\n{markdown_table(worlds)}\n"
     )
     (folder / TABLE_FILE).write_text(text, encoding="utf-8")
