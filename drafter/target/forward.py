@@ -43,15 +43,13 @@ class TreeNodes:
     depths: Tensor  # `[B, N]` int64 depth of each node below the root
     ancestors: Tensor | None  # `TokenTree.ancestors` `[B, N, N]`; None for prompts, which are trees without branches
     kv_length: int  # cache positions that attention reads; at least every row's length + N
-    packing: Packing | None = None  # the nodes to compute, from `first` on, if not all
+    packing: Packing | None = None  # the nodes to compute, if not all
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)  # K hidden states to return, concatenated; see `DecoderLayers`
     full: int | None = None  # rows of so many committed positions are empty, and their output is not used
     follows: bool = False  # nodes left out of the packing have been run before, and others see them
     slot: int = 0  # of the first row; the others follow it
     logits: bool = True  # return logits
     keep: int = 1  # of a prompt, return the logits of so many tokens at its end
-    layers: int | None = None  # run only so many layers and the final norm
-    first: int = 0  # nodes before it have been run
 
 
 def prompt_nodes(
@@ -85,8 +83,10 @@ class Executor(Protocol):
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
         """Run nodes; write their KV behind the committed positions.
 
+        A cache of the first layers alone (early exit) runs these, the final norm and the LM head.
+
         Returns:
-            Logits `[B, N, V]` and hidden states `[B, N - first, K · d]`, undefined but finite in padding. Of prompts
+            Logits `[B, N, V]` and hidden states `[B, N, K · d]`, undefined but finite in padding. Of prompts
             the logits `[keep, V]` at the end of the only one and hidden states `[ΣP, K · d]`. None where no logits are
             asked for.
         """
@@ -96,7 +96,7 @@ class DecoderLayers:
     """Access to the outputs of a decoder's `count` layers, and to its first layers alone. `name` is for messages."""
 
     def __init__(self, decoder: nn.Module, count: int, name: str) -> None:
-        self._owner, self._attribute, self._name = decoder, "", name
+        self._owner, self._attribute, self._name, self.count = decoder, "", name, count
         for path, module in decoder.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 owner, _, self._attribute = path.rpartition(".")
@@ -148,6 +148,9 @@ class DecoderLayers:
         self._outputs[index] = output[0] if isinstance(output, tuple) else output
 
 
+Verify = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
+
+
 class ModelCode:
     """`Executor` that calls a transformers model, optionally compiled, with token ids and results on `device`."""
 
@@ -166,7 +169,7 @@ class ModelCode:
         self.packs = False  # the layers take packed nodes
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
-        self._verify: Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]] = self._run
+        self._verify: Verify = self._run
 
     def compile(self) -> None:
         """Compile the forward over trees. Errors come at the first calls for one and several rows and nodes."""
@@ -178,12 +181,20 @@ class ModelCode:
         self._verify = torch.compile(self._run, dynamic=True, **options)
 
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
-        """See `Executor.forward`. Needs `packs` for a `packing`, which the first layers alone can do without."""
-        if nodes.layers is not None:
-            return None, self._exit_early(cache, nodes, nodes.layers)
+        """See `Executor.forward`. Needs `packs` for a `packing`."""
+        if cache.depth == self._layers.count:
+            return self._forward(cache, nodes, self._verify)
+        with self._layers.only_first(cache.depth):
+            return self._forward(cache, nodes, self._run)
+
+    def _forward(self, cache: KVCache, nodes: TreeNodes, verify: Verify) -> tuple[Tensor | None, Tensor]:
         self._layers.watch(nodes.hidden_layers)
         if nodes.ancestors is not None:
-            return self._verify(cache, nodes)
+            if nodes.logits:
+                return verify(cache, nodes)
+            last = self._decoder(**self._tree_inputs(cache, nodes)).last_hidden_state
+            hidden = self._layers.take(nodes.hidden_layers, last, self._device)
+            return None, hidden if nodes.packing is None else nodes.packing.unpack(hidden)
         longest, device = nodes.tokens.shape[1], self._device
         chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(nodes.tokens), -1, -1)
         inputs = self._inputs(cache, replace(nodes, ancestors=chain))
@@ -222,13 +233,6 @@ class ModelCode:
             self._head_input = None
         return logits, self._layers.take(nodes.hidden_layers, found[0], self._device)[0]
 
-    def _exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
-        packing = nodes.packing if self.packs else None
-        with self._layers.only_first(layers):
-            inputs = self._inputs(cache, replace(nodes, packing=packing))
-            last: Tensor = self._decoder(**inputs).last_hidden_state.to(self._device)
-        return last if packing is None else packing.unpack(last)
-
     def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
         """Read in two parts where a kernel reads committed positions to their own length."""
         attend, (rows, size) = self.prefix_attention, nodes.tokens.shape
@@ -252,19 +256,18 @@ class ModelCode:
         return self._inputs(cache, nodes, CommittedLayers(layers, self.whole, prefix, all_seen=single))
 
     def _inputs(self, cache: KVCache, nodes: TreeNodes, committed: CommittedLayers | None = None) -> dict[str, Any]:
-        first, packing = nodes.first, nodes.packing
-        tokens, lengths = nodes.tokens[:, first:], nodes.lengths[:, None]
+        tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
             kind: self._mask(nodes, window, chunk, groups, in_parts=committed is not None)
             for kind, (window, chunk) in self._kinds.items()
         }
-        positions = lengths + nodes.depths[:, first:]
+        positions = lengths + nodes.depths
         if self._max_positions is not None:
             # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
             # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self._max_positions - 1)
-        places = lengths + torch.arange(first, nodes.tokens.shape[1], device=tokens.device)
+        places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
         written = None if packing is None else packing.nodes
         apart = () if committed is None else committed.whole
         inputs = {
@@ -279,7 +282,7 @@ class ModelCode:
         return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
 
     def _mask(self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, *, in_parts: bool) -> Tensor:
-        """Return the mask `[B, 1, G · N, S]` of the N nodes from `first` on; S is N where attention is in two parts."""
+        """Return the mask `[B, 1, G · N, S]` of the N nodes; S is N where attention is in two parts."""
         assert nodes.ancestors is not None
         if in_parts and window is None and chunk is None:
             if nodes.tokens.shape[1] == 1:
@@ -288,8 +291,9 @@ class ModelCode:
             size = nodes.ancestors.shape[2]
             padded = nn.functional.pad(nodes.ancestors, (0, -size % 8))
             return folded(additive(padded, self._dtype), groups)[..., :size]
-        ancestors = nodes.ancestors[:, nodes.first :]
-        seen = tree_attention_mask(nodes.lengths, nodes.depths, ancestors, nodes.kv_length, window=window, chunk=chunk)
+        seen = tree_attention_mask(
+            nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+        )
         return folded(additive(seen, self._dtype), groups)
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -141,6 +141,11 @@ class KVCache:
         self._members = [torch.arange(count, device=device)[:, None] * positions for count in members.values()]
 
     @property
+    def depth(self) -> int:
+        """Number of layers, those that store nothing included."""
+        return len(self._of_layers)
+
+    @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 

@@ -202,7 +202,7 @@ class BaseModel:
 
     def allow_packing(self) -> bool:
         """Prepare `verify` for packed trees; return False for a model with attention of its own."""
-        if self._executor is not self._model_code:
+        if self._executor is not self._model_code or self._model_code.packs:
             return True
         if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
             for groups in sorted({query_groups(self.config), 1}, reverse=True):
@@ -235,23 +235,25 @@ class BaseModel:
         self.model.set_attn_implementation(implementation)
         self._model_code.query_groups, self._model_code.packs = groups, implementation == TREE_ATTENTION
 
-    def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
+    def new_cache(self, slots: int, length: int, memory: int | None = None, *, layers: int | None = None) -> KVCache:
         """Allocate a KV cache for `slots` rows of up to `length` positions.
 
         Args:
             memory: Largest size in bytes. If all rows of full length need more, rows take blocks as they grow.
+            layers: For early exit: forwards with this cache run only so many first layers.
 
         Raises:
             LoadError: A device has no room for it, or `memory` does not hold one row.
         """
         by_device: dict[torch.device, int] = {}
-        for shape in self._layer_shapes:
+        shapes = self._layer_shapes[:layers]
+        for shape in shapes:
             if shape is not None:
                 by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
         in_all = sum(by_device.values())
         if memory is None or memory >= slots * length * in_all:
             self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
-            return KVCache(self._layer_shapes, slots, length, self.device)
+            return KVCache(shapes, slots, length, self.device)
         blocks = memory // (in_all * BLOCK) - SPARE
         if blocks < blocks_of(length):
             raise LoadError(
@@ -260,7 +262,7 @@ class BaseModel:
             )
         positions = (blocks + SPARE) * BLOCK
         self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
-        return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
+        return PagedKVCache(shapes, slots, length, self.device, blocks)
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():
@@ -319,11 +321,3 @@ class BaseModel:
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
         """Run only the first layers and the final norm over texts `[B, L]`, padded on the right; return `[B, L, d]`."""
         return self._model_code.read_early(tokens, layers)
-
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
-        """Run only the first layers and the final norm over tree nodes; return `[B, N - first, d]`.
-
-        Their KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree can
-        be run in parts: nodes before `first` have their KV there already. A `packing` is of those from `first` on.
-        """
-        return self.forward(cache, replace(nodes, layers=layers, first=first))[1]

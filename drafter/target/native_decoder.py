@@ -19,7 +19,7 @@ from drafter.native.build import (
     library,
 )
 from drafter.target.architecture import attention_kinds
-from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
+from drafter.target.forward import TreeNodes
 from drafter.target.kv_cache import KVCache
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -92,21 +92,17 @@ class NativeDecoder:
     def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
         """See `Executor.forward`. Raises `IndexError` for a node outside the cache, or a token of no vocabulary."""
         rows, size = nodes.tokens.shape
-        fresh, is_prompt = size - nodes.first, nodes.ancestors is None
-        which = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
-        if nodes.first:
-            which = which // fresh * size + nodes.first + which % fresh
-        # After the first layers, the final norm's output stands where the LM head's input does otherwise.
-        taps = nodes.hidden_layers if nodes.layers is None else (LM_HEAD_INPUT,)
-        hidden, logits = _floats(rows, size, len(taps) * self._hidden), None
-        if nodes.logits and nodes.layers is None:
+        which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
+        taps, logits = nodes.hidden_layers, None
+        hidden = _floats(rows, size, len(taps) * self._hidden)
+        if nodes.logits:
             logits = _floats(rows, size, self._vocabulary)
             if len(which) < rows * size:
                 logits.zero_()
                 hidden.zero_()
         self._run(cache, nodes, which, taps, hidden, logits)
-        if not is_prompt:
-            return logits, hidden[:, nodes.first :]
+        if nodes.ancestors is not None:
+            return logits, hidden
         return (
             None if logits is None else logits[0, -nodes.keep :],
             hidden[0] if nodes.packing is None else hidden.flatten(0, 1)[which],
@@ -150,7 +146,7 @@ class NativeDecoder:
             hidden=hidden.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
             logits_from=size - nodes.keep if ancestors is None else 0,
-            layers=len(self._layers) if nodes.layers is None else nodes.layers,
+            layers=len(keys),
             threads=torch.get_num_threads(),
         )
         if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):

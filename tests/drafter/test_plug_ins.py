@@ -171,48 +171,6 @@ def test_a_drafter_owns_a_second_model(family: str) -> None:
         assert all(one.counts.num_decode_steps <= 1 + len(one.token_ids) / 4 for one in greedy)
 
 
-class EarlyExit(Drafter):
-    """Drafts with the base's first layers, on the base's own KV of these layers.
-
-    Args:
-        layers: How many.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.spec = DraftSpec(max_nodes=4, max_depth=4, shared_layers=layers)
-
-    def open(self, loan: Loan) -> None:
-        assert loan.cache is not None
-        self.base, self.cache = loan.base, loan.cache
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        tokens, levels = context.pending, []
-        for step in range(ask.nodes):
-            hidden = self.base.exit_early(self.cache, lone_nodes(context, tokens, step), self.spec.shared_layers)
-            tokens = self.base.lm_head(hidden)[:, 0].argmax(-1)
-            levels.append(tokens)
-        return chain(context.pending, levels)
-
-
-@pytest.mark.parametrize("layers", [1, 2, LAYERS])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_a_drafter_runs_the_bases_first_layers_on_their_own_cache(family: str, layers: int) -> None:
-    base, requests = base_of(family), requests_of(8)
-    found = decode(base, EarlyExit(layers), requests)
-    check_identity(found, decode(base, PlainDecoding(), requests))
-    if layers == LAYERS:
-        greedy = [one for one, request in zip(found, requests, strict=True) if request.sampling.temperature == 0]
-        assert all(one.counts.num_decode_steps <= 1 + len(one.token_ids) / 4 for one in greedy)
-
-
-def test_only_who_asks_for_it_is_lent_the_cache() -> None:
-    class Curious(PlainDecoding):
-        def open(self, loan: Loan) -> None:
-            assert loan.cache is None
-
-    decode(base_of("llama"), Curious(), requests_of(1))
-
-
 class Layered(Drafter):
     """Looks at the outputs of single layers beside the LM head's input; drafts nothing that could be right."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.drafters.names import kind_and_rest, leaf_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.engine.engine import Engine
@@ -27,7 +28,7 @@ from drafter.evaluation.decoders import Run, decode_all, room_for, warm_up
 from drafter.evaluation.questions import Prompt
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.methods.draft_models.drafter import LOWER_NODES, ModelDrafter, StackedDrafter, load_draft_model
+from drafter.methods.draft_models.drafter import LOWER_NODES, StackedDrafter, load_draft_model
 from drafter.requests import Request
 from drafter.statistics import mean_acceptance_length, total
 from drafter.target.model import BaseModel

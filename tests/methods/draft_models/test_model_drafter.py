@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.draft_models.drafter import ModelDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
@@ -41,7 +41,7 @@ def context_of(texts: list[list[int]]) -> DraftContext:
 @torch.inference_mode()
 def trees_of(drafter: ModelDrafter, base: BaseModel, ask: Ask) -> TokenTree:
     """The first trees over `TEXTS`, by rows."""
-    drafter.open(Loan(base, len(TEXTS), 40, None, StageTimes()))
+    drafter.open(Loan(base, len(TEXTS), 40, StageTimes()))
     drafter.prepare(context_of(TEXTS))
     tree = drafter.propose(context_of(TEXTS), ask)
     check_slice_contract(tree)
@@ -227,7 +227,7 @@ def test_more_rows_may_come_than_there_are() -> None:
     base = model_of("llama", 0)
     drafter = ModelDrafter(base, base, 6)
     expected = trees_of(ModelDrafter(base, base, 6), base, Ask(6))
-    drafter.open(Loan(base, len(TEXTS) + 1, 40, None, StageTimes()))
+    drafter.open(Loan(base, len(TEXTS) + 1, 40, StageTimes()))
     drafter.prepare(context_of(TEXTS))
     found = drafter.propose(context_of([*TEXTS, [3]]), Ask(6))
     assert found.tokens[:-1].equal(expected.tokens)
