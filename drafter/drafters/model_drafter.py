@@ -14,8 +14,8 @@ from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
 from drafter.drafters.slots import SlotTensors
 from drafter.target.attention import Packing
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_places, root_only
 
 DEPTH = 8
@@ -54,7 +54,7 @@ class TextReader(Drafter):
         self._times = loan.times
         length = loan.length + self._usual + self._run_nodes + 1
         self.cache = self._model.new_cache(loan.slots, length, layers=self._layers)
-        self._entries = SlotTensors(self.cache.by_slot(), self._usual, self._run_nodes)
+        self._entries = SlotTensors(self.cache, self._usual, self._run_nodes)
         self.slots = [self._entries]
         self._packs = self._model.allow_packing()
 
@@ -84,6 +84,7 @@ class TextReader(Drafter):
         root = lengths - start  # index of the pending token in the chain; later entries repeat it
         tokens = context.tokens.gather(1, torch.minimum(start + place, lengths).to(context.tokens.device)).to(device)
         depths, ancestors = place.expand(rows, -1), (place <= place[:, None]).expand(rows, -1, -1)
+        parents = depths - 1
         real = (place <= root).expand(rows, -1)
         if not self.fixed:
             new = devices.send(torch.from_numpy(count), device)
@@ -92,13 +93,15 @@ class TextReader(Drafter):
             nodes = tree.tokens[:, 1:]
             tokens = torch.cat([tokens, torch.where(nodes >= 0, nodes, tree.tokens[:, :1])], 1)
             depths = torch.cat([depths, root + tree.depths[:, 1:]], 1)
+            above = tree.parents[:, 1:]
+            parents = torch.cat([parents, torch.where(above > 0, above + (chain - 1), root)], 1)
             text = (place <= root)[:, None].expand(-1, nodes.shape[1], -1)
             below = torch.cat([text, tree.ancestors()[:, 1:, 1:]], 2)
             ancestors = torch.cat([F.pad(ancestors, (0, nodes.shape[1])), below], 1)
             real = torch.cat([real, nodes >= 0], 1)
         packing = None if self.fixed or not self._packs or bool(real.all()) else Packing.of(real)
         reach = max(context.longest + 1, chain) + tokens.shape[1] - chain
-        logits = self._run(tokens, start[:, 0], depths, ancestors, reach, packing)
+        logits = self._run(tokens, start[:, 0], depths, parents, ancestors, reach, packing)
         after_root = logits.gather(1, root[:, :, None].expand(-1, -1, logits.shape[2]))
         return self._log_probs(torch.cat([after_root, logits[:, chain:]], 1))
 
@@ -117,15 +120,18 @@ class TextReader(Drafter):
             )
         elif self._packs and (size > width or not bool(new.all())):
             packing = Packing.of(F.pad(new, (size - width, 0)))
-        lengths, depths = context.lengths.to(new.device) + 1, frontier.depths[:, 1:] - 1
+        lengths, depths, parents = context.lengths.to(new.device) + 1, frontier.depths[:, 1:] - 1, frontier.parents - 1
         ancestors, reach = frontier.ancestors[:, 1:, 1:], context.longest + 1 + size
-        return self._log_probs(self._run(tokens, lengths, depths, ancestors, reach, packing)[:, size - width :])
+        return self._log_probs(
+            self._run(tokens, lengths, depths, parents[:, 1:], ancestors, reach, packing)[:, size - width :]
+        )
 
     def _run(
         self,
         tokens: Tensor,
         lengths: Tensor,
         depths: Tensor,
+        parents: Tensor,
         ancestors: Tensor,
         reach: int,
         packing: Packing | None,
@@ -133,7 +139,17 @@ class TextReader(Drafter):
         """Return logits `[B, N, V']` of tree nodes; see `TreeNodes`. Clamps token ids that the draft model lacks."""
         tokens = tokens.clamp_max(self._model.vocab_size - 1)
         reach = min(reach, self.cache.length)
-        return self._logits(TreeNodes(tokens, lengths, depths, ancestors, reach, packing, follows=packing is not None))
+        nodes = TreeNodes(
+            tokens=tokens,
+            lengths=lengths,
+            positions=lengths[:, None] + depths,
+            kv_length=reach,
+            packing=packing,
+            parents=parents,
+            ancestors=ancestors,
+            follows=packing is not None,
+        )
+        return self._logits(nodes)
 
     def _logits(self, nodes: TreeNodes) -> Tensor:
         return self._model.verify(self.cache, nodes)[0]

@@ -48,7 +48,7 @@ def gib(size: int) -> str:
 
 def slot_length(max_length: int, nodes: int, depth: int) -> int:
     """Return the positions of a slot for `max_length` tokens, `nodes` draft nodes and the stale ends of a path."""
-    # One more than is ever written, for `KVCache.scrub`; a multiple of eight, as a GPU's kernels want masks to be.
+    # One more than is ever written, for `TargetCache.scrub`; a multiple of eight, as a GPU's kernels want masks to be.
     return -(-(max_length + nodes + depth + 2) // 8) * 8
 
 

@@ -236,16 +236,16 @@ class Scheduler:
             decoded[sequence.beginning].append((slot, sequence))
         for slot, sequence in enumerate(self.entering, len(self.active)):
             donor, shared = (0, 0) if sequence.read or sequence.alone else longest_shared(sequence, decoded)
-            start = max(sequence.read, shared)
-            rest = sequence.length - start
+            rest = sequence.length - (start := max(sequence.read, shared))
             if spans:
                 coming = 0 if sequence.alone else longest_shared(sequence, before)[1]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
             if shared:
-                self._state.copy(donor, slot, shared)
-                sequence.borrowed = True
+                shared = self._state.copy(donor, slot, shared)
+                rest = sequence.length - (start := max(sequence.read, shared))
+                sequence.borrowed |= shared > 0
                 copied += shared
             spans.append(slice(start, start + min(room, rest)))
             before[sequence.beginning].append((slot, sequence))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from drafter.drafters.contract import Drafter, MeasuredWorth
 from drafter.heads.config import Tree
 from drafter.heads.losses import DraftBatch, Labels, LossSum, OutputLayer
-from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
+from drafter.target.nodes import LM_HEAD_INPUT
 from drafter.tree.token_tree import TokenTree
 
 

@@ -28,9 +28,10 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from tests.support.caches import tree_nodes
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 
 LAYERS = 3
@@ -136,7 +137,7 @@ class SecondModel(Drafter):
 
     def open(self, loan: Loan) -> None:
         self.cache = self.lm.new_cache(loan.slots, loan.length)
-        self.entries = SlotTensors(self.cache.by_slot(), usual=0, behind=self.spec.max_depth)
+        self.entries = SlotTensors(self.cache, usual=0, behind=self.spec.max_depth)
         self.slots = [self.entries]
 
     def prepare(self, context: DraftContext) -> None:
@@ -158,7 +159,7 @@ def lone_nodes(context: DraftContext, tokens: Tensor, step: int) -> TreeNodes:
     """One node a row, `step` positions behind the committed ones."""
     lengths = context.lengths + step
     depths, ancestors = torch.zeros_like(tokens)[:, None], torch.ones(len(tokens), 1, 1, dtype=torch.bool)
-    return TreeNodes(tokens[:, None], lengths, depths, ancestors, context.longest + step + 1)
+    return tree_nodes(tokens[:, None], lengths, depths, ancestors, context.longest + step + 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

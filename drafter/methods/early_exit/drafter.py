@@ -20,8 +20,8 @@ from drafter.heads.config import Tree, check_sizes
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, likeliest_logits
 from drafter.statistics import StageTimes
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 

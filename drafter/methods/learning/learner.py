@@ -26,8 +26,8 @@ from drafter.methods.learning.drafter import LEARNT, load_start, load_weights, v
 from drafter.methods.learning.payoff import Evaluation
 from drafter.methods.learning.rows import LearningRows, RowSample, micro_batches
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
-from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
+from drafter.target.nodes import LM_HEAD_INPUT
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_batches

@@ -17,6 +17,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
+from tests.support.caches import kv_of
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, VOCABULARY, SpellingTokenizer, random_model, random_prompts, run_engine
 from tests.support.tapes import queue_steps
@@ -134,7 +135,7 @@ def test_the_cache_is_that_of_a_model_that_has_read_the_text_alone(family: str) 
             known = min(member._entries.known[slot], int(engine.batch.lengths[slot]))
             fresh = base.new_cache(1, 64)
             base.prefill(fresh, 0, [engine.batch.tokens[slot, :known]])
-            ours, wanted = member.cache.layers(), fresh.layers()
+            ours, wanted = kv_of(member.cache).keys_values(), kv_of(fresh).keys_values()
             first = slot * member.cache.length
             for one, other in zip(ours, wanted, strict=True):
                 for found, expected in zip(one, other, strict=True):

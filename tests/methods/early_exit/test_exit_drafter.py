@@ -19,10 +19,10 @@ from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.attention import Packing
-from drafter.target.forward import TreeNodes
-from drafter.target.kv_cache import BLOCK, SPARE
+from drafter.target.cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
 from drafter.target.native_decoder import NativeDecoder
+from tests.support.caches import tree_nodes
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
 from tests.support.trees import check_slice_contract, nodes
@@ -77,11 +77,11 @@ def logits_of(base: BaseModel, layers: int | None, packed: bool, memory: int | N
     """Logits `[2, 7, V]` after the first layers of the trees' nodes."""
     kv = base.new_cache(3, 64, memory, layers=layers)
     for row, prefix in enumerate(PREFIXES):
-        assert kv.reserve(row, len(prefix) + 8)
+        assert kv.blocks.reserve(row, len(prefix) + 8)
         base.prefill(kv, row, [torch.tensor(prefix)])
     lengths = torch.tensor([len(prefix) for prefix in PREFIXES])
     packing = Packing.of(torch.ones(2, len(PARENTS), dtype=torch.bool)) if packed else None
-    tree = TreeNodes(TOKENS, lengths, DEPTHS, ancestors(), 28, packing)
+    tree = tree_nodes(TOKENS, lengths, DEPTHS, ancestors(), 28, packing)
     logits, hidden = base.verify(kv, tree)
     alone = base.forward(kv, replace(tree, logits=False))  # again, without the LM head
     assert alone[0] is None
