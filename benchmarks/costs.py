@@ -35,10 +35,10 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import new_head
 from drafter.statistics import StageTimes
-from drafter.target.forward import TreeNodes
-from drafter.target.kv_cache import KVCache
+from drafter.target.cache import TargetCache
 from drafter.target.loading import load_base, pick_device, pick_dtype
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.target.prepacked import halved_weights
 from drafter.tree.token_tree import root_only
 
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     contexts = [one for one in CONTEXTS if base.max_positions is None or one + max(NODES) < base.max_positions]
     cache = base.new_cache(max(ROWS), max(contexts) + max(NODES) + 1)
     length = max(contexts) + max(NODES) + drafter.spec.max_depth + 2
-    drafter.open(Loan(base, max(ROWS), length, None, StageTimes()))
+    drafter.open(Loan(base, max(ROWS), length, StageTimes()))
     best = measure_machine(base)
     settings = [start | {"nodes": nodes} for start in (_PLAIN, _HELD) for nodes in NODES]
     for name, values in (("rows", ROWS), ("context", contexts)):
@@ -247,7 +247,7 @@ def measure_machine(base: BaseModel) -> Machine:
 
 @torch.inference_mode()
 def measure(
-    base: BaseModel, drafter: Drafter, cache: KVCache, nodes: int, rows: int, context: int
+    base: BaseModel, drafter: Drafter, cache: TargetCache, nodes: int, rows: int, context: int
 ) -> tuple[float, float]:
     """Return the seconds of drafting and of verifying trees of `nodes` draft nodes, on random text."""
     kind: Any = {"device": base.device, "generator": torch.Generator(base.device).manual_seed(0)}
@@ -265,14 +265,18 @@ def measure(
             drafter.propose(seen, Ask(nodes))
         draft = timed(lambda: drafter.propose(seen, Ask(nodes)), base.device)
         tree = drafter.propose(seen, Ask(nodes))
-    ancestors, kv_length = tree.ancestors(), context + nodes + 1
+    kv_length = context + nodes + 1
     if is_asynchronous(base.device):
         kv_length = padded_length(kv_length, cache.length)
-
-    def verify() -> None:
-        base.verify(cache, TreeNodes(tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length))
-
-    return draft, timed(verify, base.device)
+    asked = TreeNodes(
+        tokens=tree.tokens.clamp_min(0),
+        lengths=lengths,
+        positions=lengths[:, None] + tree.depths,
+        kv_length=kv_length,
+        parents=tree.parents,
+        ancestors=tree.ancestors(),
+    )
+    return draft, timed(lambda: base.verify(cache, asked), base.device)
 
 
 def write_report(folder: Path) -> str:

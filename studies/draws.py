@@ -29,10 +29,10 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.target.forward import TreeNodes
-from drafter.target.kv_cache import KVCache
+from drafter.target.cache import TargetCache
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import RegeneratedText
 
@@ -168,12 +168,19 @@ def read(base: BaseModel, texts: Sequence[RegeneratedText], how: Reading) -> Ten
     return torch.cat(found)
 
 
-def _step(base: BaseModel, cache: KVCache, tokens: Tensor, lengths: Tensor) -> Tensor:
+def _step(base: BaseModel, cache: TargetCache, tokens: Tensor, lengths: Tensor) -> Tensor:
     """Logits `[B, N, V]` of `tokens` `[B, N]` behind `lengths` `[B]` positions, in one forward."""
     rows, count = tokens.shape
     depths = torch.arange(count).expand(rows, -1)
-    ancestors = torch.ones(count, count, dtype=torch.bool).tril().expand(rows, -1, -1)
-    return base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, int(lengths.max()) + count))[0]
+    nodes = TreeNodes(
+        tokens=tokens,
+        lengths=lengths,
+        positions=lengths[:, None] + depths,
+        kv_length=int(lengths.max()) + count,
+        parents=depths - 1,
+        ancestors=torch.ones(count, count, dtype=torch.bool).tril().expand(rows, -1, -1),
+    )
+    return base.verify(cache, nodes)[0]
 
 
 def changed(logits: dict[Reading, Tensor], seeds: int) -> Iterator[Changed]:

@@ -57,7 +57,7 @@ def prepare(plan: Plan) -> Measure:
             held[shape] = base, drafter, costs.measure_machine(base)
         base, drafter, machine = held[shape]
         cache = base.new_cache(rows, context + nodes + 8)
-        drafter.open(Loan(base, rows, context + nodes + drafter.spec.max_depth + 2, None, StageTimes()))
+        drafter.open(Loan(base, rows, context + nodes + drafter.spec.max_depth + 2, StageTimes()))
         draft, verify = costs.measure(base, drafter, cache, nodes, rows, context)
         sizes = BaseSizes.of(base.config, base.dtype)
         read = step_bytes(sizes, rows, nodes + 1, context + nodes + 1, drafter.spec.max_depth, NO_DRAFT)

@@ -22,8 +22,10 @@ from drafter.acceptance.sampling import draw, keep_probable, keep_ranked
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.drafters.prompt_lookup import lookup
 from drafter.target.attention import additive, folded, tree_attention, tree_attention_mask
-from drafter.target.kv_cache import BLOCK, KVCache, LayerShape, PagedKVCache
+from drafter.target.cache import BLOCK, Blocks, GrowingBlocks, TargetCache
+from drafter.target.kv_cache import KVCache, LayerShape
 from drafter.target.loading import pick_device
+from drafter.target.nodes import PromptNodes
 from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge
 
 Inputs = dict[str, Tensor]
@@ -64,9 +66,13 @@ def _tree(given: Inputs) -> TokenTree:
     return TokenTree(given["tokens"], given["parents"], given["depths"], given["log_probs"])
 
 
+def _positions(given: Inputs) -> Tensor:
+    return given["lengths"][:, None] + given["depths"]
+
+
 def _attention(given: Inputs) -> Tensor:
     tree, groups = _tree(given), 4
-    mask = additive(tree_attention_mask(given["lengths"], tree.depths, tree.ancestors(), 128), torch.float32)
+    mask = additive(tree_attention_mask(given["lengths"], _positions(given), tree.ancestors(), 128), torch.float32)
     keys, values = given["states"].unbind(1)
     module = torch.nn.Module()
     return tree_attention(module, given["queries"], keys, values, folded(mask, groups))[0]
@@ -77,21 +83,23 @@ def _cache(given: Inputs, paged: bool) -> list[Tensor]:
     rows, device = len(given["tokens"]), given["tokens"].device
     shape = LayerShape(2, 64, 64, torch.float32, device)
     length = 4 * BLOCK
-    cache: KVCache = (
-        PagedKVCache([shape], rows, length, device, rows * length // BLOCK)
-        if paged
-        else KVCache([shape], rows, length, device)
-    )
+    blocks = GrowingBlocks(rows, length, device, rows * length // BLOCK) if paged else Blocks(rows, length, device)
+    cache = TargetCache(blocks, [KVCache([shape], blocks)], 1)
     for row in range(rows):
-        cache.reserve(row, length)
-    places = given["lengths"][:, None] + torch.arange(_NODES, device=device)
-    layer = cache.view(0, places, length).layers[0]
+        blocks.reserve(row, length)
+
+    def seen(count: int) -> Any:
+        positions = given["lengths"][:, None] + torch.arange(count, device=device)
+        nodes = PromptNodes(tokens=positions, lengths=given["lengths"], positions=positions, kv_length=length)
+        return cache.view(nodes).layers[0]
+
+    layer = seen(_NODES)
     keys, values = (one[:, :, :_NODES] for one in given["states"].unbind(1))
     layer.update(keys, values)
     path, _, count = _walked(given)
-    cache.commit(given["lengths"], path)
+    cache.commit(given["lengths"], path, slice(0, rows))
     cache.scrub(given["lengths"] + _DEPTH + 1, _NODES, given["lengths"] % 2 == 0, slice(0, rows))
-    read = cache.view(0, places[:, :1], length).layers[0].update(keys[:, :, :1], values[:, :, :1])
+    read = seen(1).update(keys[:, :, :1], values[:, :, :1])
     kept = torch.arange(length, device=device) <= (given["lengths"] + count)[:, None]  # what is behind is nobody's
     return [torch.where(kept[:, None, :, None], part, 0) for part in read]
 
@@ -115,8 +123,10 @@ def _fields(tree: TokenTree) -> list[Tensor]:
 
 OPERATORS: dict[str, Callable[[Inputs], Any]] = {
     "ancestors": lambda x: _tree(x).ancestors(_DEPTH),
-    "tree mask": lambda x: tree_attention_mask(x["lengths"], x["depths"], _tree(x).ancestors(), 128),
-    "tree mask, window": lambda x: tree_attention_mask(x["lengths"], x["depths"], _tree(x).ancestors(), 128, window=9),
+    "tree mask": lambda x: tree_attention_mask(x["lengths"], _positions(x), _tree(x).ancestors(), 128),
+    "tree mask, window": lambda x: tree_attention_mask(
+        x["lengths"], _positions(x), _tree(x).ancestors(), 128, window=9
+    ),
     "tree attention": _attention,
     "merge": lambda x: _fields(merge([_tree(x), _tree(x).leading(9)], _DEPTH, _NODES)),
     "CTC prefix search": lambda x: _fields(best_trie(x["frames"], x["pending"], _DEPTH, _NODES, 64)),

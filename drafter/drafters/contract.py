@@ -20,7 +20,6 @@ from drafter.drafters.target import Target
 from drafter.errors import LoadError
 from drafter.requests import Request
 from drafter.statistics import StageTimes
-from drafter.target.kv_cache import KVCache
 from drafter.tree.token_tree import TokenTree, merge, root_only
 
 Ids = npt.NDArray[np.int64]
@@ -37,8 +36,6 @@ class DraftSpec:
     max_nodes: int  # draft tokens of its largest tree; the root is not counted
     max_depth: int  # largest depth below the root
     hidden_layers: tuple[int, ...] = ()
-    shared_layers: int = 0  # first layers of the target model that it runs itself, on the target model's KV cache
-    scratch: int = 0  # most positions that it writes behind the committed ones, beside a tree's nodes
     graph_safe: bool = True  # `propose` may be captured in a CUDA graph; see there
     lossless_only: bool = False  # it must not be used with a verifier that is not lossless
     bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
@@ -47,16 +44,11 @@ class DraftSpec:
 
 @dataclass(frozen=True)
 class Loan:
-    """Resources that the engine lends a drafter for as long as both live.
-
-    The KV cache is the target model's, for a drafter with `shared_layers`; None for others. Committed positions must
-    not be written; those behind them are free until the next verification.
-    """
+    """Resources that the engine lends a drafter for as long as both live."""
 
     base: Target
     slots: int  # largest batch size
     length: int  # positions of a slot, draft tokens included
-    cache: KVCache | None
     times: StageTimes  # the engine's, in which a drafter marks the end of its own stages
 
 
@@ -288,8 +280,6 @@ class MergedDrafter(Drafter):
             max_nodes=max(spec.max_nodes for spec in specs),
             max_depth=max(spec.max_depth for spec in specs),
             hidden_layers=tuple(dict.fromkeys(layer for spec in specs for layer in spec.hidden_layers)),
-            shared_layers=max(spec.shared_layers for spec in specs),
-            scratch=max(spec.scratch for spec in specs),
             graph_safe=all(spec.graph_safe for spec in specs),
             lossless_only=any(spec.lossless_only for spec in specs),
             bounded=any(spec.bounded for spec in specs),

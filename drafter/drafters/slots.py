@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from drafter.drafters.contract import DraftContext, Ids, SlotState
 from drafter.requests import Request
+from drafter.target.cache import Rows, TargetCache
 
 T = TypeVar("T")
 NO_TEXT: Ids = np.zeros(0, dtype=np.int64)
 
 
 class SlotTensors(SlotState):
-    """Tensors `[slots, L, ...]`, such as keys and values, whose entry of a token follows from the text up to it.
+    """Tensors, such as keys and values, whose entry of a token follows from the text up to it.
 
     Args:
-        tensors: Buffers, or views of them; see `KVCache.by_slot`.
+        kept: A drafter's own tensors, or the cache of a model that it runs.
         usual: Tokens that an ordinary step reads of a row at most.
         behind: Positions that it writes behind the tokens that it has read, at most.
 
@@ -28,22 +28,19 @@ class SlotTensors(SlotState):
         new: `[B]` tokens of each row that the next step has to read, the pending one at least.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], usual: int, behind: int) -> None:
-        self._tensors, self._usual, self._behind = tensors, usual, usual + behind
-        self.known = [0] * len(tensors[0])
+    def __init__(self, kept: Rows | TargetCache, usual: int, behind: int) -> None:
+        self._kept, self._usual, self._behind = kept, usual, usual + behind
+        self.known = [0] * kept.slots
         self.new = np.zeros(0, dtype=np.int64)
 
     def enter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         if known := self.known[slot]:
             # The drafter's own numbers may not be finite where the target model's are.
-            for tensor in self._tensors:
-                tensor[slot, : known + self._behind] = 0
+            self._kept.clear(slot, known + self._behind)
         self.known[slot] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
-        self.known[target] = known = min(self.known[source], length)
-        for tensor in self._tensors:
-            tensor[target, :known] = tensor[source, :known]
+        self.known[target] = self._kept.copy(source, target, min(self.known[source], length))
 
     def move(self, source: int, target: int) -> None:
         self.enter(target, NO_TEXT)

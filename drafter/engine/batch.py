@@ -54,7 +54,7 @@ class BatchState:
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
-        self._step_positions = max(spec.max_nodes + 1, spec.scratch)
+        self._step_positions = spec.max_nodes + 1
         self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
         self.cache = base.new_cache(slots, self.capacity, kv_bytes)
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)
@@ -64,7 +64,7 @@ class BatchState:
         self.lengths = torch.full((slots,), max_length, dtype=torch.long, device=device)
         self._offsets = torch.arange(spec.max_depth + 1, device=device)
         self.sampling = SamplingTable.empty(slots, device)
-        drafter.open(Loan(base, slots, self.capacity, self.cache if spec.shared_layers else None, times))
+        drafter.open(Loan(base, slots, self.capacity, times))
         self._expected: Iterable[SamplingParams] | None = None
         self._mode, self._logprobs = SamplingMode.of([]), dict[int, int]()
 
@@ -72,11 +72,11 @@ class BatchState:
 
     def has_room(self, length: int, rows: int) -> bool:
         """Return whether there is memory for a text of `length` tokens beside `rows` growing sequences."""
-        return self.cache.has_room(length + self._step_positions, rows)
+        return self.cache.blocks.has_room(length + self._step_positions, rows)
 
     def reserve(self, slot: int, length: int) -> bool:
         """Reserve memory for a step that begins with at most `length` tokens; False if too little is left."""
-        return self.cache.reserve(slot, length + self._step_positions)
+        return self.cache.blocks.reserve(slot, length + self._step_positions)
 
     def enter(self, slot: int, text: Ids, request: Request, limits: Limits | None = None) -> None:
         """Put a request's text, of which nothing has been read, into an empty slot."""
@@ -96,7 +96,7 @@ class BatchState:
     def end(self, slot: int) -> None:
         """Count the slot as empty, and free its memory."""
         self.lengths[slot] = self.max_length
-        self.cache.release(slot)
+        self.cache.blocks.release(slot)
 
     def restore(self, texts: Sequence[Ids], requests: Sequence[Request]) -> None:
         """Put the first slots back to these texts `[L + 1]`, and empty the others, after a step that failed."""
@@ -107,22 +107,27 @@ class BatchState:
             self.lengths[slot] = len(text) - 1
             self.reset_drafter(slot, text, request)
         for slot in range(len(texts), self.slots):
-            self.cache.release(slot)
+            self.cache.blocks.release(slot)
 
     def forget(self) -> None:
         """Empty all slots, and zero them: attention reads masked positions, too, which may not be finite."""
         self.restore([], [])
-        for buffer in [*self.cache.buffers, *([] if self.hidden is None else [self.hidden])]:
-            devices.zero_untouched(buffer)
+        self.cache.zero()
+        if self.hidden is not None:
+            devices.zero_untouched(self.hidden)
         for slot in range(self.slots):
             self.reset_drafter(slot, NO_TEXT)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another, whose text begins with the same tokens."""
-        self.cache.copy(source, target, length)
-        self._copy_texts(source, target, length)
-        for state in self.drafter.slots:
-            state.copy(source, target, length)
+    def copy(self, source: int, target: int, length: int) -> int:
+        """Copy the first `length` positions of one slot to another, whose text begins with the same tokens.
+
+        Return how many the two share now: all, or fewer where the target model's cache cannot share them.
+        """
+        if length := self.cache.copy(source, target, length):
+            self._copy_texts(source, target, length)
+            for state in self.drafter.slots:
+                state.copy(source, target, length)
+        return length
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the sequence in slot `source`, of at most `length` tokens, to slot `target`."""
@@ -251,8 +256,7 @@ class BatchState:
         # Reading the device's numbers costs nothing on a CPU, and would wait for a GPU.
         all_sound = not devices.is_asynchronous(self.base.device) and bool(sound.all())
         width = path.shape[1]
-        if width > 1:
-            self.cache.commit(lengths, path)
+        self.cache.commit(lengths, path, rows)
         if not all_sound:
             self.cache.scrub(lengths, hidden.shape[1], ~sound, rows)
         places = lengths[:, None] + self._offsets[:width]

@@ -38,7 +38,7 @@ def step_shape(step: DeviceStep, rows: int, nodes: int, longest: int) -> StepSha
     """Return the shape of a step of `rows` rows of at most `longest` tokens, with `nodes` draft nodes each."""
     state = step.state
     kv_length = padded_length(min(longest, state.max_length) + nodes + 1, state.capacity)
-    if step.base.reads_to_length and state.cache.in_order:
+    if step.base.reads_to_length and state.cache.blocks.in_order:
         # Then only a drafter's work may follow from the length, and is little: that is no reason for many graphs.
         bounded = bool(nodes) and state.drafter.spec.bounded
         kv_length = coarse_length(kv_length, state.capacity) if bounded else state.capacity

@@ -48,7 +48,7 @@ def gib(size: int) -> str:
 
 def slot_length(max_length: int, nodes: int, depth: int) -> int:
     """Return the positions of a slot for `max_length` tokens, `nodes` draft nodes and the stale ends of a path."""
-    # One more than is ever written, for `KVCache.scrub`; a multiple of eight, as a GPU's kernels want masks to be.
+    # One more than is ever written, for `TargetCache.scrub`; a multiple of eight, as a GPU's kernels want masks to be.
     return -(-(max_length + nodes + depth + 2) // 8) * 8
 
 
@@ -60,7 +60,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         graphs: Number of recorded steps.
     """
     slots, nodes, width, number = config.max_num_seqs, spec.max_nodes, base.hidden_size, base.dtype.itemsize
-    length = slot_length(max_length, max(nodes, spec.scratch - 1), spec.max_depth)
+    length = slot_length(max_length, nodes, spec.max_depth)
     positions, tree, prompt = slots * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
     layers, groups = base.kv_bytes_per_token, query_groups(base.config)
     inner = getattr(base.config, "intermediate_size", None) or 4 * width

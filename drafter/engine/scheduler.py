@@ -266,8 +266,11 @@ class Scheduler:
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
             if shared:
-                self._state.copy(donor, slot, shared)
-                sequence.handling = Handling.COPIED
+                shared = self._state.copy(donor, slot, shared)
+                start = max(sequence.read, shared)
+                rest = sequence.length - start
+                if shared:
+                    sequence.handling = Handling.COPIED
                 copied += shared
             spans.append(slice(start, start + min(room, rest)))
             before.add(slot, sequence)

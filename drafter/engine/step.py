@@ -21,8 +21,8 @@ from drafter.engine.sequence import Sequence
 from drafter.engine.shadows import Shadows
 from drafter.requests import TokenLogprob
 from drafter.target.attention import Packing
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers
@@ -225,18 +225,19 @@ class DeviceStep:
     def verify(self, tree: TokenTree, kv_length: int) -> Verified:
         """Run the target model over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""
         rows, depth = len(tree.tokens), min(self.state.drafter.spec.max_depth, tree.size - 1)
-        ancestors = tree.ancestors(depth)
+        ancestors, lengths = tree.ancestors(depth), self.state.lengths[:rows]
         packing = Packing.of(tree.tokens >= 0) if self.packs and rows > 1 and tree.size > 1 else None
         nodes = TreeNodes(
             # Padding repeats the root: another token's numbers might not be finite.
-            torch.where(tree.tokens >= 0, tree.tokens, tree.tokens[:, :1]),
-            self.state.lengths[:rows],
-            tree.depths,
-            ancestors,
-            kv_length,
-            packing,
-            self._hidden_layers,
-            self.state.max_length,
+            tokens=torch.where(tree.tokens >= 0, tree.tokens, tree.tokens[:, :1]),
+            lengths=lengths,
+            positions=lengths[:, None] + tree.depths,
+            kv_length=kv_length,
+            packing=packing,
+            hidden_layers=self._hidden_layers,
+            parents=tree.parents,
+            ancestors=ancestors,
+            full=self.state.max_length,
         )
         logits, hidden = self.base.verify(self.state.cache, nodes)
         if not self.verifier.hidden_layers:

@@ -21,7 +21,7 @@ from drafter.drafters.slots import SlotTensors
 from drafter.drafters.target import Target
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
-from drafter.target.kv_cache import KVCache, LayerShape
+from drafter.target.cache import Rows
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
@@ -69,9 +69,8 @@ class ContextReader(ABC):
     slots: Sequence[SlotState] = ()
 
     def __init__(self, base: Target, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
-        self._base, self._rates, self._behind = base, rates, behind
-        self._shapes = [LayerShape(heads, 2 * len(rates), 2 * len(rates), base.dtype, base.device)] * layers
-        self.bytes_per_token = sum(shape.bytes_per_token for shape in self._shapes)
+        self._base, self._rates, self._behind, self._layers, self._heads = base, rates, behind, layers, heads
+        self.bytes_per_token = 2 * layers * heads * 2 * len(rates) * base.dtype.itemsize
         # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
         # number of entries from every row, enough for two steps.
         self._late = devices.is_asynchronous(base.device)
@@ -84,10 +83,11 @@ class ContextReader(ABC):
     def open(self, loan: Loan) -> None:
         device = self._base.device
         self._length = loan.length + self._behind + 1
-        cache = KVCache(self._shapes, loan.slots, self._length, device)
         # `[layers, 2, slots · length, H, D]`, keys first.
-        self._cache = cache.buffers[0].unflatten(0, (len(self._shapes), 2, -1))
-        self._entries = SlotTensors(cache.by_slot(), self._usual, self._behind)
+        size, dtype = (self._layers, 2, loan.slots * self._length, self._heads, 2 * len(self._rates)), self._base.dtype
+        self._cache = devices.zeros(size, dtype, device)
+        by_slot = self._cache.unflatten(2, (loan.slots, self._length)).movedim((2, 3), (0, 1))
+        self._entries = SlotTensors(Rows([by_slot]), self._usual, self._behind)
         self.slots = [self._entries]
         self._rotation = rotation_table(self._rates, self._length, self._base.dtype)
         self._place = torch.arange(self._length, device=device)

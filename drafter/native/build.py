@@ -125,7 +125,7 @@ class ForwardStruct(ctypes.Structure):
         (ctypes.POINTER(Pointer), "keys values"),
         (Pointer, "blocks"),
         (_I64, "block slot_blocks first_slot rows nodes"),
-        (Pointer, "tokens lengths depths ancestors which"),
+        (Pointer, "tokens lengths positions ancestors which"),
         (_I64, "count"),
         (Pointer, "taps"),
         (_I64, "tap_count"),

@@ -320,17 +320,17 @@ AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
 
 def tree_attention_mask(
     lengths: Tensor,
-    depths: Tensor,
+    positions: Tensor,
     ancestors: Tensor,
     kv_length: int,
     *,
     window: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the cached positions that the last Q of N nodes see: `[B, Q, kv_length]` bool.
+    """Return the cached positions that each of N nodes sees: `[B, N, kv_length]` bool.
 
     A node sees the row's committed positions, its ancestors and itself. Node `j` of row `b` lies at cache index
-    `lengths[b] + j` but at position `lengths[b] + depths[b, j]`; windows and chunks are counted in positions.
+    `lengths[b] + j` but at position `positions[b, j]`; windows and chunks are counted in positions.
 
     With one committed position and the tree 0 → 1, 0 → 2 the mask is (columns: committed, nodes 0, 1, 2)::
 
@@ -340,23 +340,23 @@ def tree_attention_mask(
 
     Args:
         lengths: `[B]` committed positions.
-        depths: `[B, N]`.
-        ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`.
+        positions: `[B, N]`.
+        ancestors: `[B, N, N]` bool, as `TokenTree.ancestors`.
         window: A node sees positions less than this far behind it.
         chunk: A node sees only positions of its own chunk of this size.
     """
-    asked, nodes = ancestors.shape[1:]
+    nodes = ancestors.shape[1]
     index = torch.arange(kv_length, device=lengths.device)
     if nodes == 1 and window is None and chunk is None:  # plain decoding, where every kernel launch counts
         return (index <= lengths[:, None])[:, None]
     node = index - lengths[:, None]  # [B, kv_length]: node id at each cache index, negative where committed
     in_tree = node.clamp(0, nodes - 1)
-    seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, asked, -1)) & (node < nodes)[:, None]
+    seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, nodes, -1)) & (node < nodes)[:, None]
     seen = seen | (node < 0)[:, None]
     if window is None and chunk is None:
         return seen
-    own = (lengths[:, None] + depths[:, nodes - asked :])[:, :, None]
-    other = torch.where(node < 0, index, lengths[:, None] + depths.gather(1, in_tree))[:, None]
+    own = positions[:, :, None]
+    other = torch.where(node < 0, index, positions.gather(1, in_tree))[:, None]
     if window is not None:
         seen = seen & (own - other < window)
     if chunk is not None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from drafter import devices
 from drafter.errors import LoadError
 from drafter.target.architecture import attention_kinds, max_positions, whole_layers
 from drafter.target.attention import (
     CommittedLayers,
-    Packing,
     Prefix,
     PrefixAttention,
     additive,
@@ -25,68 +22,25 @@ from drafter.target.attention import (
     parts_of,
     tree_attention_mask,
 )
+from drafter.target.cache import TargetCache
 from drafter.target.kv_cache import KVCache, cache_name
+from drafter.target.nodes import LM_HEAD_INPUT, Nodes, PromptNodes, TreeNodes
 
-LM_HEAD_INPUT = -1
-"""In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
 _VARIANTS = 64  # compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled
 _LARGEST_TREE = 128  # larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves
 _USUAL_TREE = 32  # tree size for which a compiled forward splits a row's positions, as one variant serves all trees
 
 
-@dataclass(frozen=True)
-class TreeNodes:
-    """Nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes."""
-
-    tokens: Tensor  # `[B, N]` int64; any valid id in padding
-    lengths: Tensor  # `[B]` int64
-    depths: Tensor  # `[B, N]` int64 depth of each node below the root
-    ancestors: Tensor | None  # `TokenTree.ancestors` `[B, N, N]`; None for prompts, which are trees without branches
-    kv_length: int  # cache positions that attention reads; at least every row's length + N
-    packing: Packing | None = None  # the nodes to compute, from `first` on, if not all
-    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)  # K hidden states to return, concatenated; see `DecoderLayers`
-    full: int | None = None  # rows of so many committed positions are empty, and their output is not used
-    follows: bool = False  # nodes left out of the packing have been run before, and others see them
-    slot: int = 0  # of the first row; the others follow it
-    logits: bool = True  # return logits
-    keep: int = 1  # of a prompt, return the logits of so many tokens at its end
-    layers: int | None = None  # run only so many layers and the final norm
-    first: int = 0  # nodes before it have been run
-
-
-def prompt_nodes(
-    slot: int,
-    prompts: Sequence[Tensor],
-    starts: Sequence[int],
-    hidden_layers: tuple[int, ...],
-    *,
-    logits: bool = False,
-    keep: int = 1,
-) -> TreeNodes:
-    """Return the nodes of prompts, or of chunks that begin at `starts`, for slots `slot` and following."""
-    counts, device = [len(prompt) for prompt in prompts], prompts[0].device
-    return TreeNodes(
-        nn.utils.rnn.pad_sequence(list(prompts), batch_first=True),
-        devices.send(torch.tensor(starts), device),
-        torch.arange(max(counts), device=device).expand(len(counts), -1),
-        None,
-        max(start + count for start, count in zip(starts, counts, strict=True)),
-        Packing.of_counts(counts, device) if len(counts) > 1 else None,
-        hidden_layers,
-        slot=slot,
-        logits=logits,
-        keep=keep,
-    )
-
-
 class Executor(Protocol):
     """Runs forwards of the target model over a KV cache. All executors give the same tokens."""
 
-    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
-        """Run nodes; write their KV behind the committed positions.
+    def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """Run nodes; write their state behind that of the committed positions.
+
+        A cache of the first layers alone (early exit) runs these, the final norm and the LM head.
 
         Returns:
-            Logits `[B, N, V]` and hidden states `[B, N - first, K · d]`, undefined but finite in padding. Of prompts
+            Logits `[B, N, V]` and hidden states `[B, N, K · d]`, undefined but finite in padding. Of prompts
             the logits `[keep, V]` at the end of the only one and hidden states `[ΣP, K · d]`. None where no logits are
             asked for.
         """
@@ -96,7 +50,7 @@ class DecoderLayers:
     """Access to the outputs of a decoder's `count` layers, and to its first layers alone. `name` is for messages."""
 
     def __init__(self, decoder: nn.Module, count: int, name: str) -> None:
-        self._owner, self._attribute, self._name = decoder, "", name
+        self._owner, self._attribute, self._name, self.count = decoder, "", name, count
         for path, module in decoder.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 owner, _, self._attribute = path.rpartition(".")
@@ -148,6 +102,9 @@ class DecoderLayers:
         self._outputs[index] = output[0] if isinstance(output, tuple) else output
 
 
+Verify = Callable[[TargetCache, TreeNodes], tuple[Tensor, Tensor]]
+
+
 class ModelCode:
     """`Executor` that calls a transformers model, optionally compiled, with token ids and results on `device`."""
 
@@ -167,7 +124,7 @@ class ModelCode:
         self.packs = False  # the layers take packed nodes
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
-        self._verify: Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]] = self._run
+        self._verify: Verify = self._run
 
     def compile(self) -> None:
         """Compile the forward over trees. Errors come at the first calls for one and several rows and nodes."""
@@ -178,17 +135,27 @@ class ModelCode:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
         self._verify = torch.compile(self._run, dynamic=True, **options)
 
-    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
-        """See `Executor.forward`. Needs `packs` for a `packing`, which the first layers alone can do without."""
-        if nodes.layers is not None:
-            return None, self._exit_early(cache, nodes, nodes.layers)
+    def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
+        """See `Executor.forward`. Needs `packs` for a `packing`."""
+        if cache.depth == self._layers.count:
+            return self._forward(cache, nodes, self._verify)
+        with self._layers.only_first(cache.depth):
+            return self._forward(cache, nodes, self._run)
+
+    def _forward(
+        self, cache: TargetCache, nodes: PromptNodes | TreeNodes, verify: Verify
+    ) -> tuple[Tensor | None, Tensor]:
         self._layers.watch(nodes.hidden_layers)
-        if nodes.ancestors is not None:
-            return self._verify(cache, nodes)
+        if isinstance(nodes, TreeNodes):
+            if nodes.logits:
+                return verify(cache, nodes)
+            last = self._decoder(**self._tree_inputs(cache, nodes)).last_hidden_state
+            hidden = self._layers.take(nodes.hidden_layers, last, self._device)
+            return None, hidden if nodes.packing is None else nodes.packing.unpack(hidden)
         longest, device = nodes.tokens.shape[1], self._device
         chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(nodes.tokens), -1, -1)
-        inputs = self._inputs(cache, replace(nodes, ancestors=chain))
-        if nodes.logits:
+        inputs = self._inputs(cache, nodes, chain)
+        if nodes.keep:
             return self._prefill_last(inputs, nodes)
         # The decoder without its LM head: these logits are never needed.
         last = self._decoder(**inputs).last_hidden_state
@@ -203,7 +170,7 @@ class ModelCode:
         """Drop the head input kept from an LM head call outside of a forward."""
         self._head_input = None
 
-    def _run(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+    def _run(self, cache: TargetCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
         inputs, packing = self._tree_inputs(cache, nodes), nodes.packing
         logits = self._model(**inputs).logits.to(self._device)
         head_input, self._head_input = self._head_input, None
@@ -211,7 +178,7 @@ class ModelCode:
         hidden = self._layers.take(nodes.hidden_layers, head_input, self._device)
         return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
 
-    def _prefill_last(self, inputs: dict[str, Any], nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+    def _prefill_last(self, inputs: dict[str, Any], nodes: PromptNodes) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
         # The model hands out what its LM head makes of these, and may do something to the logits after that.
         hook = self._decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
@@ -223,22 +190,17 @@ class ModelCode:
             self._head_input = None
         return logits, self._layers.take(nodes.hidden_layers, found[0], self._device)[0]
 
-    def _exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
-        packing = nodes.packing if self.packs else None
-        with self._layers.only_first(layers):
-            inputs = self._inputs(cache, replace(nodes, packing=packing))
-            last: Tensor = self._decoder(**inputs).last_hidden_state.to(self._device)
-        return last if packing is None else packing.unpack(last)
-
-    def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
+    def _tree_inputs(self, cache: TargetCache, nodes: TreeNodes) -> dict[str, Any]:
         """Read in two parts where a kernel reads committed positions to their own length."""
         attend, (rows, size) = self.prefix_attention, nodes.tokens.shape
         # Blocks are not in order, a tree larger than these has no mask for query heads that share a KV head, and the
         # keys of nodes that were run before are in the cache alone.
         # To compare the cache's sizes would be a guard of a compiler, and torch 2.11's cannot name sizes of objects.
-        if attend is None or not cache.in_order or size > _LARGEST_TREE or nodes.follows:
-            return self._inputs(cache, nodes)
-        layers, queries, single = cache.layers(), size * self.query_groups, size == 1
+        if attend is None or not cache.blocks.in_order or size > _LARGEST_TREE or nodes.follows:
+            return self._inputs(cache, nodes, nodes.ancestors)
+        kv = cache.layers[0]
+        assert isinstance(kv, KVCache)
+        layers, queries, single = kv.keys_values(), size * self.query_groups, size == 1
         if torch.compiler.is_compiling():  # which has one variant for one row, or node, and one for all other numbers
             rows, size = rows if rows == 1 else cache.slots, size if size == 1 else _USUAL_TREE
         lengths = nodes.lengths
@@ -250,27 +212,26 @@ class ModelCode:
             if self.query_groups > 1:
                 parts, queries = 1, 1
         prefix = Prefix(lengths, cache.length, parts, attend, queries, some=single)
-        return self._inputs(cache, nodes, CommittedLayers(layers, self.whole, prefix, all_seen=single))
+        committed = CommittedLayers(layers, self.whole, prefix, all_seen=single)
+        return self._inputs(cache, nodes, nodes.ancestors, committed)
 
-    def _inputs(self, cache: KVCache, nodes: TreeNodes, committed: CommittedLayers | None = None) -> dict[str, Any]:
-        first, packing = nodes.first, nodes.packing
-        tokens, lengths = nodes.tokens[:, first:], nodes.lengths[:, None]
+    def _inputs(
+        self, cache: TargetCache, nodes: Nodes, ancestors: Tensor, committed: CommittedLayers | None = None
+    ) -> dict[str, Any]:
+        tokens, positions, packing = nodes.tokens, nodes.positions, nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
-            kind: self._mask(nodes, window, chunk, groups, in_parts=committed is not None)
+            kind: self._mask(nodes, ancestors, window, chunk, groups, in_parts=committed is not None)
             for kind, (window, chunk) in self._kinds.items()
         }
-        positions = lengths + nodes.depths[:, first:]
         if self._max_positions is not None:
             # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
             # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self._max_positions - 1)
-        places = lengths + torch.arange(first, nodes.tokens.shape[1], device=tokens.device)
-        written = None if packing is None else packing.nodes
         apart = () if committed is None else committed.whole
         inputs = {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            self._cache_name: cache.view(nodes.slot, places, nodes.kv_length, written, apart),
+            self._cache_name: cache.view(nodes, apart),
             "use_cache": True,
         }
         if committed is not None:
@@ -279,18 +240,27 @@ class ModelCode:
             return inputs | {"input_ids": tokens, "position_ids": positions}
         return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
 
-    def _mask(self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, *, in_parts: bool) -> Tensor:
-        """Return the mask `[B, 1, G · N, S]` of the N nodes from `first` on; S is N where attention is in two parts."""
-        assert nodes.ancestors is not None
+    def _mask(
+        self,
+        nodes: Nodes,
+        ancestors: Tensor,
+        window: int | None,
+        chunk: int | None,
+        groups: int,
+        *,
+        in_parts: bool,
+    ) -> Tensor:
+        """Return the mask `[B, 1, G · N, S]` of the N nodes; S is N where attention is in two parts."""
         if in_parts and window is None and chunk is None:
             if nodes.tokens.shape[1] == 1:
-                return nodes.ancestors[:, None]  # not read, but without one the model would make its own
+                return ancestors[:, None]  # not read, but without one the model would make its own
             # A GPU's kernels want rows of masks to begin at a multiple of eight.
-            size = nodes.ancestors.shape[2]
-            padded = nn.functional.pad(nodes.ancestors, (0, -size % 8))
+            size = ancestors.shape[2]
+            padded = nn.functional.pad(ancestors, (0, -size % 8))
             return folded(additive(padded, self._dtype), groups)[..., :size]
-        ancestors = nodes.ancestors[:, nodes.first :]
-        seen = tree_attention_mask(nodes.lengths, nodes.depths, ancestors, nodes.kv_length, window=window, chunk=chunk)
+        seen = tree_attention_mask(
+            nodes.lengths, nodes.positions, ancestors, nodes.kv_length, window=window, chunk=chunk
+        )
         return folded(additive(seen, self._dtype), groups)
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:

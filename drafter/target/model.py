@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +25,11 @@ from drafter.target.architecture import (
     small_copy,
 )
 from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
-from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, ModelCode, TreeNodes, prompt_nodes
-from drafter.target.kv_cache import BLOCK, SPARE, KVCache, PagedKVCache, blocks_of
+from drafter.target.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
+from drafter.target.forward import DecoderLayers, Executor, ModelCode
+from drafter.target.kv_cache import KVCache
 from drafter.target.native_decoder import NativeDecoder
+from drafter.target.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.target.prepacked import prepack
 from drafter.target.proof import (
     LONG,
@@ -140,7 +141,7 @@ class BaseModel:
 
     @property
     def copies_of_kv(self) -> int:
-        """Copies of a layer's keys and values that attention over trees makes, without those of a `PagedKVCache`."""
+        """Copies of a layer's keys and values that attention over trees makes, beside those of `GrowingBlocks`."""
         groups = query_groups(self.config)
         return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
 
@@ -194,7 +195,7 @@ class BaseModel:
 
     def allow_packing(self) -> bool:
         """Prepare `verify` for packed trees; return False for a model with attention of its own."""
-        if self._executor is not self._model_code:
+        if self._executor is not self._model_code or self._model_code.packs:
             return True
         if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
             for groups in sorted({query_groups(self.config), 1}, reverse=True):
@@ -217,7 +218,7 @@ class BaseModel:
     def reads_to_length(self) -> bool:
         """True if all layers read each row's committed positions to their end, whatever `TreeNodes.kv_length` is.
 
-        Holds for a cache that is `in_order`.
+        Holds for a cache whose blocks are `in_order`.
         """
         code = self._model_code
         return self._executor is code and code.prefix_attention is not None and len(code.whole) == self.num_layers
@@ -227,23 +228,26 @@ class BaseModel:
         self.model.set_attn_implementation(implementation)
         self._model_code.query_groups, self._model_code.packs = groups, implementation == TREE_ATTENTION
 
-    def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
-        """Allocate a KV cache for `slots` rows of up to `length` positions.
+    def new_cache(
+        self, slots: int, length: int, memory: int | None = None, *, layers: int | None = None
+    ) -> TargetCache:
+        """Allocate a cache for `slots` rows of up to `length` positions.
 
         Args:
             memory: Largest size in bytes. If all rows of full length need more, rows take blocks as they grow.
+            layers: For early exit: forwards with this cache run only so many first layers.
 
         Raises:
             LoadError: A device has no room for it, or `memory` does not hold one row.
         """
         by_device: dict[torch.device, int] = {}
-        for shape in self._layer_shapes:
+        for shape in self._layer_shapes[:layers]:
             if shape is not None:
                 by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
         in_all = sum(by_device.values())
         if memory is None or memory >= slots * length * in_all:
             self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
-            return KVCache(self._layer_shapes, slots, length, self.device)
+            return self._cache_on(Blocks(slots, length, self.device), layers)
         blocks = memory // (in_all * BLOCK) - SPARE
         if blocks < blocks_of(length):
             raise LoadError(
@@ -252,7 +256,15 @@ class BaseModel:
             )
         positions = (blocks + SPARE) * BLOCK
         self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
-        return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
+        return self._cache_on(GrowingBlocks(slots, length, self.device, blocks), layers)
+
+    def _cache_on(self, blocks: Blocks, layers: int | None) -> TargetCache:
+        depth = self.num_layers if layers is None else layers
+        return TargetCache(blocks, self._layer_caches(blocks, depth), depth)
+
+    def _layer_caches(self, blocks: Blocks, depth: int) -> Sequence[LayerCache]:
+        """Return what the first `depth` layers keep; the first is of keys and values."""
+        return [KVCache(self._layer_shapes[:depth], blocks)]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():
@@ -263,13 +275,13 @@ class BaseModel:
                     f"{free / 2**30:,.1f} GiB left: lower max_num_seqs or max_model_len, or kv_gib where it is set"
                 )
 
-    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+    def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
         """Run nodes by the present executor; see `Executor.forward`."""
         return self._executor.forward(cache, nodes)
 
     def prefill(
         self,
-        cache: KVCache,
+        cache: TargetCache,
         slot: int,
         prompts: Sequence[Tensor],
         starts: Sequence[int] = (0,),
@@ -283,7 +295,7 @@ class BaseModel:
 
     def prefill_last(
         self,
-        cache: KVCache,
+        cache: TargetCache,
         slot: int,
         prompt: Tensor,
         start: int = 0,
@@ -291,19 +303,17 @@ class BaseModel:
         keep: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """Run a chunk of a prompt; return logits `[keep, V]` after its last tokens, and hidden states `[P, K · d]`."""
-        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, logits=True, keep=keep)
+        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, keep)
         logits, hidden = self.forward(cache, nodes)
         assert logits is not None
         return logits, hidden
 
-    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+    def verify(self, cache: TargetCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
         """Run tree nodes of slots `0..B-1`; return logits `[B, N, V]` and hidden states `[B, N, K · d]` by node id.
 
         With a `packing` only after `allow_packing` returned True.
         """
-        # Copied, because compiled code expects one memory layout, and a slice of a larger tree has another.
-        depths = nodes.depths.clone(memory_format=torch.contiguous_format)
-        logits, hidden = self.forward(cache, replace(nodes, depths=depths))
+        logits, hidden = self.forward(cache, nodes)
         assert logits is not None
         return logits, hidden
 
@@ -311,11 +321,3 @@ class BaseModel:
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
         """Run only the first layers and the final norm over texts `[B, L]`, padded on the right; return `[B, L, d]`."""
         return self._model_code.read_early(tokens, layers)
-
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
-        """Run only the first layers and the final norm over tree nodes; return `[B, N - first, d]`.
-
-        Their KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree can
-        be run in parts: nodes before `first` have their KV there already. A `packing` is of those from `first` on.
-        """
-        return self.forward(cache, replace(nodes, layers=layers, first=first))[1]

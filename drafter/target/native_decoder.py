@@ -19,8 +19,9 @@ from drafter.native.build import (
     library,
 )
 from drafter.target.architecture import attention_kinds
-from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
+from drafter.target.cache import TargetCache
 from drafter.target.kv_cache import KVCache
+from drafter.target.nodes import PromptNodes, TreeNodes
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of transformers with this structure: RMSNorm, rotary positions, grouped queries, gated SiLU."""
@@ -54,7 +55,7 @@ class NativeDecoder:
             raise UnsuitableError(str(error)) from error
         self._vocabulary, self._hidden = decoder.embed_tokens.weight.shape
         self._rotations: tuple[Tensor, Tensor] | None = None
-        self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[TargetCache, Addresses] = WeakKeyDictionary()
 
     def _layer(self, layer: Any) -> LayerStruct:
         attention, mlp, weights = layer.self_attn, layer.mlp, self._weights
@@ -89,24 +90,20 @@ class NativeDecoder:
             scale=decoder.layers[0].self_attn.scaling,
         )
 
-    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]:
+    def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
         """See `Executor.forward`. Raises `IndexError` for a node outside the cache, or a token of no vocabulary."""
         rows, size = nodes.tokens.shape
-        fresh, is_prompt = size - nodes.first, nodes.ancestors is None
-        which = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
-        if nodes.first:
-            which = which // fresh * size + nodes.first + which % fresh
-        # After the first layers, the final norm's output stands where the LM head's input does otherwise.
-        taps = nodes.hidden_layers if nodes.layers is None else (LM_HEAD_INPUT,)
-        hidden, logits = _floats(rows, size, len(taps) * self._hidden), None
-        if nodes.logits and nodes.layers is None:
+        which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
+        taps, logits = nodes.hidden_layers, None
+        hidden = _floats(rows, size, len(taps) * self._hidden)
+        if nodes.logits if isinstance(nodes, TreeNodes) else nodes.keep:
             logits = _floats(rows, size, self._vocabulary)
             if len(which) < rows * size:
                 logits.zero_()
                 hidden.zero_()
         self._run(cache, nodes, which, taps, hidden, logits)
-        if not is_prompt:
-            return logits, hidden[:, nodes.first :]
+        if isinstance(nodes, TreeNodes):
+            return logits, hidden
         return (
             None if logits is None else logits[0, -nodes.keep :],
             hidden[0] if nodes.packing is None else hidden.flatten(0, 1)[which],
@@ -114,8 +111,8 @@ class NativeDecoder:
 
     def _run(
         self,
-        cache: KVCache,
-        nodes: TreeNodes,
+        cache: TargetCache,
+        nodes: PromptNodes | TreeNodes,
         which: Tensor,
         taps: tuple[int, ...],
         hidden: Tensor,
@@ -126,22 +123,22 @@ class NativeDecoder:
         rows, size = nodes.tokens.shape
         # Kept until the call returns.
         tokens, lengths = nodes.tokens.contiguous(), nodes.lengths.contiguous()
-        depths, which = nodes.depths.contiguous(), which.contiguous()
-        ancestors = None if nodes.ancestors is None else nodes.ancestors.contiguous()
+        positions, which = nodes.positions.contiguous(), which.contiguous()
+        ancestors = nodes.ancestors.contiguous() if isinstance(nodes, TreeNodes) else None
         tapped = (ctypes.c_int64 * len(taps))(*taps)
-        keys, values = self._addresses(cache)
+        (keys, values), blocks = self._addresses(cache), cache.blocks
         forward = ForwardStruct(
             keys=keys,
             values=values,
-            blocks=cache.blocks.data_ptr(),
-            block=cache.block,
-            slot_blocks=cache.blocks.shape[1],
+            blocks=blocks.table.data_ptr(),
+            block=blocks.size,
+            slot_blocks=blocks.table.shape[1],
             first_slot=nodes.slot,
             rows=rows,
             nodes=size,
             tokens=tokens.data_ptr(),
             lengths=lengths.data_ptr(),
-            depths=depths.data_ptr(),
+            positions=positions.data_ptr(),
             ancestors=None if ancestors is None else ancestors.data_ptr(),
             which=which.data_ptr(),
             count=len(which),
@@ -149,16 +146,18 @@ class NativeDecoder:
             tap_count=len(taps),
             hidden=hidden.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
-            logits_from=size - nodes.keep if ancestors is None else 0,
-            layers=len(self._layers) if nodes.layers is None else nodes.layers,
+            logits_from=size - nodes.keep if isinstance(nodes, PromptNodes) else 0,
+            layers=len(keys),
             threads=torch.get_num_threads(),
         )
         if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):
             raise IndexError("a node lies outside the KV cache, or a token outside the vocabulary")
 
-    def _addresses(self, cache: KVCache) -> Addresses:
+    def _addresses(self, cache: TargetCache) -> Addresses:
         if cache not in self._caches:
-            layers = cache.layers()
+            kv = cache.layers[0]
+            assert isinstance(kv, KVCache)
+            layers = kv.keys_values()
             self._caches[cache] = (
                 (Pointer * len(layers))(*(keys.data_ptr() for keys, _ in layers)),
                 (Pointer * len(layers))(*(values.data_ptr() for _, values in layers)),

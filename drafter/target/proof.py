@@ -12,8 +12,10 @@ from transformers import DynamicCache
 from drafter.errors import LoadError, first_line
 from drafter.target.architecture import POSITIONS
 from drafter.target.attention import Packing
-from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
-from drafter.target.kv_cache import KVCache, LayerShape, cache_name
+from drafter.target.cache import TargetCache
+from drafter.target.forward import Executor
+from drafter.target.kv_cache import LayerShape, cache_name
+from drafter.target.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors that a model's code may raise when called in an unsupported way."""
@@ -26,7 +28,7 @@ _TREE, _PATH = (-1, 0, 0, 2, 2), (0, 2, 4)
 _SMALL_TREES = ((-1, 0, 0, 2), (-1, 0, 1, 2), (-1, 0, 0, 2))  # parents in the trees of three texts
 _SHORT, LONG = 12, 520  # tokens of the longest text; `LONG` is enough to be read in several parts
 _LAST = (LM_HEAD_INPUT,)
-Forward = Callable[[KVCache, TreeNodes], tuple[Tensor | None, Tensor]]
+Forward = Callable[[TargetCache, PromptNodes | TreeNodes], tuple[Tensor | None, Tensor]]
 
 
 class Candidate(Protocol):
@@ -42,9 +44,9 @@ class Candidate(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def new_cache(self, slots: int, length: int) -> KVCache: ...
+    def new_cache(self, slots: int, length: int) -> TargetCache: ...
 
-    def forward(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor | None, Tensor]: ...
+    def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]: ...
 
 
 @torch.inference_mode()
@@ -156,7 +158,7 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
     ends: list[Tensor] = []
     widths: set[int] = set()
 
-    def run(nodes: TreeNodes) -> Any:
+    def run(nodes: PromptNodes | TreeNodes) -> Any:
         logits, hidden = base.forward(cache, nodes)
         widths.add(hidden.shape[-1])
         return logits
@@ -165,29 +167,25 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
         half = length // 2
         if half:
             run(prompt_nodes(slot, [text[:half]], [0], _LAST))
-        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, logits=True)))
+        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, 1)))
 
-    def verify(trees: list[Tensor], depths: list[int], ancestors: Tensor, lengths: list[int]) -> Tensor:
-        nodes = TreeNodes(
-            torch.stack([trees[0], trees[0][:1].expand(len(depths)), trees[1]]),
-            torch.tensor([lengths[0], free, lengths[1]], device=device),
-            torch.tensor([depths] * 3, device=device),
-            ancestors.to(device).expand(3, -1, -1),
-            max(lengths) + len(depths),
-            full=free,
-        )
+    def verify(trees: list[Tensor], parents: Sequence[int], lengths: list[int]) -> Tensor:
+        before = torch.tensor([lengths[0], free, lengths[1]], device=device)
+        tokens = torch.stack([trees[0], trees[0][:1].expand(len(parents)), trees[1]])
+        nodes = _tree_nodes(tokens, before, [parents] * 3, max(lengths) + len(parents), full=free)
         logits: Tensor = run(nodes)
         return logits[list(slots)]
 
     next_ones = [text[-_STEPS:] for text in texts]
     decoyed = [torch.stack([some[0], some[3], some[1], some[0], some[2]]) for some in next_ones]
-    drafted = verify(decoyed, [0, 1, 1, 2, 2], _ancestors(_TREE), prompts)[:, list(_PATH)]
+    drafted = verify(decoyed, _TREE, prompts)[:, list(_PATH)]
     cache.commit(
         torch.tensor([prompts[0], free, prompts[1]], device=device),
         torch.tensor([_PATH, (0, 0, 0), _PATH], device=device),
+        slice(0, 3),
     )
     after = [length + len(_PATH) for length in prompts]
-    plain = verify([some[3:] for some in next_ones], [0], torch.ones(1, 1, dtype=torch.bool), after)
+    plain = verify([some[3:] for some in next_ones], _TREE[:1], after)
     return [torch.cat(parts) for parts in zip(ends, drafted, plain, strict=True)], widths
 
 
@@ -226,19 +224,40 @@ def _answers(base: Candidate, forward: Forward, lengths: Sequence[int], *, packe
     else:
         hidden = [forward(cache, prompt_nodes(row, [text], [0], _LAST))[1] for row, text in enumerate(texts)]
     answers = [torch.cat(hidden)]
-    ancestors = torch.stack([_ancestors(tree) for tree in _SMALL_TREES[: len(lengths)]]).to(base.device)
-    depths = ancestors.sum(2) - 1
     before = torch.tensor(lengths, device=base.device)
-    real = torch.ones_like(depths, dtype=torch.bool)
+    real = torch.ones(len(lengths), 4, dtype=torch.bool, device=base.device)
     real[2:, -1] = False
     for size in (4, 1):
         packing = Packing.of(real) if packed and size > 1 else None
         tokens = drafted.view(-1, 4)[:, :size]
-        tree = ancestors[:, :size, :size]
-        nodes = TreeNodes(tokens, before, depths[:, :size], tree, max(lengths) + 4, packing)
+        trees = [tree[:size] for tree in _SMALL_TREES[: len(lengths)]]
+        nodes = _tree_nodes(tokens, before, trees, max(lengths) + 4, packing)
         answers += [part[real[:, :size]] for part in forward(cache, nodes) if part is not None]
-    found = forward(cache, prompt_nodes(0, [end], [lengths[0]], _LAST, logits=True))
+    found = forward(cache, prompt_nodes(0, [end], [lengths[0]], _LAST, 1))
     return [*answers, *(part for part in found if part is not None)]
+
+
+def _tree_nodes(
+    tokens: Tensor,
+    lengths: Tensor,
+    trees: Sequence[Sequence[int]],
+    kv_length: int,
+    packing: Packing | None = None,
+    full: int | None = None,
+) -> TreeNodes:
+    """Return the nodes of each row's tree, given by the parents."""
+    device = lengths.device
+    ancestors = torch.stack([_ancestors(tree) for tree in trees]).to(device)
+    return TreeNodes(
+        tokens=tokens,
+        lengths=lengths,
+        positions=lengths[:, None] + ancestors.sum(2) - 1,
+        kv_length=kv_length,
+        packing=packing,
+        parents=torch.tensor(trees, device=device),
+        ancestors=ancestors,
+        full=full,
+    )
 
 
 def _ancestors(parents: Sequence[int]) -> Tensor:

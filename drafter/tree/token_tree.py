@@ -192,6 +192,7 @@ class Frontier:
 
     tokens: Tensor  # `[B, P]`; the root's where a row has fewer nodes
     depths: Tensor  # `[B, P]` below the root
+    parents: Tensor  # `[B, P]` places of the nodes' parents; 0 for the root
     ancestors: Tensor  # `[B, P, P]` bool, as `TokenTree.ancestors`
     first: int
     real: Tensor  # `[B, F]` bool: existing ones among the last F
@@ -225,7 +226,8 @@ def best_first_trie(
         return root_only(pending)
     roots = pending[:, None]
     everywhere = torch.ones_like(roots, dtype=torch.bool)
-    frontier = Frontier(roots, torch.zeros_like(roots), everywhere[:, :, None], 0, everywhere)
+    zeros = torch.zeros_like(roots)
+    frontier = Frontier(roots, zeros, zeros, everywhere[:, :, None], 0, everywhere)
     # Of the frontier's F last nodes: log prefix probability, and index among all candidates, -1 of the root.
     reached, names = torch.zeros_like(roots, dtype=torch.float32), torch.full_like(roots, -1)
     levels: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -277,13 +279,14 @@ def _promising(levels: list[tuple[Tensor, Tensor, Tensor]], size: int, least: fl
 
 def _extended(frontier: Frontier, tokens: Tensor, parents: Tensor, real: Tensor, level: int) -> Frontier:
     """Return a frontier with new last nodes `[B, W]`; `parents` are counted from the present frontier's first."""
-    places, width = frontier.tokens.shape[1], tokens.shape[1]
-    above = frontier.ancestors.gather(1, (frontier.first + parents)[:, :, None].expand(-1, -1, places))
+    places, width, parents = frontier.tokens.shape[1], tokens.shape[1], frontier.first + parents
+    above = frontier.ancestors.gather(1, parents[:, :, None].expand(-1, -1, places))
     themselves = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     ancestors = torch.cat([F.pad(frontier.ancestors, (0, width)), torch.cat([above, themselves], 2)], 1)
     return Frontier(
         torch.cat([frontier.tokens, torch.where(real, tokens, frontier.tokens[:, :1])], 1),
         torch.cat([frontier.depths, torch.full_like(tokens, level)], 1),
+        torch.cat([frontier.parents, parents], 1),
         ancestors,
         places,
         real,

@@ -11,11 +11,12 @@ import torch
 from transformers import AddedToken
 
 from drafter.drafters.contract import ChoosingDrafter, Drafter, MergedDrafter, PlainDecoding
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
-from drafter.methods.draft_models.drafter import ModelDrafter, StackedDrafter
+from drafter.methods.draft_models.drafter import StackedDrafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter

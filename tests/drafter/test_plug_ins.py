@@ -35,9 +35,10 @@ from drafter.engine.sequence import Handle
 from drafter.errors import LoadError, RequestError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from tests.support.caches import tree_nodes
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 
 LAYERS = 3
@@ -143,7 +144,7 @@ class SecondModel(Drafter):
 
     def open(self, loan: Loan) -> None:
         self.cache = self.lm.new_cache(loan.slots, loan.length)
-        self.entries = SlotTensors(self.cache.by_slot(), usual=0, behind=self.spec.max_depth)
+        self.entries = SlotTensors(self.cache, usual=0, behind=self.spec.max_depth)
         self.slots = [self.entries]
 
     def prepare(self, context: DraftContext) -> None:
@@ -165,7 +166,7 @@ def lone_nodes(context: DraftContext, tokens: Tensor, step: int) -> TreeNodes:
     """One node a row, `step` positions behind the committed ones."""
     lengths = context.lengths + step
     depths, ancestors = torch.zeros_like(tokens)[:, None], torch.ones(len(tokens), 1, 1, dtype=torch.bool)
-    return TreeNodes(tokens[:, None], lengths, depths, ancestors, context.longest + step + 1)
+    return tree_nodes(tokens[:, None], lengths, depths, ancestors, context.longest + step + 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -176,49 +177,6 @@ def test_a_drafter_owns_a_second_model(family: str) -> None:
     if family == "llama":  # the base itself: whatever is greedy is accepted
         greedy = [one for one in found if requests[found.index(one)].sampling.temperature == 0]
         assert all(one.counts.num_decode_steps <= 1 + len(one.token_ids) / 4 for one in greedy)
-
-
-class EarlyExit(Drafter):
-    """Drafts with the base's first layers, on the base's own KV of these layers.
-
-    Args:
-        layers: How many.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.spec = DraftSpec(max_nodes=4, max_depth=4, shared_layers=layers)
-
-    def open(self, loan: Loan) -> None:
-        assert loan.cache is not None
-        assert isinstance(loan.base, BaseModel)
-        self.base, self.cache = loan.base, loan.cache
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        tokens, levels = context.pending, []
-        for step in range(ask.nodes):
-            hidden = self.base.exit_early(self.cache, lone_nodes(context, tokens, step), self.spec.shared_layers)
-            tokens = self.base.lm_head(hidden)[:, 0].argmax(-1)
-            levels.append(tokens)
-        return chain(context.pending, levels)
-
-
-@pytest.mark.parametrize("layers", [1, 2, LAYERS])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_a_drafter_runs_the_bases_first_layers_on_their_own_cache(family: str, layers: int) -> None:
-    base, requests = base_of(family), requests_of(8)
-    found = decode(base, EarlyExit(layers), requests)
-    check_identity(found, decode(base, PlainDecoding(), requests))
-    if layers == LAYERS:
-        greedy = [one for one, request in zip(found, requests, strict=True) if request.sampling.temperature == 0]
-        assert all(one.counts.num_decode_steps <= 1 + len(one.token_ids) / 4 for one in greedy)
-
-
-def test_only_who_asks_for_it_is_lent_the_cache() -> None:
-    class Curious(PlainDecoding):
-        def open(self, loan: Loan) -> None:
-            assert loan.cache is None
-
-    decode(base_of("llama"), Curious(), requests_of(1))
 
 
 class Layered(Drafter):

@@ -339,8 +339,7 @@ class Eagle3Head(DraftHead):
                 outputs.append(rollout.start())
             else:
                 depths, sees = frontier.depths[:, frontier.first :], frontier.ancestors[:, frontier.first :]
-                parents = (sees & (frontier.depths[:, None] == depths[:, :, None] - 1)).int().argmax(2)
-                before = self.carried(torch.cat(outputs, 1))
+                parents, before = frontier.parents[:, frontier.first :], self.carried(torch.cat(outputs, 1))
                 hidden = before.gather(1, parents[:, :, None].expand(-1, -1, before.shape[2]))
                 # Missing nodes have the root's token, which need not be a draft id.
                 ids = frontier.tokens[:, frontier.first :].clamp_max(self._ids - 1)

@@ -1,33 +1,30 @@
-"""`exit:N`: the target model's first N layers draft on its own KV cache (self-speculation; FastVLM, arXiv 2510.22641).
+"""`exit:N`: the target model's first N layers are the draft model (self-speculation; FastVLM, arXiv 2510.22641).
 
 The state behind layer N goes through the final norm and LM head, optionally through a trained imitation network
-(`ExitHead`). Keys and values of draft tokens go behind the committed ones, where verification overwrites them. Nothing
-is copied or kept between steps.
+(`ExitHead`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafter import devices
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan
+from drafter.drafters.model_drafter import DEPTH, ModelDrafter
+from drafter.drafters.slots import NO_TEXT
 from drafter.errors import LoadError
 from drafter.heads.config import Tree, check_sizes
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, likeliest_logits
 from drafter.statistics import StageTimes
-from drafter.target.attention import Packing
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.target.prepacked import prepack
-from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_places
+from drafter.tree.token_tree import TokenTree
 
-DEPTH = 8
-"""Deepest level; each costs a forward of the first layers."""
 BEAM = 8
 """Nodes run per level."""
 _TAUGHT = 32
@@ -36,7 +33,7 @@ _AT_ONCE = 16
 """Positions of a text whose trees grow together."""
 
 
-class ExitDrafter(Drafter):
+class ExitDrafter(ModelDrafter):
     """Drafts with the first `layers` of the target model; raises `LoadError` if it does not have so many.
 
     `network` maps states behind the final norm `[..., d]` to the LM head's input; None is the identity. It must not
@@ -48,53 +45,17 @@ class ExitDrafter(Drafter):
     ) -> None:
         if not 1 <= layers <= base.num_layers:
             raise LoadError(f"{base.name} has {base.num_layers} layers, so {layers} of them cannot draft: give fewer")
-        depth = min(depth, nodes)
-        self._beam = min(BEAM, nodes)
-        self.spec = DraftSpec(nodes, depth, shared_layers=layers, scratch=most_places(depth, self._beam))
-        self._base, self._network = base, network
-        self._waits = devices.is_asynchronous(base.device)
+        super().__init__(base, base, nodes, depth, BEAM, layers)
+        self._network = network
 
-    def open(self, loan: Loan) -> None:
-        assert loan.cache is not None
-        self._cache, self._times = loan.cache, loan.times
-
-    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        depth, rows = self.spec.max_depth, slice(0, len(context.lengths))
-        sound, places = torch.ones_like(context.lengths, dtype=torch.bool), 0
-
-        def grow(frontier: Frontier) -> tuple[Tensor, Tensor]:
-            nonlocal places
-            places = frontier.tokens.shape[1]
-            log_probs, tokens, finite = self._conditionals(context, frontier, min(ask.nodes, self._base.vocab_size))
-            sound.logical_and_((finite | ~frontier.real).all(1))
-            self._times.mark("tree")
-            return log_probs, tokens
-
-        tree = best_first_trie(grow, context.pending, depth, ask.nodes + 1, self._beam, ask.least_probability)
-        # Keys and values of nodes that are not finite become zero: masked positions are read, too.
-        if self._waits or not bool(sound.all()):
-            self._cache.scrub(context.lengths, places, ~sound, rows)
-        return tree
-
-    def _conditionals(self, context: DraftContext, frontier: Frontier, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities and tokens of the `count` best children `[B, W, K]`, and what is finite `[B, W]`."""
-        # Padding is left out where no device sync is needed for it.
-        packing = Packing.of(frontier.real) if not self._waits and len(frontier.tokens) > 1 else None
-        # GPU kernels need masks in multiples of eight, like the cache.
-        kv_length = min(-(-(context.longest + frontier.tokens.shape[1]) // 8) * 8, self._cache.length)
-        nodes = TreeNodes(frontier.tokens, context.lengths, frontier.depths, frontier.ancestors, kv_length, packing)
-        states = self._base.exit_early(self._cache, nodes, self.spec.shared_layers, frontier.first)
-        if packing is not None:
-            states = packing.pack(states)
-        if self._network is not None:
-            states = self._network(states)
-        self._times.mark("draft")
-        logits = self._base.lm_head(states).float()
-        best, tokens = logits.topk(count)
-        whole = logits.logsumexp(-1, keepdim=True)
-        found = (best - whole, tokens, whole)
-        log_probs, tokens, whole = found if packing is None else (packing.unpack(part) for part in found)
-        return log_probs, tokens, whole[..., 0].isfinite()
+    def _logits(self, nodes: TreeNodes) -> Tensor:
+        if self._network is None:
+            return super()._logits(nodes)
+        states = self._model.forward(self.cache, replace(nodes, logits=False))[1]
+        packing = nodes.packing
+        if packing is None:
+            return self._model.lm_head(self._network(states))
+        return packing.unpack(self._model.lm_head(self._network(packing.pack(states))))
 
 
 def named_exit(rest: str, loading: Loading) -> Drafter:
@@ -213,29 +174,25 @@ class ExitHead(DraftHead):
         self.refuse_tree(tree)
         drafter = ExitDrafter(base, self.config.layers, size - 1, self.config.depth, self.network)
         rows, length = min(_AT_ONCE, anchors.shape[1]), tokens.shape[1]
-        capacity = -(-(length + drafter.spec.scratch + 1) // 8) * 8
-        cache = base.new_cache(rows, capacity)
-        drafter.open(Loan(base, rows, capacity, cache, StageTimes()))
-        found = []
+        drafter.open(Loan(base, rows, length, StageTimes()))
+        (entries,), found = drafter.slots, []
         for text, places in zip(tokens, anchors.tolist(), strict=True):
-            base.exit_early(cache, _chain(text), self.config.layers)
+
+            def context(lengths: list[int], text: Tensor = text) -> DraftContext:
+                return DraftContext(text.expand(len(lengths), -1), None, tokens.new_tensor(lengths), lengths)
+
+            for row in range(rows):
+                entries.enter(row, NO_TEXT)
+            drafter.prepare(context([length - 1]))
             for row in range(1, rows):
-                cache.copy(0, row, length)
+                entries.copy(0, row, length - 1)
             # Last position first: a tree overwrites the text behind its root, which no later tree reads.
             order = sorted(range(len(places)), key=lambda place: -places[place])
             trees = []
             for start in range(0, len(order), rows):
-                lengths = [places[place] for place in order[start : start + rows]]
-                some = text.expand(len(lengths), -1)
-                context = DraftContext(some, None, torch.tensor(lengths, device=text.device), lengths)
-                trees.append(drafter.propose(context, Ask(size - 1)))
-            back = torch.tensor(order, device=text.device).argsort()
+                some = context([places[place] for place in order[start : start + rows]])
+                drafter.prepare(some)
+                trees.append(drafter.propose(some, Ask(size - 1)))
+            back = tokens.new_tensor(order).argsort()
             found.append([torch.cat(parts)[back] for parts in zip(*(vars(one).values() for one in trees), strict=True)])
         return TokenTree(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-
-def _chain(text: Tensor) -> TreeNodes:
-    length, device = len(text), text.device
-    ancestors = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
-    nothing = torch.zeros(1, dtype=torch.long, device=device)
-    return TreeNodes(text[None], nothing, torch.arange(length, device=device)[None], ancestors, length)

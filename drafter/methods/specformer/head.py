@@ -29,7 +29,7 @@ from drafter.heads.frame_head import (
     rotation_table,
 )
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
-from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.nodes import LM_HEAD_INPUT
 from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree, likeliest_chain
 

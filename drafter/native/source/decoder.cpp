@@ -38,7 +38,7 @@ struct Forward {
     int64_t first_slot, rows, nodes;  // B rows of N nodes
     const int64_t* tokens;     // `[B, N]`
     const int64_t* lengths;    // `[B]`
-    const int64_t* depths;     // `[B, N]`
+    const int64_t* positions;  // `[B, N]`
     const uint8_t* ancestors;  // `[B, N, N]`; null where each row is a chain
     const int64_t* which;      // `[M]` nodes that are computed, rising, as places in `[B * N]`
     int64_t count;             // M
@@ -85,7 +85,7 @@ struct Plan {
             place[m] = length + node;
             const int64_t token = forward.tokens[forward.which[m]];
             fits &= length >= 0 && place[m] < capacity && token >= 0 && token < vocabulary;
-            position[m] = std::min(length + forward.depths[forward.which[m]], positions - 1);
+            position[m] = std::min(forward.positions[forward.which[m]], positions - 1);
             if (forward.ancestors != nullptr) {
                 const uint8_t* line = forward.ancestors + forward.which[m] * nodes;
                 for (int64_t other = 0; other <= node; ++other)

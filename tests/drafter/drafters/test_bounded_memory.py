@@ -48,7 +48,7 @@ def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
 def test_twice_as_many_rows_take_no_more_memory(make: Callable[[], Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cacheback, "_SHARED_LEADERS", 1 << 10)  # full long before half of the rows have come
     drafter, rng = make(), random.Random(0)
-    drafter.open(Loan(Mock(), _SLOTS, 100, None, StageTimes()))
+    drafter.open(Loan(Mock(), _SLOTS, 100, StageTimes()))
     bytes_before = drafter.memory.nbytes
     tracemalloc.start()
     try:

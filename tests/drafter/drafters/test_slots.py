@@ -6,6 +6,7 @@ import torch
 
 from drafter.drafters.contract import DraftContext
 from drafter.drafters.slots import NO_TEXT, SlotObjects, SlotTensors
+from drafter.target.cache import Rows
 
 SLOTS, LENGTH = 3, 20
 
@@ -16,7 +17,7 @@ def context_of(lengths: list[int], ahead: int = 0) -> DraftContext:
 
 
 def test_rows_with_many_new_tokens_are_read_at_once() -> None:
-    entries = SlotTensors([torch.zeros(SLOTS, LENGTH)], usual=4, behind=2)
+    entries = SlotTensors(Rows([torch.zeros(SLOTS, LENGTH)]), usual=4, behind=2)
     late, unread = entries.advance(context_of([3, 9, 4]))
     assert (late.tolist(), unread.tolist()) == ([1, 2], [10, 5])
     assert entries.new.tolist() == [4, 1, 1]  # the pending token of each, and what an ordinary step reads
@@ -28,7 +29,7 @@ def test_rows_with_many_new_tokens_are_read_at_once() -> None:
 
 def test_entries_are_copied_as_far_as_they_are_known_and_shared() -> None:
     numbers, more = torch.arange(60.0).view(SLOTS, LENGTH), torch.randn(SLOTS, LENGTH, 2)
-    entries = SlotTensors([numbers, more], usual=4, behind=2)
+    entries = SlotTensors(Rows([numbers, more]), usual=4, behind=2)
     entries.advance(context_of([5, 9]))
     entries.copy(1, 2, 7)
     assert (numbers[2, :7].tolist(), numbers[2, 7].item()) == (list(range(20, 27)), 47.0)
@@ -43,7 +44,7 @@ def test_entries_are_copied_as_far_as_they_are_known_and_shared() -> None:
 def test_numbers_that_are_not_finite_stay_with_their_sequence() -> None:
     """Also those written behind the known tokens, and those behind a shorter sequence that takes the slot."""
     numbers = torch.zeros(SLOTS, LENGTH)
-    entries = SlotTensors([numbers], usual=4, behind=2)
+    entries = SlotTensors(Rows([numbers]), usual=4, behind=2)
     entries.advance(context_of([5, 9]))
     numbers[1, :16] = torch.nan
     entries.move(0, 1)

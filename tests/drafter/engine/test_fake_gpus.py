@@ -24,8 +24,8 @@ from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.methods.pad.method import BaseOfClassifier, PadVerifier
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import SamplingParams
-from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
+from drafter.target.nodes import LM_HEAD_INPUT
 from tests.methods.pad.test_pad import classifier_folder
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu

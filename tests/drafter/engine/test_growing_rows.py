@@ -11,7 +11,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
-from drafter.target.kv_cache import BLOCK, SPARE
+from drafter.target.cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
@@ -78,7 +78,7 @@ def check_tokens(family: str) -> None:
             most = max(most, len(engine.scheduler.active))
         assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
         assert most >= 3
-        assert not engine.batch.cache.blocks.any()  # all memory has been given back
+        assert not engine.batch.cache.blocks.table.any()  # all memory has been given back
 
 
 def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monke
     while not engine.idle:
         engine.step()
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
-    assert not engine.batch.cache.blocks.any()
+    assert not engine.batch.cache.blocks.table.any()
 
 
 def test_the_youngest_gives_way_and_the_oldest_never(tiny_base: BaseModel) -> None:
@@ -122,7 +122,7 @@ def test_unwanted_rows_give_their_memory_back(tiny_base: BaseModel) -> None:
     while not engine.idle:
         engine.step()
     assert [len(handle.result(0).token_ids) for handle in handles[4:]] == [60, 60]
-    assert not engine.batch.cache.blocks.any()
+    assert not engine.batch.cache.blocks.table.any()
 
 
 def test_memory_that_holds_no_row_is_refused(tiny_base: BaseModel) -> None:

@@ -19,10 +19,11 @@ from drafter.engine.step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.statistics import STAGES
-from drafter.target.forward import TreeNodes
-from drafter.target.kv_cache import KVCache
+from drafter.target.cache import TargetCache
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
+from tests.support.caches import kv_of
 from tests.support.heads import make_head
 from tests.support.models import (
     AdversarialDrafter,
@@ -55,7 +56,7 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
         tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=8)
     )
     before = engine.batch.cache.nbytes
-    pointers = [buffer.data_ptr() for buffer in engine.batch.cache.buffers]
+    pointers = [buffer.data_ptr() for buffer in kv_of(engine.batch.cache).buffers]
 
     def live_bytes() -> int:
         gc.collect()
@@ -72,7 +73,7 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
         del handles
         sizes.append(live_bytes())
     assert engine.batch.cache.nbytes == before
-    assert [buffer.data_ptr() for buffer in engine.batch.cache.buffers] == pointers
+    assert [buffer.data_ptr() for buffer in kv_of(engine.batch.cache).buffers] == pointers
     # The last step's own tensors stay, which differ by a little; 150 requests must not leave 50 bytes each.
     assert sizes[-1] - sizes[0] < 150 * 50, sizes
 
@@ -119,7 +120,10 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
     assert (state.shared_tokens, state.prefilled_tokens) == (41, 21 + 2 + 20 + 0)
     assert engine.batch.hidden is not None
     parts = [
-        *(buffer.unflatten(0, (-1, 4, engine.batch.capacity)).transpose(0, 1) for buffer in engine.batch.cache.buffers),
+        *(
+            buffer.unflatten(0, (-1, 4, engine.batch.capacity)).transpose(0, 1)
+            for buffer in kv_of(engine.batch.cache).buffers
+        ),
         engine.batch.hidden[:, None],
     ]
     for buffer in parts:
@@ -166,7 +170,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 16)
     prefill, sizes = tiny_base.prefill, []
 
-    def counted(cache: KVCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any) -> torch.Tensor:
+    def counted(cache: TargetCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any) -> torch.Tensor:
         sizes.append([len(prompt) for prompt in prompts])
         return prefill(cache, slot, prompts, *rest)
 
@@ -424,7 +428,7 @@ def test_who_watches_gets_the_first_token_with_the_prompts_forward(
     verified: list[int] = []
     verify = tiny_base.verify
 
-    def seen(cache: KVCache, nodes: TreeNodes) -> Any:
+    def seen(cache: TargetCache, nodes: TreeNodes) -> Any:
         verified.append(nodes.tokens.shape[1])
         return verify(cache, nodes)
 

@@ -85,8 +85,8 @@ def test_a_step_that_does_not_fit_is_refused_at_the_start(
 def test_what_drafters_keep_is_in_the_plan(tiny_base: BaseModel) -> None:
     head, config = make_head(tiny_base, "ctc").drafter(tiny_base, 7), EngineConfig(max_num_seqs=4)
     one = plan_memory(tiny_base, head.spec, config, 96, 0).items
-    length = slot_length(96, max(head.spec.max_nodes, head.spec.scratch - 1), head.spec.max_depth)
-    head.open(Loan(tiny_base, 4, length, None, StageTimes()))
+    length = slot_length(96, head.spec.max_nodes, head.spec.max_depth)
+    head.open(Loan(tiny_base, 4, length, StageTimes()))
     cached = head._reader._cache.nbytes  # type: ignore[attr-defined]
     assert 0 < one["draft's own KV"] <= cached < one["draft's own KV"] // length * (length + 32)
     assert one["hidden states"] == 4 * length * tiny_base.hidden_size * tiny_base.dtype.itemsize

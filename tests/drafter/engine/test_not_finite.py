@@ -22,6 +22,7 @@ from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
+from tests.support.caches import kv_of
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
@@ -108,7 +109,7 @@ def decode(
     handles = [engine.submit(request, stream=stream) for request in requests]
     while not engine.idle:
         engine.step()
-    assert bool(torch.stack([buffer.isfinite().all() for buffer in engine.batch.cache.buffers]).all())
+    assert bool(torch.stack([buffer.isfinite().all() for buffer in kv_of(engine.batch.cache).buffers]).all())
     if engine.batch.hidden is not None:
         assert bool(engine.batch.hidden.isfinite().all())
     return handles

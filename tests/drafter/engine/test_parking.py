@@ -13,7 +13,7 @@ from drafter.engine.engine_thread import EngineThread
 from drafter.engine.sequence import Handle
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.kv_cache import BLOCK, SPARE
+from drafter.target.cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but

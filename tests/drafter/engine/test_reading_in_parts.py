@@ -16,13 +16,13 @@ from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
 from drafter.heads.attention import AttentionModule, AttentionReader
-from drafter.methods.draft_models.drafter import ModelDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes, total
@@ -117,7 +117,7 @@ def test_frames_are_the_same(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPat
     assert (masked.bounded, in_parts.bounded) == (True, False)
     tokens, hidden = sequence(tiny_base, 3, 60)
     for drafter in (masked, in_parts):
-        drafter.open(Loan(tiny_base, 3, 60, None, StageTimes()))
+        drafter.open(Loan(tiny_base, 3, 60, StageTimes()))
     for lengths in ([1, 9, 20], [4, 10, 25]):
         found = []
         for drafter in (masked, in_parts):

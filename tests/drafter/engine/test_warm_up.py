@@ -12,8 +12,9 @@ from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
 from drafter.statistics import StageTimes
-from drafter.target.kv_cache import BLOCK, SPARE
+from drafter.target.cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
+from tests.support.caches import kv_of
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, generate_reference, random_model
 
@@ -58,7 +59,7 @@ def test_a_text_that_is_not_finite_leaves_nothing_behind(blocks: int | None) -> 
     for drafter in (AdversarialDrafter(0, nodes=6), make_head(base, "ctc").drafter(base, 6)):
         state = BatchState(base, drafter, 5, 96, StageTimes(), memory)
         measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
-        assert all(bool(buffer.isfinite().all()) for buffer in state.cache.buffers)
+        assert all(bool(buffer.isfinite().all()) for buffer in kv_of(state.cache).buffers)
         assert state.hidden is None or bool(state.hidden.isfinite().all())
 
 

@@ -69,7 +69,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
     slots, length = 3, 60
     tokens, hidden = sequence(tiny_base, 6, length, seed, head.hidden_layers)
     drafter = head.drafter(tiny_base, 8)
-    drafter.open(Loan(tiny_base, slots, length, None, StageTimes()))
+    drafter.open(Loan(tiny_base, slots, length, StageTimes()))
     rng = random.Random(seed)
     rows = [0, 1, 2]  # the sequence in each slot
     lengths = [rng.randrange(0, 40) for _ in rows]

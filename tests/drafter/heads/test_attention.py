@@ -79,7 +79,7 @@ def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
     reader = module.reader(tiny_base, 5)
     assert isinstance(reader, AttentionReader)
-    reader.open(Loan(tiny_base, 2, 40, None, StageTimes()))
+    reader.open(Loan(tiny_base, 2, 40, StageTimes()))
     place = reader._cache.data_ptr()
     tokens, hidden = sequence(tiny_base, 2, 40)
     for length in (3, 9, 20, 39):

@@ -37,7 +37,7 @@ def test_the_same_frames(tiny_base: BaseModel, steps: list[list[int]], count: in
     readers = AttentionReader(module, tiny_base, 5), NativeAttentionReader(module, tiny_base, 5)
     tokens, hidden = sequence(tiny_base, 3, 60)
     for reader in readers:
-        reader.open(Loan(tiny_base, 3, 60, None, StageTimes()))
+        reader.open(Loan(tiny_base, 3, 60, StageTimes()))
     lengths = [1, 9, 20]
     for step in [[0, 0, 0], *steps]:
         lengths = [length + more for length, more in zip(lengths, step, strict=True)]
@@ -56,7 +56,7 @@ def test_rows_of_other_slots_and_copies(tiny_base: BaseModel) -> None:
     tokens, hidden = tokens.expand(2, -1).contiguous(), hidden.expand(2, -1, -1).contiguous()
     reader = module.reader(tiny_base, 5)
     assert isinstance(reader, NativeAttentionReader)
-    reader.open(Loan(tiny_base, 2, 40, None, StageTimes()))
+    reader.open(Loan(tiny_base, 2, 40, StageTimes()))
     alone = DraftContext(tokens[:1], hidden[:1], torch.tensor([30]), [30])
     reader.prepare(alone)
     expected = reader.read(alone)

@@ -35,9 +35,10 @@ from drafter.target.attention import (
     tree_attention,
     tree_attention_mask,
 )
-from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
+from drafter.target.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
+from tests.support.caches import kv_of, tree_nodes
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
 
@@ -123,7 +124,7 @@ def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     layer = nn.Module()
     layer.layer_idx, layer.num_key_value_groups = 0, groups  # type: ignore[assignment]
     depths = torch.zeros(rows, nodes, dtype=torch.long)
-    seen = tree_attention_mask(lengths, depths, ancestors, slot)
+    seen = tree_attention_mask(lengths, lengths[:, None] + depths, ancestors, slot)
     expected, _ = tree_attention(layer, query, key, value, folded(additive(seen, query.dtype), groups), scaling=0.4)
     mask = folded(additive(ancestors, query.dtype), groups)
     for attend in (masked_prefix_attention, flash_prefix_attention):
@@ -158,8 +159,8 @@ def test_a_model_gives_the_same_in_parts(in_parts: None, family: str) -> None:
     ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril().repeat(rows, 1, 1)
     depths = torch.arange(nodes).repeat(rows, 1)
     real = torch.arange(nodes) < torch.tensor([[5], [1], [3]])
-    tree = TreeNodes(ids, lengths, depths, ancestors, 40)
-    single = TreeNodes(ids[:, :1], lengths, depths[:, :1], ancestors[:, :1, :1], 40)
+    tree = tree_nodes(ids, lengths, depths, ancestors, 40)
+    single = tree_nodes(ids[:, :1], lengths, depths[:, :1], ancestors[:, :1, :1], 40)
     found, singles = [], []
     for packs in (False, True):
         cache = base.new_cache(rows, 48)
@@ -169,7 +170,7 @@ def test_a_model_gives_the_same_in_parts(in_parts: None, family: str) -> None:
         if packs:
             assert base.allow_packing()
             assert base._model_code.prefix_attention is masked_prefix_attention
-            packed = TreeNodes(ids, lengths, depths, ancestors, 40, Packing.of(real))
+            packed = tree_nodes(ids, lengths, depths, ancestors, 40, Packing.of(real))
             found.append(base.verify(cache, packed))
         found.append(base.verify(cache, tree))
         singles.append(base.verify(cache, single))
@@ -203,7 +204,7 @@ def test_compiled_it_has_no_more_variants_than_with_a_mask(in_parts: None, monke
         torch.manual_seed(rows * nodes)
         ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1)
         depths, lengths = torch.arange(nodes).repeat(rows, 1), torch.full((rows,), 20)
-        return TreeNodes(torch.randint(3, 90, (rows, nodes)), lengths, depths, ancestors, 48, full=90)
+        return tree_nodes(torch.randint(3, 90, (rows, nodes)), lengths, depths, ancestors, 48, full=90)
 
     sizes = [(1, 1), (1, 5), (5, 1), (5, 6), (3, 4), (2, 7), (1, 9), (4, 1)]
     with torch.inference_mode():
@@ -243,12 +244,12 @@ def test_only_a_gpu_in_half_precision_has_it() -> None:
 
 # Root with two children; row 0 has one committed position, row 1 has three.
 LENGTHS = torch.tensor([1, 3])
-DEPTHS = torch.tensor([[0, 1, 1], [0, 1, 1]])
+POSITIONS = torch.tensor([[1, 2, 2], [3, 4, 4]])
 ANCESTORS = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(2, 3, 3)
 
 
 def test_nodes_see_the_row_and_their_ancestors_and_nothing_else() -> None:
-    mask = tree_attention_mask(LENGTHS, DEPTHS, ANCESTORS, 7)
+    mask = tree_attention_mask(LENGTHS, POSITIONS, ANCESTORS, 7)
     assert mask.int().tolist() == [
         [[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]],
         [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0]],
@@ -257,12 +258,12 @@ def test_nodes_see_the_row_and_their_ancestors_and_nothing_else() -> None:
 
 def test_a_window_counts_positions_not_cache_places() -> None:
     # Both children are at position 4, though the second lies at place 5: a window of 3 starts at position 2 for both.
-    mask = tree_attention_mask(LENGTHS[1:], DEPTHS[1:], ANCESTORS[1:], 6, window=3)
+    mask = tree_attention_mask(LENGTHS[1:], POSITIONS[1:], ANCESTORS[1:], 6, window=3)
     assert mask[0].int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1]]
 
 
 def test_a_chunk_ends_at_its_border() -> None:
-    mask = tree_attention_mask(LENGTHS[1:], DEPTHS[1:], ANCESTORS[1:], 6, chunk=2)
+    mask = tree_attention_mask(LENGTHS[1:], POSITIONS[1:], ANCESTORS[1:], 6, chunk=2)
     assert mask[0].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]
 
 
@@ -305,9 +306,9 @@ def test_a_packed_forward_is_a_padded_one(family: str) -> None:
             cache = base.new_cache(4, 16)
             for row, length in enumerate(lengths.tolist()):
                 base.prefill(cache, row, [torch.arange(11, 11 + length)])
-            made = base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, 12, packing))
+            made = base.verify(cache, tree_nodes(tokens, lengths, depths, ancestors, 12, packing))
             # What later steps read: the keys and values of the nodes that are there.
-            keys = cache.buffers[0].unflatten(0, (-1, 4, 16))
+            keys = kv_of(cache).buffers[0].unflatten(0, (-1, 4, 16))
             written = [keys[:, row, at : at + count] for row, (at, count) in enumerate([(3, 3), (9, 1), (1, 2)])]
             found.append([*(values[REAL] for values in made), *written])
     for ours, theirs in zip(*found, strict=True):
@@ -405,7 +406,7 @@ def test_no_kv_head_is_repeated() -> None:
     rows, nodes, kv_length = 4, 6, 600
     ids, lengths = torch.ones(rows, nodes, dtype=torch.long), torch.full((rows,), kv_length - nodes)
     ancestors = torch.ones(rows, nodes, nodes, dtype=torch.bool).tril()
-    tree = TreeNodes(ids, lengths, torch.arange(nodes).expand(rows, -1), ancestors, kv_length)
+    tree = tree_nodes(ids, lengths, torch.arange(nodes).expand(rows, -1), ancestors, kv_length)
     cache = base.new_cache(rows, kv_length)
 
     def largest() -> int:

@@ -16,6 +16,7 @@ from drafter.target.architecture import fingerprint, lengths_beyond, small_confi
 from drafter.target.loading import load_base, pick_device, pick_dtype, require_data
 from drafter.target.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
+from tests.support.caches import kv_of
 from tests.support.models import OracleDrafter, generate_reference, random_model, run_engine
 
 
@@ -379,7 +380,7 @@ def test_a_prompt_may_be_prefilled_in_pieces(tiny_base: BaseModel) -> None:
     whole = tiny_base.prefill(whole_cache, 1, [prompt])
     pieces = [tiny_base.prefill(pieces_cache, 1, [prompt[at : at + 8]], [at]) for at in range(0, len(prompt), 8)]
     assert torch.allclose(whole, torch.cat(pieces), atol=1e-4)
-    for a, b in zip(whole_cache.buffers, pieces_cache.buffers, strict=True):
+    for a, b in zip(kv_of(whole_cache).buffers, kv_of(pieces_cache).buffers, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
 
 
@@ -392,5 +393,5 @@ def test_several_prompts_may_be_prefilled_at_once(tiny_base: BaseModel) -> None:
     together = tiny_base.prefill(caches[0], 1, prompts, starts)
     apart = [tiny_base.prefill(caches[1], 1 + row, [prompts[row]], [starts[row]]) for row in range(2)]
     assert torch.allclose(together, torch.cat(apart), atol=1e-4)
-    for ours, theirs in zip(caches[0].buffers, caches[1].buffers, strict=True):
+    for ours, theirs in zip(*[kv_of(cache).buffers for cache in caches], strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)

@@ -17,11 +17,13 @@ from drafter.native.build import BuildError, UnsuitableError, gated_order
 from drafter.target import native_decoder
 from drafter.target.architecture import decoder_of
 from drafter.target.attention import Packing
-from drafter.target.forward import LM_HEAD_INPUT, Executor, TreeNodes, prompt_nodes
-from drafter.target.kv_cache import KVCache
+from drafter.target.cache import TargetCache
+from drafter.target.forward import Executor
 from drafter.target.model import BaseModel
 from drafter.target.native_decoder import NativeDecoder
+from drafter.target.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.tree.token_tree import TokenTree
+from tests.support.caches import kv_of, tree_nodes
 from tests.support.models import random_prompts
 
 LAST = (LM_HEAD_INPUT,)
@@ -63,7 +65,7 @@ def model_of(shape: str, dtype: torch.dtype = torch.float32, **others: Any) -> A
     return model
 
 
-def verified(executor: Executor, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+def verified(executor: Executor, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor, Tensor]:
     logits, hidden = executor.forward(cache, nodes)
     assert logits is not None
     return logits, hidden
@@ -97,7 +99,7 @@ def nodes_of(trees: list[TokenTree], lengths: list[int], packing: Packing | None
     """The trees of several rows, all of one size."""
     tokens, depths = torch.cat([tree.tokens for tree in trees]), torch.cat([tree.depths for tree in trees])
     ancestors = torch.cat([tree.ancestors(tree.size - 1) for tree in trees])
-    return TreeNodes(
+    return tree_nodes(
         tokens, torch.tensor(lengths), depths, ancestors, max(lengths) + tokens.shape[1], packing, **others
     )
 
@@ -132,7 +134,7 @@ def test_the_models_own_numbers(shape: str, dtype: torch.dtype) -> None:
             cache.move(row + 1, row, 40)
         packed = verified(executor, cache, nodes_of(TREES, lengths, Packing.of(real), hidden_layers=layers))
         whole = verified(executor, cache, nodes_of(TREES, lengths, hidden_layers=()))
-        end = verified(executor, cache, prompt_nodes(0, [torch.tensor([60, 61, 62])], lengths[:1], layers, logits=True))
+        end = verified(executor, cache, prompt_nodes(0, [torch.tensor([60, 61, 62])], lengths[:1], layers, 1))
         results.append([hidden, packed[0][real], packed[1][real], whole[0], *end])
         assert whole[1].shape == (3, 7, 0)
     for ours, theirs in zip(*reversed(results), strict=True):
@@ -197,7 +199,7 @@ def test_a_row_that_is_not_finite_harms_no_other(base: BaseModel, native: Native
     for row in range(2):
         native.forward(cache, prompt_nodes(row, [PROMPTS[0][:6]], [0], LAST))
     sound = verified(native, cache, nodes_of(TREES[:2], lengths))[0]
-    for keys, _ in cache.layers():
+    for keys, _ in kv_of(cache).keys_values():
         keys[2] = torch.nan
     broken = verified(native, cache, nodes_of(TREES[:2], lengths))[0]
     assert broken[0].isnan().all()
@@ -244,7 +246,7 @@ def test_what_does_not_fit_is_refused_and_writes_nothing(base: BaseModel, native
         native.forward(cache, prompt_nodes(0, [PROMPTS[0][:6]], [3], LAST))
     with pytest.raises(IndexError, match="outside the vocabulary"):
         native.forward(cache, prompt_nodes(0, [torch.tensor([1, 97])], [0], LAST))
-    assert not any(buffer.any() for buffer in cache.buffers)
+    assert not any(buffer.any() for buffer in kv_of(cache).buffers)
 
 
 def test_half_precision_runs_by_the_models_own_code() -> None:

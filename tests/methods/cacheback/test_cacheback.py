@@ -91,7 +91,7 @@ def test_a_passage_is_copied_though_its_tokens_stand_elsewhere_too() -> None:
     passage = list(range(100, 120))
     elsewhere = [token for other in range(12) for one in passage for token in (one, 200 + other)]
     drafter = CachebackDrafter(8, isolated=True)
-    drafter.open(Loan(Mock(), 1, 1000, None, StageTimes()))
+    drafter.open(Loan(Mock(), 1, 1000, StageTimes()))
     text = [*passage, *elsewhere, *passage[:4]]
     enter(drafter, 0, text)
     tree = proposed(drafter, text, 8)
@@ -100,7 +100,7 @@ def test_a_passage_is_copied_though_its_tokens_stand_elsewhere_too() -> None:
 
 def test_a_loop_is_followed_as_soon_as_its_first_token_has_come_again() -> None:
     drafter = CachebackDrafter(4, isolated=True)
-    drafter.open(Loan(Mock(), 1, 100, None, StageTimes()))
+    drafter.open(Loan(Mock(), 1, 100, StageTimes()))
     enter(drafter, 0, [5, 6])
     drafter.observe(Committed([0], [[7]]))
     drafter.observe(Committed([0], [[5]]))
@@ -109,7 +109,7 @@ def test_a_loop_is_followed_as_soon_as_its_first_token_has_come_again() -> None:
 
 def test_what_has_ended_while_others_drafted_is_learned_but_for_the_oldest() -> None:
     drafter = CachebackDrafter(4)
-    drafter.open(Loan(Mock(), 2, 100, None, StageTimes()))
+    drafter.open(Loan(Mock(), 2, 100, StageTimes()))
     old, new = [1, 2, 3, 4], [11, 12, 13, 14]
     enter(drafter, 0, old)
     for _ in range(cacheback._UNREAD // 1000 + 1):
@@ -130,7 +130,7 @@ def test_what_is_learned_does_not_depend_on_the_steps_in_which_it_came(steps: li
     trees = []
     for pieces in ([text], steps):
         drafter = CachebackDrafter(8)
-        drafter.open(Loan(Mock(), 1, 100, None, StageTimes()))
+        drafter.open(Loan(Mock(), 1, 100, StageTimes()))
         enter(drafter, 0, pieces[0])
         for piece in pieces[1:]:
             drafter.observe(Committed([0], [piece]))

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.draft_models.drafter import ModelDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
+from tests.support.caches import kv_of
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, VOCABULARY, SpellingTokenizer, random_model, random_prompts, run_engine
 from tests.support.tapes import queue_steps
@@ -41,7 +42,7 @@ def context_of(texts: list[list[int]]) -> DraftContext:
 @torch.inference_mode()
 def trees_of(drafter: ModelDrafter, base: BaseModel, ask: Ask) -> TokenTree:
     """The first trees over `TEXTS`, by rows."""
-    drafter.open(Loan(base, len(TEXTS), 40, None, StageTimes()))
+    drafter.open(Loan(base, len(TEXTS), 40, StageTimes()))
     drafter.prepare(context_of(TEXTS))
     tree = drafter.propose(context_of(TEXTS), ask)
     check_slice_contract(tree)
@@ -134,7 +135,7 @@ def test_the_cache_is_that_of_a_model_that_has_read_the_text_alone(family: str) 
             known = min(member._entries.known[slot], int(engine.batch.lengths[slot]))
             fresh = base.new_cache(1, 64)
             base.prefill(fresh, 0, [engine.batch.tokens[slot, :known]])
-            ours, wanted = member.cache.layers(), fresh.layers()
+            ours, wanted = kv_of(member.cache).keys_values(), kv_of(fresh).keys_values()
             first = slot * member.cache.length
             for one, other in zip(ours, wanted, strict=True):
                 for found, expected in zip(one, other, strict=True):
@@ -227,7 +228,7 @@ def test_more_rows_may_come_than_there_are() -> None:
     base = model_of("llama", 0)
     drafter = ModelDrafter(base, base, 6)
     expected = trees_of(ModelDrafter(base, base, 6), base, Ask(6))
-    drafter.open(Loan(base, len(TEXTS) + 1, 40, None, StageTimes()))
+    drafter.open(Loan(base, len(TEXTS) + 1, 40, StageTimes()))
     drafter.prepare(context_of(TEXTS))
     found = drafter.propose(context_of([*TEXTS, [3]]), Ask(6))
     assert found.tokens[:-1].equal(expected.tokens)

@@ -11,11 +11,12 @@ import pytest
 
 from drafter import SpeculativeLM
 from drafter.drafters.contract import MergedDrafter
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.draft_models.drafter import ModelDrafter, StackedDrafter, difference
+from drafter.methods.draft_models.drafter import StackedDrafter, difference
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
-from drafter.errors import LoadError
+from drafter.drafters.model_drafter import ModelDrafter
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.draft_models.drafter import ModelDrafter, StackedDrafter, reprice
+from drafter.methods.draft_models.drafter import StackedDrafter, reprice
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
@@ -149,12 +149,3 @@ def test_rows_may_run_out_of_memory(kv_gib: float | None) -> None:
             base, drafter, requests, max_num_seqs=6, num_draft_tokens="auto", max_model_len=96, kv_gib=kv_gib
         )
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
-
-
-def test_the_bases_own_layers_cannot_be_the_lowest_level() -> None:
-    class OwnLayers(Nothing):
-        spec = DraftSpec(4, 4, shared_layers=1)
-
-    base = model_of("llama", 0)
-    with pytest.raises(LoadError, match="own layers"):
-        StackedDrafter(OwnLayers(), base, base, 4)

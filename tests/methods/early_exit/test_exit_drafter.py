@@ -1,7 +1,8 @@
-"""Early exit without a network: the first layers on the base's own KV give what they give by themselves."""
+"""Early exit without a network: the first layers on a cache of their own give what they give by themselves."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,14 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafter.drafters.contract import Ask, DraftContext, Loan, MergedDrafter, PlainDecoding
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
+from drafter.methods.draft_models.drafter import StackedDrafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target.attention import Packing
-from drafter.target.forward import TreeNodes
-from drafter.target.kv_cache import BLOCK, SPARE
+from drafter.target.cache import BLOCK, SPARE
 from drafter.target.model import BaseModel
 from drafter.target.native_decoder import NativeDecoder
+from tests.support.caches import tree_nodes
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
 from tests.support.trees import check_slice_contract, nodes
@@ -71,29 +73,30 @@ def path_to(node: int) -> list[int]:
 
 
 @torch.inference_mode()
-def in_two_parts(base: BaseModel, layers: int, packed: bool, memory: int | None) -> Tensor:
-    """Exit states `[2, 7, d]` of the trees, the first three nodes in a forward of their own."""
-    kv = base.new_cache(3, 64, memory)
+def logits_of(base: BaseModel, layers: int | None, packed: bool, memory: int | None) -> Tensor:
+    """Logits `[2, 7, V]` after the first layers of the trees' nodes."""
+    kv = base.new_cache(3, 64, memory, layers=layers)
     for row, prefix in enumerate(PREFIXES):
-        assert kv.reserve(row, len(prefix) + 8)
+        assert kv.blocks.reserve(row, len(prefix) + 8)
         base.prefill(kv, row, [torch.tensor(prefix)])
-    lengths, parts = torch.tensor([len(prefix) for prefix in PREFIXES]), []
-    for first, stop in ((0, 3), (3, 7)):
-        packing = Packing.of(torch.ones(2, stop - first, dtype=torch.bool)) if packed else None
-        tree = TreeNodes(TOKENS[:, :stop], lengths, DEPTHS[:, :stop], ancestors()[:, :stop, :stop], 21 + stop, packing)
-        parts.append(base.exit_early(kv, tree, layers, first))
-    return torch.cat(parts, 1)
+    lengths = torch.tensor([len(prefix) for prefix in PREFIXES])
+    packing = Packing.of(torch.ones(2, len(PARENTS), dtype=torch.bool)) if packed else None
+    tree = tree_nodes(TOKENS, lengths, DEPTHS, ancestors(), 28, packing)
+    logits, hidden = base.verify(kv, tree)
+    alone = base.forward(kv, replace(tree, logits=False))  # again, without the LM head
+    assert alone[0] is None
+    assert torch.equal(alone[1], hidden)
+    return logits
 
 
 @pytest.mark.parametrize("layers", [1, 2, LAYERS])
 @pytest.mark.parametrize("family", slow_but([*MAIN_FAMILIES, "native"], [*FAMILIES, "native"]))
-def test_states_on_the_shared_kv_are_those_of_each_path_by_itself(family: str, layers: int) -> None:
+def test_logits_after_the_first_layers_are_those_of_each_path_by_itself(family: str, layers: int) -> None:
     """In one block of memory and in pages, packed and not."""
     base = native_base() if family == "native" else base_of(family)
-    base.allow_packing()
-    for packed, blocks in ((False, None), (True, None), (False, 5)):
-        memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
-        found = base.lm_head(in_two_parts(base, layers, packed, memory))
+    for packed, blocks in ((False, None), (base.allow_packing(), None), (False, 5)):
+        memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1, layers=layers).nbytes
+        found = logits_of(base, layers, packed, memory)
         for row, prefix in enumerate(PREFIXES):
             for node in range(len(PARENTS)):
                 path = torch.tensor([[*prefix, *TOKENS[row, path_to(node)].tolist()]])
@@ -101,16 +104,10 @@ def test_states_on_the_shared_kv_are_those_of_each_path_by_itself(family: str, l
                 assert torch.allclose(found[row, node], expected, atol=1e-3 * float(expected.abs().max()))
 
 
-@torch.inference_mode()
 def test_natively_all_layers_give_the_bits_of_the_verification() -> None:
     base = native_base()
-    kv = base.new_cache(2, 64)
-    for row, prefix in enumerate(PREFIXES):
-        base.prefill(kv, row, [torch.tensor(prefix)])
-    lengths = torch.tensor([len(prefix) for prefix in PREFIXES])
-    _, verified = base.verify(kv, TreeNodes(TOKENS, lengths, DEPTHS, ancestors(), 28))
     for packed in (False, True):
-        assert torch.equal(in_two_parts(base, LAYERS, packed, None), verified)
+        assert torch.equal(logits_of(base, LAYERS, packed, None), logits_of(base, None, packed, None))
 
 
 def gib(base: BaseModel, blocks: int | None) -> float | None:
@@ -175,29 +172,32 @@ def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int
             assert tokens_of(found) == tokens_of(plain)
 
 
-def test_two_exits_share_the_same_scratch() -> None:
+def test_two_exits_draft_together() -> None:
     base = base_of("llama")
     merged = MergedDrafter(ExitDrafter(base, 1, 6, depth=2), ExitDrafter(base, 2, 6, depth=5))
-    assert (merged.spec.shared_layers, merged.spec.scratch) == (2, 25)
     found = run_engine(base, merged, mixed(), max_num_seqs=4, num_draft_tokens=6)
+    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
+
+
+def test_an_exit_may_be_the_lowest_level_of_a_stack() -> None:
+    base = base_of("llama")
+    stack = StackedDrafter(ExitDrafter(base, 1, 12, depth=3), base, base, 6)
+    found = run_engine(base, stack, mixed(), max_num_seqs=4, num_draft_tokens=6)
     assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
 
 
 @torch.inference_mode()
 def test_nodes_have_the_probabilities_of_their_paths() -> None:
-    """Of a tree as deep as it goes; what stands behind the committed positions does not matter."""
+    """Of a tree as deep as it goes."""
     base = base_of("gemma2")
     drafter = ExitDrafter(base, 2, 150, depth=4)
-    kv = base.new_cache(2, 64)
-    for buffer in kv.buffers:
-        buffer.normal_()
-    for row, prefix in enumerate(PREFIXES):
-        base.prefill(kv, row, [torch.tensor(prefix)])
-    drafter.open(Loan(base, 2, 64, kv, StageTimes()))
+    drafter.open(Loan(base, 2, 64, StageTimes()))
     texts, lengths = torch.zeros(2, 64, dtype=torch.long), [len(prefix) for prefix in PREFIXES]
     for row, prefix in enumerate(PREFIXES):
         texts[row, : len(prefix) + 1] = torch.tensor([*prefix, 9])
-    tree = drafter.propose(DraftContext(texts, None, torch.tensor(lengths), lengths), Ask(150))
+    context = DraftContext(texts, None, torch.tensor(lengths), lengths)
+    drafter.prepare(context)
+    tree = drafter.propose(context, Ask(150))
     check_slice_contract(tree)
     for row, prefix in enumerate(PREFIXES):
         found = nodes(tree, row, 4)

@@ -63,11 +63,9 @@ def test_trees_of_a_text_are_those_of_decoding(family: str) -> None:
     drafter = head.drafter(base, 8)
     for row, place in ((0, 0), (0, 5), (0, 23), (1, 0), (1, 7), (1, 20)):
         at = int(anchors[row, place])
-        cache = base.new_cache(1, 64)
-        if at:
-            base.prefill(cache, 0, [tokens[row, :at]])
-        drafter.open(Loan(base, 1, 64, cache, StageTimes()))
+        drafter.open(Loan(base, 1, 64, StageTimes()))
         context = DraftContext(tokens[row : row + 1, : at + 1], None, torch.tensor([at]), [at])
+        drafter.prepare(context)
         mine = slice(row * 24 + place, row * 24 + place + 1)
         ours = type(found)(*(part[mine] for part in vars(found).values()))
         check_same_trees(ours, drafter.propose(context, Ask(8)), DEPTH)
@@ -157,7 +155,7 @@ def test_a_saved_head_decodes_to_plain_tokens(tiny_base: BaseModel, tmp_path: Pa
     plain = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3)]
     for name in (str(tmp_path), f"{tmp_path}+ngram"):
         drafter = load_drafter(name, tiny_base, 8)
-        assert drafter.spec.shared_layers == 1
+        assert drafter.spec.bytes_per_token == tiny_base.kv_bytes_per_token[0]
         assert [
             one.token_ids for one in run_engine(tiny_base, drafter, requests, max_num_seqs=3, num_draft_tokens=8)
         ] == plain

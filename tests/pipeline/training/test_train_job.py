@@ -248,5 +248,5 @@ def test_an_exit_head_trains_like_any_other(train: Train, model: Path) -> None:
     trained = train(algorithm="exit", head=settings, training__steps=6, training__evaluate_every=3)
     assert trained.code == 0
     base = load_base(model, device="cpu")
-    assert load_head(trained.folder / "head", base).drafter(base, 8).spec.shared_layers == 1
+    assert load_head(trained.folder / "head", base).drafter(base, 8).spec.bytes_per_token == base.kv_bytes_per_token[0]
     assert all(1.0 <= beta["16"] <= 4.0 for beta in trained.betas.values())
