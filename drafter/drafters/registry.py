@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from drafter.drafters.contract import ChoosingDrafter, Drafter, Loading, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Drafter, Loading, PlainDecoding
+from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.drafters.names import candidates, check_name, kind_and_rest, merged_names
 from drafter.drafters.target import Target
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS, embedded_heads

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AddedToken
 
-from drafter.drafters.contract import ChoosingDrafter, Drafter, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine

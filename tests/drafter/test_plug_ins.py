@@ -16,18 +16,9 @@ from torch import Tensor
 from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
-from drafter.drafters.contract import (
-    Ask,
-    Committed,
-    DraftContext,
-    Drafter,
-    DraftSpec,
-    Ids,
-    Loan,
-    MergedDrafter,
-    PlainDecoding,
-)
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, PlainDecoding
 from drafter.drafters.late import LateDrafter
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.slots import SlotObjects, SlotTensors
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter, TextReader
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.target import Target

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, MergedDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.prompt_lookup import FADING, lookup
 from drafter.errors import LoadError, RequestError
 from drafter.requests import SamplingParams

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, MergedDrafter, Renewal
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading, Loan, Renewal
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import beside_texts, load_drafter, shipped_head
 from drafter.drafters.slots import NO_TEXT
 from drafter.embedded import EMBEDDED_HEADS

@@ -8,7 +8,8 @@ import pytest
 
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import FixedBudget, StepLoad
-from drafter.drafters.contract import Ask, ChoosingDrafter, PlainDecoding
+from drafter.drafters.contract import Ask, PlainDecoding
+from drafter.drafters.merged import ChoosingDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, StepShape, padded_length, padded_rows
 from drafter.engine.engine import Engine

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from drafter.acceptance.contract import Verifier
-from drafter.drafters.contract import Drafter, MergedDrafter, Renewal
+from drafter.drafters.contract import Drafter, Renewal
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.fly.method import FlyVerifier, LongChainDrafter

@@ -6,7 +6,8 @@ from functools import reduce
 
 import pytest
 
-from drafter.drafters.contract import Drafter, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError

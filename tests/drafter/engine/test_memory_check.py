@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from drafter import devices
-from drafter.drafters.contract import Drafter, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Drafter, Loan, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine

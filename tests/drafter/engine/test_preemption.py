@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle

@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafter import SpeculativeLM
-from drafter.drafters.contract import MergedDrafter
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE

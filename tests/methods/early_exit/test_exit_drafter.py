@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafter.drafters.contract import Ask, DraftContext, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
 from drafter.methods.draft_models.drafter import StackedDrafter

@@ -13,18 +13,8 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.drafters.contract import (
-    Ask,
-    ChoosingDrafter,
-    Committed,
-    DraftContext,
-    Drafter,
-    Loan,
-    MergedDrafter,
-    PlainDecoding,
-    Renewal,
-    SlotState,
-)
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan, PlainDecoding, Renewal, SlotState
+from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError

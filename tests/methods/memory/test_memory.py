@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.drafters.contract import Drafter, Loan, MergedDrafter, PlainDecoding
+from drafter.drafters.contract import Drafter, Loan, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
