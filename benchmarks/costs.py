@@ -35,11 +35,11 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import new_head
 from drafter.statistics import StageTimes
-from drafter.target.cache import TargetCache
-from drafter.target.loading import load_base, pick_device, pick_dtype
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
-from drafter.target.prepacked import halved_weights
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.loading import load_base, pick_device, pick_dtype
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
+from drafter.target_model.prepacked import halved_weights
 from drafter.tree.token_tree import root_only
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.config import CONFIG_FILE
 from drafter.heads.contract import DraftHead
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import RegeneratedText, simulated_beta
 

@@ -26,8 +26,8 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 ROWS = (1, 4, 16, 64, 256)

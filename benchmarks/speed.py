@@ -39,9 +39,9 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
-from drafter.target.prepacked import as_loaded
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
+from drafter.target_model.prepacked import as_loaded
 from drafter.text.tokenizers import load_tokenizer
 
 SPEED_FILE = "speed.json"

@@ -29,7 +29,7 @@ from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import PLAIN, RESULTS_FILE, Arm, Cell, Plan, Results, Setting
 from drafter.evaluation.tables import circumstances, markdown_table
 from drafter.statistics import mean_acceptance_length, per_second, total
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
 TABLE_FILE = "trees.md"

@@ -39,8 +39,8 @@ from drafter.many import (
     with_settings,
 )
 from drafter.requests import Generation, GenerationRule, Request, described
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
 from drafter.text.conversation import Conversation, Messages
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_half_characters, tokenise

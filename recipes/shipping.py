@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drafter.heads.checkpoint import load_head, save_head
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 def ship(trained: Path, base: BaseModel, base_name: str, target: Path) -> None:

@@ -29,10 +29,10 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.target.cache import TargetCache
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import RegeneratedText
 

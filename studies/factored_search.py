@@ -38,8 +38,8 @@ from drafter.heads.checkpoint import HEADS, load_head
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.heads.frame_head import last_tokens
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
 from drafter.tree.token_tree import TokenTree

@@ -28,8 +28,8 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 RECORD_FILE, TABLE_FILE = "growing_rows.json", "growing_rows.md"

@@ -24,8 +24,8 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.target.loading import load_base
-from drafter.target.prepacked import as_loaded, prepack
+from drafter.target_model.loading import load_base
+from drafter.target_model.prepacked import as_loaded, prepack
 
 PRODUCTS_FILE, TABLE_FILE = "products.json", "products.md"
 SHAPES = ((256, 704), (2048, 2048), (4096, 4096))

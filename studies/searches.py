@@ -31,9 +31,9 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.frame_head import last_tokens
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
-from drafter.target.prepacked import prepack
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
+from drafter.target_model.prepacked import prepack
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import base_hidden_states, draft_batch
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.latencies import give_latencies, measure_latencies
 from tests.support.models import random_model
 

@@ -29,7 +29,7 @@ FORBIDDEN = {
 
 WALLS = {
     "drafter.native": {"drafter.devices"},
-    "drafter.target": {"drafter.devices", "drafter.errors", "drafter.hub", "drafter.native"},
+    "drafter.target_model": {"drafter.devices", "drafter.errors", "drafter.hub", "drafter.native"},
     "drafter.tree": {"drafter.devices"},
     "drafter.heads": {
         "drafter.ctc.head",
@@ -42,7 +42,7 @@ WALLS = {
         "drafter.json_fields",
         "drafter.native",
         "drafter.plugins",
-        "drafter.target",
+        "drafter.target_model",
         "drafter.tree",
     },
     "drafter.ctc": {
@@ -50,15 +50,15 @@ WALLS = {
         "drafter.drafters.target",
         "drafter.heads",
         "drafter.native",
-        "drafter.target",
+        "drafter.target_model",
         "drafter.tree",
     },
-    "drafter.training": {"drafter.errors", "drafter.heads", "drafter.target", "drafter.tree"},
+    "drafter.training": {"drafter.errors", "drafter.heads", "drafter.target_model", "drafter.tree"},
     "drafter.plugins": set[str](),
 }
 """Of `drafter`, all that some rooms may import beside themselves."""
 
-INFERENCE = ("heads", "ctc", "drafters", "engine", "target", "tree", "acceptance", "budget")
+INFERENCE = ("heads", "ctc", "drafters", "engine", "target_model", "tree", "acceptance", "budget")
 NAMES_DRAFTERS = ("drafter.llm", "drafter.evaluation.", "drafter.methods.", "jobs.", "pipeline.")
 """Only these may ask the registry of drafters for one by name."""
 
@@ -141,7 +141,7 @@ def test_heads_and_drafters_do_without_a_target_model() -> None:
     found = ["drafter.ctc.head", "drafter.drafters.registry", "drafter.heads.checkpoint", "drafter.methods.eagle3.head"]
     for module in found:
         found += import_graph()[module] - set(found)
-    assert not [one for one in found if within(one, "drafter.engine") or one == "drafter.target.model"]
+    assert not [one for one in found if within(one, "drafter.engine") or one == "drafter.target_model.model"]
 
 
 def test_methods_are_rooms_that_can_be_deleted() -> None:

@@ -19,7 +19,7 @@ from drafter.heads.checkpoint import HEADS, new_head, save_head
 from drafter.heads.contract import Provenance
 from drafter.plugins import methods, resolved
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep, train
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, draft_batch, simulated_beta

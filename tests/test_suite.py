@@ -16,7 +16,7 @@ import pytest
 
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.conftest import SHARED_FIXTURES
 from tests.support.latencies import TimelessBudget
 from tests.support.models import AdversarialDrafter, SpellingTokenizer

@@ -31,7 +31,7 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 
 SERVING_FILE = "serving.json"
 TABLE_FILE = "serving.md"

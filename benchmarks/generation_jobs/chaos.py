@@ -28,7 +28,7 @@ import pyarrow.parquet
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.engines.engine_actor import EngineActor
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl.gz"

@@ -36,7 +36,7 @@ from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.statistics import DecodeCounts, mean_acceptance_length, total
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 
 LEARNING_FILE = "learning.json"
 TABLE_FILE = "learning.md"

@@ -28,7 +28,7 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.io.files import locate
 from pipeline.io.parts import Part, StagedInput
 from pipeline.output.columns import RunTraits, column_values, columns_type

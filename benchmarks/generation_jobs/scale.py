@@ -30,7 +30,7 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.cluster.ray_cluster import HELPER_CPUS, connect
 from pipeline.command_line import run_job
 from pipeline.generate.config import parse_config

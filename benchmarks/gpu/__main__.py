@@ -32,7 +32,7 @@ from benchmarks.gpu.cells import ATTEMPTS, CellFile, Key, Plan, Stage
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError, first_line
 from drafter.evaluation.environment import surroundings, without_folders
-from drafter.target.loading import pick_device
+from drafter.target_model.loading import pick_device
 
 STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
 KITS = {"correctness": ("operators", "capture", "identity", "families"), "times": ("costs", "profile")}

@@ -24,8 +24,8 @@ from drafter.engine.step import DeviceStep, StepTensors
 from drafter.engine.warm_up import generate_texts
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 
 MODES: dict[str, SamplingParams] = {
     "greedy": SamplingParams(),

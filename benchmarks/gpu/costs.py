@@ -11,7 +11,7 @@ from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, step_bytes
 from drafter.drafters.contract import Drafter, Loan
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 _CURVES: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
     ("rows", (1, 16, 64), {"nodes": 0, "context": 512}),

@@ -6,7 +6,7 @@ from benchmarks import speed
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
 _WAYS = [way for way in speed.WAYS if "continuous" not in way]

@@ -21,9 +21,9 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all, differing_tokens
 from drafter.requests import Request, SamplingParams
-from drafter.target.architecture import random_model
-from drafter.target.loading import pick_device
-from drafter.target.model import BaseModel
+from drafter.target_model.architecture import random_model
+from drafter.target_model.loading import pick_device
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 _VOCABULARY, _ROWS, _NODES = 512, 6, 8

@@ -15,8 +15,8 @@ from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all, differing_tokens, room_for
 from drafter.heads.checkpoint import new_head
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 NODES = 16

@@ -21,11 +21,11 @@ from drafter.acceptance.contract import descend, walk
 from drafter.acceptance.sampling import draw, keep_probable, keep_ranked
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.drafters.prompt_lookup import lookup
-from drafter.target.attention import additive, folded, tree_attention, tree_attention_mask
-from drafter.target.cache import BLOCK, Blocks, GrowingBlocks, TargetCache
-from drafter.target.kv_cache import KVCache, LayerShape
-from drafter.target.loading import pick_device
-from drafter.target.nodes import PromptNodes
+from drafter.target_model.attention import additive, folded, tree_attention, tree_attention_mask
+from drafter.target_model.cache import BLOCK, Blocks, GrowingBlocks, TargetCache
+from drafter.target_model.kv_cache import KVCache, LayerShape
+from drafter.target_model.loading import pick_device
+from drafter.target_model.nodes import PromptNodes
 from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge
 
 Inputs = dict[str, Tensor]

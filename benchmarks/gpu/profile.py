@@ -16,8 +16,8 @@ from drafter.drafters.registry import load_drafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 KINDS: dict[str, str] = {

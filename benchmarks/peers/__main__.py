@@ -33,7 +33,7 @@ from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import QuestionError
 from drafter.evaluation.results import write_json
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
 RECORD_FILE, TABLE_FILE, PLOT_FILE = "peers.json", "peers.md", "peers.png"

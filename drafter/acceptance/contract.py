@@ -19,7 +19,7 @@ from drafter.errors import LoadError
 from drafter.json_fields import from_json
 from drafter.plugins import resolved
 from drafter.requests import SamplingParams, TokenLogprob
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 

@@ -14,9 +14,9 @@ from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
 from drafter.drafters.slots import SlotTensors
 from drafter.drafters.target import Target
-from drafter.target.attention import Packing
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.attention import Packing
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_places, root_only
 
 DEPTH = 8

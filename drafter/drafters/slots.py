@@ -9,7 +9,7 @@ import numpy as np
 
 from drafter.drafters.contract import DraftContext, Ids, SlotState
 from drafter.requests import Request
-from drafter.target.cache import Rows, TargetCache
+from drafter.target_model.cache import Rows, TargetCache
 
 T = TypeVar("T")
 NO_TEXT: Ids = np.zeros(0, dtype=np.int64)

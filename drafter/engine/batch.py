@@ -20,7 +20,7 @@ from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import root_only
 
 

@@ -29,7 +29,7 @@ from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
 from drafter.requests import Request, sampling_defaults
 from drafter.statistics import EngineState, StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 

@@ -10,8 +10,8 @@ from drafter import devices
 from drafter.drafters.contract import DraftSpec
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError
-from drafter.target.attention import query_groups
-from drafter.target.model import BaseModel
+from drafter.target_model.attention import query_groups
+from drafter.target_model.model import BaseModel
 
 _LOG = logging.getLogger(__name__)
 GPU_CHUNK = 2048  # prompt tokens of one forward on a GPU

@@ -24,7 +24,7 @@ from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.prompt import TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.text.detokenizer import Detokenizer, StopSearch
 from drafter.text.tokenizers import refuse_long, special_texts
 

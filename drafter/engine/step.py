@@ -20,9 +20,9 @@ from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Sequence
 from drafter.engine.shadows import Shadows
 from drafter.requests import TokenLogprob
-from drafter.target.attention import Packing
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.attention import Packing
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers

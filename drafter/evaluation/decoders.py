@@ -15,7 +15,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Generation, Request, sampling_defaults
 from drafter.statistics import DecodeCounts
-from drafter.target.prepacked import as_loaded
+from drafter.target_model.prepacked import as_loaded
 
 Name = TypeVar("Name")
 

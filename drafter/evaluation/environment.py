@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from drafter.source_commit import has_changes, source_commit
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 def environment(base: BaseModel, command: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts, per_second, speedup, total
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.evaluation.decoders import decode_all, room_for
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
 
 _KEYS = ("turns", "prompt", "messages", "question")

@@ -33,8 +33,8 @@ from drafter.native.build import (
     UnsuitableError,
     library,
 )
-from drafter.target.attention import Prefix, parts_of, prefix_attention_agrees, prefix_attention_on
-from drafter.target.prepacked import prepack
+from drafter.target_model.attention import Prefix, parts_of, prefix_attention_agrees, prefix_attention_on
+from drafter.target_model.prepacked import prepack
 
 _log = logging.getLogger(__name__)
 

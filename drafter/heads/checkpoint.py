@@ -33,7 +33,7 @@ from drafter.heads.published import (
 from drafter.hub import hub_file, not_found
 from drafter.json_fields import FieldError, from_json
 from drafter.plugins import resolved
-from drafter.target.weights import AtMost
+from drafter.target_model.weights import AtMost
 
 HEADS: dict[str, type[DraftHead]] = {CTCHead.algorithm: CTCHead, **resolved("heads")}
 """Draft heads by the name of their algorithm."""

@@ -14,7 +14,7 @@ from drafter.drafters.contract import Drafter, MeasuredWorth
 from drafter.drafters.target import OutputLayer, Target
 from drafter.heads.config import Tree
 from drafter.heads.losses import DraftBatch, Labels, LossSum
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.tree.token_tree import TokenTree
 
 

@@ -21,8 +21,8 @@ from drafter.drafters.slots import SlotTensors
 from drafter.drafters.target import Target
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
-from drafter.target.cache import Rows
-from drafter.target.prepacked import prepack
+from drafter.target_model.cache import Rows
+from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
 # Rotary positions (arXiv 2104.09864).

@@ -16,7 +16,7 @@ from drafter.drafters.target import Target
 from drafter.errors import LoadError, shown
 from drafter.hub import hub_file
 from drafter.plugins import resolved
-from drafter.target.weights import INDEX, WEIGHTS, read_weight_map, skeleton
+from drafter.target_model.weights import INDEX, WEIGHTS, read_weight_map, skeleton
 
 Json = Mapping[str, Any]
 Weights = dict[str, Tensor]

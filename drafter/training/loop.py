@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from drafter.errors import TrainingError
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, hard_labels
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import base_hidden_states, teacher_labels
 

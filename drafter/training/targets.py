@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, likeliest_logits
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.settings import NODE_COUNTS
 from drafter.tree.token_tree import TokenTree
 

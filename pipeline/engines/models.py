@@ -115,7 +115,7 @@ def longest_request(name: str, most: int, *, trust_remote_code: bool) -> int:
     from transformers import AutoConfig
 
     from drafter.hub import local_only
-    from drafter.target.architecture import max_positions
+    from drafter.target_model.architecture import max_positions
 
     name = os.path.expanduser(name)
     settings = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}

@@ -13,8 +13,8 @@ import torch
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import one_line
 from drafter.evaluation.verifiers import EXACT, VerifierFigures
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.models import enter

@@ -27,7 +27,7 @@ from drafter.errors import LoadError, one_line
 from drafter.methods.learning.drafter import found_start
 from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, LearnerProgress, rest_after
 from drafter.methods.learning.rows import RowSample
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import Answer
 from pipeline.output.folder import put_head

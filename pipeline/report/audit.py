@@ -20,7 +20,7 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError

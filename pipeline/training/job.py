@@ -18,7 +18,7 @@ from drafter.errors import LoadError, one_line
 from drafter.heads.checkpoint import HEADS, exportable
 from drafter.heads.config import head_config
 from drafter.heads.published import TargetOfExport, base_embeddings
-from drafter.target.loading import load_config
+from drafter.target_model.loading import load_config
 from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out, start_beside_driver
 from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafter.heads.losses import DraftBatch
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, anchor_draws, base_hidden_states, draft_batch
 from pipeline.io.files import Location, parquet_rows

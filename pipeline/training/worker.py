@@ -29,8 +29,8 @@ from tensorboardX.summary import scalar
 from drafter.errors import LoadError, TrainingError, one_line
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import StepDone, TrainingStep, train, training_layers
 from drafter.training.targets import simulated_beta
 from pipeline.errors import InputError

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from recipes.shipping import ship
 
 

@@ -29,9 +29,9 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.heads.checkpoint import new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.losses import DraftBatch
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.loop import TorchOptimiser, TrainingStep, train, training_layers
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import (

@@ -17,7 +17,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafter.target.architecture import transformers_loading
+from drafter.target_model.architecture import transformers_loading
 
 _SPLITS_DIGITS = frozenset({"smollm"})
 """Values of `tokenizer.ggml.pre` whose tokenisers take each digit by itself before anything else."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 from drafter.embedded import OTHER_HEADS
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.command_line import command_of
 from pipeline.errors import InputError
 from pipeline.evaluation.config import parse_config as parse_evaluation

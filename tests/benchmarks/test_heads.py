@@ -14,7 +14,7 @@ from drafter.heads.config import Tree
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.targets import RegeneratedText
 from tests.support.heads import STATIC, make_head
 from tests.support.models import random_prompts, run_engine

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import costs, speed
 from drafter.embedded import EMBEDDED_BASE
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 
 

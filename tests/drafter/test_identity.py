@@ -22,7 +22,7 @@ from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import (

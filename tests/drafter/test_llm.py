@@ -31,7 +31,7 @@ from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
 from drafter.requests import TokenDelta
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.text.conversation import Conversation
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model
 from tests.support.waiting import PATIENCE, wait_until

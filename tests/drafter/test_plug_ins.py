@@ -26,8 +26,8 @@ from drafter.engine.sequence import Handle
 from drafter.errors import LoadError, RequestError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.caches import tree_nodes
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts

@@ -12,7 +12,7 @@ from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.prompt import Prompt, Span
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import SpellingTokenizer
 
 BEFORE, PLACES, AFTER = list(range(20, 32)), [9] * 6, [5, 6, 7]

@@ -18,7 +18,7 @@ from drafter.requests import (
     read_generation_file,
     sampling_defaults,
 )
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from tests.support.models import SpellingTokenizer, generate_reference, random_model, random_prompts, run_engine
 
 Settings = dict[str, Any]

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from drafter.heads.checkpoint import HEADS, load_head, new_head
 from drafter.heads.config import head_config
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, simulated_beta
 from recipes.embedded import train_head

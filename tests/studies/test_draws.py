@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafter.evaluation.results import write_json
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.targets import RegeneratedText
 from studies.draws import ALONE, DRAWS_FILE, EXACT, READINGS, Changed, Reading, changed, costs, read, write_table
 from tests.support.models import random_prompts

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from drafter.target.attention import Packing
-from drafter.target.cache import TargetCache
-from drafter.target.kv_cache import KVCache
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.attention import Packing
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.kv_cache import KVCache
+from drafter.target_model.nodes import TreeNodes
 
 
 def kv_of(cache: TargetCache) -> KVCache:

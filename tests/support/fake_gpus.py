@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from drafter import devices
 from drafter.ctc import prefix_search as static
-from drafter.target.attention import flash_prefix_attention
-from drafter.target.model import BaseModel
+from drafter.target_model.attention import flash_prefix_attention
+from drafter.target_model.model import BaseModel
 
 _CUDA, _META = 1, 14
 """Numbers of device types in PyTorch."""
@@ -74,10 +74,12 @@ def base_of_shape(config: Any) -> BaseModel:
 
     with ExitStack() as taken:
         for name, result in (("prepack", None), ("prove_tree_decoding", None), ("fingerprint", "fake")):
-            taken.enter_context(mock.patch(f"drafter.target.model.{name}", return_value=result))
-        taken.enter_context(mock.patch("drafter.target.model.attention_agrees", agrees))
+            taken.enter_context(mock.patch(f"drafter.target_model.model.{name}", return_value=result))
+        taken.enter_context(mock.patch("drafter.target_model.model.attention_agrees", agrees))
         # As on a GPU, where the weights go later.
-        taken.enter_context(mock.patch("drafter.target.model.prefix_attention_on", return_value=flash_prefix_attention))
+        taken.enter_context(
+            mock.patch("drafter.target_model.model.prefix_attention_on", return_value=flash_prefix_attention)
+        )
         with torch.device("meta"):
             # Of a configuration of its own: which attention it has is noted there.
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)

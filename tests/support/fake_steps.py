@@ -20,7 +20,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.fake_gpus import place_weights
 from tests.support.models import EOS, SpellingTokenizer
 

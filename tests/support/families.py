@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError, one_line
 from drafter.requests import Request, SamplingParams
-from drafter.target.architecture import max_positions, random_model, refuse_unsupported, small_config
-from drafter.target.model import BaseModel
+from drafter.target_model.architecture import max_positions, random_model, refuse_unsupported, small_config
+from drafter.target_model.model import BaseModel
 from tests.support.models import OracleDrafter, generate_reference, run_engine
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

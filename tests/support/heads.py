@@ -10,8 +10,8 @@ from torch import Tensor
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, LossSum, hard_labels
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.targets import RegeneratedText, base_hidden_states
 
 DEPTH = 4

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from drafter.target.kv_cache import LayerShape
-from drafter.target.model import BaseModel
+from drafter.target_model.kv_cache import LayerShape
+from drafter.target_model.model import BaseModel
 from tests.support.fake_gpus import fake_gpus, place_weights
 
 LLAMA_8B = LlamaConfig(
@@ -32,7 +32,7 @@ def large_base(config: LlamaConfig) -> Iterator[BaseModel]:
     gpu = torch.device("cuda", 0)
     shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, torch.bfloat16, gpu)
     plain: tuple[list[Any], ...] = [], [], [shape] * config.num_hidden_layers
-    where = "drafter.target.model"
+    where = "drafter.target_model.model"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with (

@@ -15,8 +15,8 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Generation, Request
-from drafter.target.architecture import transformers_loading
-from drafter.target.model import BaseModel
+from drafter.target_model.architecture import transformers_loading
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 DEVICE = torch.device(os.environ.get("DRAFTER_TEST_DEVICE", "cpu"))

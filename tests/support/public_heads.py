@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 def formula(name: str, shape: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drafter import devices
 from drafter.engine.cuda_graph import Work
 from drafter.engine.step import StepTensors
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.waits import why_it_copies, why_it_waits
 
 _READERS = ("tolist", "numpy", "__array__")

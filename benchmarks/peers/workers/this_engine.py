@@ -11,7 +11,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
 

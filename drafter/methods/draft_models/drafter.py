@@ -19,8 +19,8 @@ from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.target import Target
 from drafter.errors import LoadError
 from drafter.methods.draft_models import model_and_device, stack_levels
-from drafter.target.loading import load_base, pick_device
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base, pick_device
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from drafter.tree.token_tree import TokenTree, from_nodes
 

@@ -23,7 +23,7 @@ from drafter.evaluation.decoders import Run, decode_all, room_for, warm_up
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 Numbers = Sequence[float]
 Names = tuple[str, ...]

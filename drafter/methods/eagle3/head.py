@@ -28,7 +28,7 @@ from drafter.heads.frame_head import (
     rotation_table,
 )
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
-from drafter.target.prepacked import prepack
+from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie
 
 _BEAM = 10

@@ -20,9 +20,9 @@ from drafter.heads.config import Tree, check_sizes
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, likeliest_logits
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
-from drafter.target.prepacked import prepack
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
+from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
 BEAM = 8

@@ -24,7 +24,7 @@ from drafter.heads.checkpoint import load_head, new_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
 
 # label_context 1 learns about as fast and drafts better, and its search is native on a CPU.

@@ -25,8 +25,8 @@ from drafter.heads.losses import DraftBatch
 from drafter.methods.learning.drafter import LEARNT, load_start, load_weights, version_of, weights_of
 from drafter.methods.learning.rows import LearningRows, RowSample, micro_batches
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import Walks, anchor_draws, draft_batch, walked_batches

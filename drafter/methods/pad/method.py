@@ -24,7 +24,7 @@ from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.errors import LoadError, first_line
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 _HIDDEN, _SCALARS, _JOINED = 64, 8, 128
 _LAYERS_FROM_END = 8

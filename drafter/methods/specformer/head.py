@@ -29,8 +29,8 @@ from drafter.heads.frame_head import (
     rotation_table,
 )
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
-from drafter.target.nodes import LM_HEAD_INPUT
-from drafter.target.prepacked import prepack
+from drafter.target_model.nodes import LM_HEAD_INPUT
+from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import TokenTree, likeliest_chain
 
 

@@ -16,8 +16,8 @@ from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import SamplingParams
-from drafter.target.attention import parts_of
-from drafter.target.model import BaseModel
+from drafter.target_model.attention import parts_of
+from drafter.target_model.model import BaseModel
 from tests.support.fake_gpus import base_of_shape, fake_gpus, move_to_gpus
 from tests.support.fake_steps import LLAMA_1B, LLAMA_8B, FakeStep, on_gpu
 from tests.support.marks import slow_but

@@ -13,7 +13,7 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
 from drafter.methods.fly.method import FlyVerifier
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import EOS, AdversarialDrafter, OracleDrafter, SpellingTokenizer, random_prompts, run_engine
 
 

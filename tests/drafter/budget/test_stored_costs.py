@@ -15,7 +15,7 @@ from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import step_costs
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import AdversarialDrafter
 
 TABLE = LatencyTable(

@@ -8,7 +8,7 @@ import torch
 from drafter.ctc.head import CTCHead, CTCHeadConfig
 from drafter.ctc.losses import prefix_loss
 from drafter.heads.losses import Labels
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states, draft_batch
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafter import devices
 from drafter.ctc.head import CTCHead, FrameLattice, is_factored, label_factor
 from drafter.drafters.target import OutputLayer
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.drafter.ctc.test_native_search import KINDS_WITH_CONTEXT, sharp_head
 from tests.support.heads import DEPTH, make_head
 from tests.support.trees import check_same_trees

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead, FrameLattice, NativeSearch
 from drafter.ctc.lattice import best_lattice_trie
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
 from tests.support.trees import check_same_trees, check_slice_contract, nodes

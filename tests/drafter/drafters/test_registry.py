@@ -10,7 +10,7 @@ from drafter.drafters.registry import load_drafter, shipped_head
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import new_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 
 from drafter.drafters.contract import DraftContext
 from drafter.drafters.slots import NO_TEXT, SlotObjects, SlotTensors
-from drafter.target.cache import Rows
+from drafter.target_model.cache import Rows
 
 SLOTS, LENGTH = 3, 20
 

@@ -25,8 +25,8 @@ from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.methods.pad.method import BaseOfClassifier, PadVerifier
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import SamplingParams
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from tests.methods.pad.test_pad import classifier_folder
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
@@ -100,7 +100,7 @@ FAST = [
 
 
 def _llama() -> BaseModel:
-    with mock.patch("drafter.target.model.prepack"):
+    with mock.patch("drafter.target_model.model.prepack"):
         return BaseModel(random_model("llama"), native=False)
 
 

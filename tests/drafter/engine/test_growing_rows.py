@@ -12,8 +12,8 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
-from drafter.target.cache import BLOCK, SPARE
-from drafter.target.model import BaseModel
+from drafter.target_model.cache import BLOCK, SPARE
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import (

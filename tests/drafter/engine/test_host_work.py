@@ -13,7 +13,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import SpellingTokenizer
 
 TOKENS = 4

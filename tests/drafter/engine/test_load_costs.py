@@ -21,7 +21,7 @@ from drafter.engine.warm_up import with_load_costs
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 TABLE = LatencyTable(np.array([1.0, 2.0, 4.0]), (0, 3, 7), np.ones((3, 3)), np.zeros((1, 3, 3)))

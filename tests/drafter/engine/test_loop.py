@@ -19,9 +19,9 @@ from drafter.engine.step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.statistics import STAGES
-from drafter.target.cache import TargetCache
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 from tests.support.caches import kv_of
 from tests.support.heads import make_head

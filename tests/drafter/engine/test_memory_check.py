@@ -18,7 +18,7 @@ from drafter.engine.memory import plan_memory, slot_length
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import LoadError
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model
 from tests.support.tapes import queue_steps

@@ -19,9 +19,9 @@ from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import _DEAREST
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
-from drafter.target.attention import flash_prefix_attention
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.attention import flash_prefix_attention
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
 from tests.support.marks import slow_but

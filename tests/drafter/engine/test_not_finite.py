@@ -21,7 +21,7 @@ from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.caches import kv_of
 from tests.support.heads import make_head

@@ -13,8 +13,8 @@ from drafter.engine.engine_thread import EngineThread
 from drafter.engine.sequence import Handle
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.cache import BLOCK, SPARE
-from drafter.target.model import BaseModel
+from drafter.target_model.cache import BLOCK, SPARE
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_prompts, run_engine

@@ -11,7 +11,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.marks import slow_but
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 

@@ -26,8 +26,8 @@ from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes, total
-from drafter.target.attention import flash_prefix_attention, masked_prefix_attention
-from drafter.target.model import BaseModel
+from drafter.target_model.attention import flash_prefix_attention, masked_prefix_attention
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head, sequence
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
@@ -50,7 +50,7 @@ class Certain(ModelDrafter):
         return super()._log_probs(1000 * logits)
 
 
-PLACES = ("drafter.target.model", "drafter.heads.attention")
+PLACES = ("drafter.target_model.model", "drafter.heads.attention")
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "none": lambda base: PlainDecoding(),
     "ctc": lambda base: make_head(base, "ctc").drafter(base, 8),

@@ -11,7 +11,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import SpellingTokenizer, random_prompts, run_engine
 

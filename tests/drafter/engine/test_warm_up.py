@@ -12,8 +12,8 @@ from drafter.engine.batch import BatchState
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
 from drafter.statistics import StageTimes
-from drafter.target.cache import BLOCK, SPARE
-from drafter.target.model import BaseModel
+from drafter.target_model.cache import BLOCK, SPARE
+from drafter.target_model.model import BaseModel
 from tests.support.caches import kv_of
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, generate_reference, random_model

@@ -15,7 +15,7 @@ from drafter.evaluation.results import PLAIN, STAGES, TRANSFORMERS, Arm, Plan, R
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import EOS, VOCABULARY, SpellingTokenizer
 

@@ -26,7 +26,7 @@ from drafter.evaluation.verifiers import (
 )
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine
 
 

@@ -20,7 +20,7 @@ from drafter.heads.contract import Provenance
 from drafter.heads.losses import DraftBatch, hard_labels
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import draft_batch, simulated_beta
@@ -219,7 +219,7 @@ def test_a_prepared_search_finds_the_same_tree(
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
     assert isinstance(head, CTCHead)
     recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
-    monkeypatch.setattr("drafter.target.prepacked._SMALL", 0)
+    monkeypatch.setattr("drafter.target_model.prepacked._SMALL", 0)
     for tree in ("exact", "chain"):
         expected = head.search(states, recent, tiny_base, 9, tree)
         check_same_trees(head.prepared_search(tiny_base, tree)(states, recent, 9, 0.0), expected, DEPTH)

@@ -8,7 +8,7 @@ import torch
 from drafter.drafters.contract import DraftContext, Loan
 from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import sequence
 
 

@@ -18,7 +18,7 @@ from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import random_model, run_engine
 

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from drafter.heads import losses as chosen
 from drafter.heads.losses import chosen_log_probs
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])

@@ -21,7 +21,7 @@ from drafter.methods.eagle3.head import Eagle3Head
 from drafter.methods.hydra.head import HydraHead
 from drafter.methods.medusa.head import MedusaHead
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states, draft_batch
 from tests.support.heads import DEPTH, KINDS, STATIC, VARIANTS, make_head, random_texts, sequence, text_loss
 from tests.support.models import random_prompts, run_engine

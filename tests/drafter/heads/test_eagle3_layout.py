@@ -21,7 +21,7 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.losses import DraftBatch
 from drafter.methods.eagle3.head import Eagle3Head
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import run_engine
 from tests.support.public_heads import base_with_embeddings, formula, write_head
 

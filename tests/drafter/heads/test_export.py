@@ -14,7 +14,7 @@ from drafter.errors import LoadError
 from drafter.heads.checkpoint import export_head, load_head, new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.published import TargetOfExport, base_embeddings
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.drafter.heads.test_eagle3_layout import CASES, DATA, VOCABULARY, WIDTH
 from tests.support.heads import make_head, sequence
 from tests.support.public_heads import base_with_embeddings

@@ -5,7 +5,7 @@ import torch
 
 from drafter.heads.config import Tree
 from drafter.heads.frame_head import FrameHead, last_tokens
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import DEPTH, make_head
 
 

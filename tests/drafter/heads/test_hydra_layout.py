@@ -12,7 +12,7 @@ from torch import Tensor
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.losses import DraftBatch, hard_labels
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.public_heads import base_with_embeddings, formula, write_head
 
 VOCABULARY, WIDTH, DEPTH = 23, 8, 3

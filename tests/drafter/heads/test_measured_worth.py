@@ -8,7 +8,7 @@ from drafter.drafters.contract import MeasuredWorth
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.heads.contract import Provenance, measured_worth
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 
 
 def training(beta: Any) -> Provenance:

@@ -6,7 +6,7 @@ import torch
 from drafter.heads.config import HeadConfig
 from drafter.methods.hydra.head import HydraHead, HydraHeadConfig
 from drafter.methods.medusa.head import MedusaHead
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import DEPTH, make_head, sequence, untrained_head
 from tests.support.trees import nodes
 

@@ -13,7 +13,7 @@ from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.frame_head import ResidualBlocks
 from drafter.methods.medusa.head import MedusaHead
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.public_heads import base_with_embeddings, formula, write_head
 
 VOCABULARY, WIDTH, HEADS_OF_IT = 23, 8, 2

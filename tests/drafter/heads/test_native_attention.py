@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drafter.drafters.contract import DraftContext, Loan
 from drafter.heads.attention import AttentionModule, AttentionReader, NativeAttentionReader
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.heads import sequence
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import new_head
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 def test_a_new_head_has_the_bases_sizes(tiny_base: BaseModel) -> None:

@@ -17,7 +17,7 @@ from drafter.errors import LoadError
 from drafter.heads import unpickle as module
 from drafter.heads.checkpoint import UNPICKLE, load_head
 from drafter.heads.unpickle import convert
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 def unpickle(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import torch
 from drafter.errors import TrainingError
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import draft_batch

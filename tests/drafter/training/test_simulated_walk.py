@@ -5,7 +5,7 @@ import torch
 
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, accepted_depths, draft_batch, simulated_beta

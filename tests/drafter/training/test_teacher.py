@@ -6,7 +6,7 @@ import torch
 from drafter.drafters.contract import PlainDecoding
 from drafter.heads import losses as chosen_log_probs
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, teacher_labels
 from tests.support.heads import make_head, random_texts
 from tests.support.models import random_prompts, run_engine

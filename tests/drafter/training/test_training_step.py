@@ -12,8 +12,8 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.target import Target
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.loop import TrainingStep, training_layers
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import base_hidden_states, draft_batch, teacher_labels

@@ -17,7 +17,7 @@ from drafter.methods.cacheback.drafter import CachebackDrafter, LruTable, grow, 
 from drafter.methods.cacheback.frozen_table import NgramCounts, Table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.models import run_engine
 from tests.support.slots import enter, move

@@ -20,7 +20,7 @@ from drafter.methods.cacheback.frozen_table import (
     table_bytes,
 )
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from tests.support.models import run_engine
 

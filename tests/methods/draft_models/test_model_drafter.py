@@ -16,7 +16,7 @@ from drafter.engine.engine import Engine
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of
 from tests.support.marks import slow_but

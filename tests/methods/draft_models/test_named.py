@@ -17,8 +17,8 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.draft_models.drafter import StackedDrafter, difference
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 
 
 @pytest.fixture(scope="module")

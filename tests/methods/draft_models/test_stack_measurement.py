@@ -26,8 +26,8 @@ from drafter.methods.draft_models.planning import (
     stack_name,
     stack_table,
 )
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from tests.support.paths import ROOT
 

@@ -12,7 +12,7 @@ from drafter.drafters.model_drafter import ModelDrafter
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.draft_models.drafter import StackedDrafter, reprice
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
 from tests.methods.draft_models.test_model_drafter import model_of
 from tests.support.marks import slow_but

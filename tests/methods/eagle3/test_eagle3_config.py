@@ -9,7 +9,7 @@ import pytest
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import new_head
 from drafter.methods.eagle3.head import fused_layers
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 
 @pytest.mark.parametrize(

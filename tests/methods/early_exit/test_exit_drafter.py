@@ -19,10 +19,10 @@ from drafter.methods.draft_models.drafter import StackedDrafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.attention import Packing
-from drafter.target.cache import BLOCK, SPARE
-from drafter.target.model import BaseModel
-from drafter.target.native_decoder import NativeDecoder
+from drafter.target_model.attention import Packing
+from drafter.target_model.cache import BLOCK, SPARE
+from drafter.target_model.model import BaseModel
+from drafter.target_model.native_decoder import NativeDecoder
 from tests.support.caches import tree_nodes
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model, random_prompts, run_engine

@@ -19,7 +19,7 @@ from drafter.heads.losses import hard_labels
 from drafter.methods.early_exit.drafter import ExitDrafter, ExitHead
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta

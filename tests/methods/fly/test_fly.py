@@ -14,7 +14,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError, RequestError
 from drafter.methods.fly.method import FlyVerifier, leading_entropy
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, run_engine

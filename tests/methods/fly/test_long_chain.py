@@ -10,7 +10,7 @@ from drafter.errors import LoadError
 from drafter.methods.fly.method import FlyVerifier, LongChainDrafter, likeliest_path
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, run_engine

@@ -25,8 +25,8 @@ from drafter.methods.learning.settings import StartingHead
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.model import BaseModel
-from drafter.target.nodes import LM_HEAD_INPUT
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
 from tests.support.marks import slow_but

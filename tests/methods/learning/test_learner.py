@@ -25,7 +25,7 @@ from drafter.methods.learning.rows import RowSample, SampleTap, place_of
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, Update
 from drafter.training.targets import RegeneratedText, simulated_beta
 from tests.support.heads import DEPTH, KINDS

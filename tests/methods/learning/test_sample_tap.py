@@ -13,7 +13,7 @@ from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.rows import RowSample, SampleTap
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states
 from tests.support.heads import make_head
 from tests.support.models import SpellingTokenizer, random_prompts

@@ -13,7 +13,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.methods.memory.drafter import NOTHING, Matches, MemoryDrafter, Trust, vote
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import from_nodes
 from tests.support.models import SpellingTokenizer, run_engine
 from tests.support.trees import check_slice_contract, nodes

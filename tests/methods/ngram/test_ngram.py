@@ -7,7 +7,7 @@ import torch
 from drafter.drafters.prompt_lookup import lookup
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.support.models import run_engine
 
 

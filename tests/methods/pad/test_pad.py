@@ -24,7 +24,7 @@ from drafter.methods.pad.method import (
     save_classifier,
 )
 from drafter.requests import Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, random_model, run_engine

@@ -10,7 +10,7 @@ from drafter.acceptance.contract import Verified, Verifier
 from drafter.drafters.contract import PlainDecoding
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, run_engine
 

@@ -21,8 +21,8 @@ from drafter.heads.checkpoint import load_head
 from drafter.methods.learning.drafter import version_of
 from drafter.methods.learning.learner import Learner
 from drafter.methods.learning.rows import RowSample, SampleTap
-from drafter.target.loading import load_base
-from drafter.target.model import BaseModel
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from pipeline.engines.models import EngineSpec
 from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, learner_spec

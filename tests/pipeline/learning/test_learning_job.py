@@ -17,7 +17,7 @@ import pytest
 
 from drafter.heads.checkpoint import load_head
 from drafter.methods.learning.drafter import version_of
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from jobs.report import main as report
 from tests.pipeline.conftest import Outcome, Run, write_jsonl
 from tests.support.faults import NotedLearner, UnhurriedEngine

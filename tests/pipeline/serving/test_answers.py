@@ -22,7 +22,7 @@ from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.requests import sample_seed
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.replica import Answers

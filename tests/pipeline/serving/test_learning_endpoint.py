@@ -18,7 +18,7 @@ from openai import OpenAI
 from drafter import SamplingParams, SpeculativeLM
 from drafter.heads.checkpoint import load_head
 from drafter.methods.learning.drafter import version_of
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from tests.pipeline.serving.conftest import KEY, NAME, Endpoint, started
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from drafter.heads.checkpoint import new_head
 from drafter.heads.losses import DraftBatch
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from drafter.training.loop import Optimiser, TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch, simulated_beta

@@ -19,7 +19,7 @@ from pyarrow import fs
 from safetensors.torch import load_file
 
 from drafter.heads.checkpoint import load_head
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.command_line import say
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Run, write_jsonl

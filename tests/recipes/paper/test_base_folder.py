@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.chat import render_chat
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError

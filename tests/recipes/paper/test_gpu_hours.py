@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafter.heads.checkpoint import new_head
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 from recipes.paper.gpu_hours import estimate, estimates_page, head_parameters
 from recipes.paper.head_settings import head_settings
 from recipes.paper.paper_config import HERE, parse_config

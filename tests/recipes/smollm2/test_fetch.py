@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from recipes.smollm2 import dequantise

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from drafter.embedded import EMBEDDED_BASE
 from drafter.heads.checkpoint import is_head_of, new_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
 from pipeline.training.config import TrainConfig

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from drafter.drafters.registry import load_drafter
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.report.scorers import last_number
 from recipes.sums.__main__ import TEST_PROBLEMS, main

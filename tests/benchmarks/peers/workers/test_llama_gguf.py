@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.peers.workers.llama_gguf import gguf_name, interleaved, tensors, write_gguf
-from drafter.target.model import BaseModel
+from drafter.target_model.model import BaseModel
 
 MADE = {"heads": st.integers(1, 4), "half": st.integers(1, 8), "position": st.integers(0, 500), "seed": st.integers(0)}
 

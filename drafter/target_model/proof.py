@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafter.errors import LoadError, first_line
-from drafter.target.architecture import POSITIONS
-from drafter.target.attention import Packing
-from drafter.target.cache import TargetCache
-from drafter.target.forward import Executor
-from drafter.target.kv_cache import LayerShape, cache_name
-from drafter.target.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
+from drafter.target_model.architecture import POSITIONS
+from drafter.target_model.attention import Packing
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.forward import Executor
+from drafter.target_model.kv_cache import LayerShape, cache_name
+from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors that a model's code may raise when called in an unsupported way."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from drafter import devices
-from drafter.target.nodes import Nodes
+from drafter.target_model.nodes import Nodes
 
 Places = npt.NDArray[np.int64]
 BLOCK = 32  # positions of a block

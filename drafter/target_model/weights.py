@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, first_line, shown
 from drafter.hub import hub_answers, hub_file
-from drafter.target.architecture import make_model
+from drafter.target_model.architecture import make_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.requests import Request, SamplingParams
-from drafter.target import prepacked
-from drafter.target.model import BaseModel
-from drafter.target.prepacked import (
+from drafter.target_model import prepacked
+from drafter.target_model.model import BaseModel
+from drafter.target_model.prepacked import (
     PrepackedLinear,
     Product,
     Way,

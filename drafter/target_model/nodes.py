@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.target.attention import Packing
+from drafter.target_model.attention import Packing
 
 LM_HEAD_INPUT = -1
 """In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""

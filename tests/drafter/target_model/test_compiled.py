@@ -14,8 +14,8 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
-from drafter.target.attention import masked_prefix_attention
-from drafter.target.model import BaseModel
+from drafter.target_model.attention import masked_prefix_attention
+from drafter.target_model.model import BaseModel
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
 
@@ -52,8 +52,8 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
 def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
     """Also where committed positions are read apart, as on a GPU, and where a cache in blocks keeps them from it."""
     torch._dynamo.reset()
-    monkeypatch.setattr("drafter.target.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
-    monkeypatch.setattr("drafter.target.forward.torch.compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("drafter.target_model.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
+    monkeypatch.setattr("drafter.target_model.forward.torch.compile", partial(torch.compile, backend="aot_eager"))
     model = random_model("llama").bfloat16()
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
     base = BaseModel(model)

@@ -18,10 +18,10 @@ from drafter.native.build import (
     UnsuitableError,
     library,
 )
-from drafter.target.architecture import attention_kinds
-from drafter.target.cache import TargetCache
-from drafter.target.kv_cache import KVCache
-from drafter.target.nodes import PromptNodes, TreeNodes
+from drafter.target_model.architecture import attention_kinds
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.kv_cache import KVCache
+from drafter.target_model.nodes import PromptNodes, TreeNodes
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of transformers with this structure: RMSNorm, rotary positions, grouped queries, gated SiLU."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from drafter import devices
-from drafter.target.cache import BLOCK, Blocks, GrowingBlocks, LayerCache, Rows
-from drafter.target.nodes import Nodes
+from drafter.target_model.cache import BLOCK, Blocks, GrowingBlocks, LayerCache, Rows
+from drafter.target_model.nodes import Nodes
 
 
 def cache_name(model: nn.Module) -> str:

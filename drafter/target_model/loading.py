@@ -17,9 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from drafter.errors import LoadError, first_line, one_line
 from drafter.hub import local_only, not_found
-from drafter.target.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
-from drafter.target.model import BaseModel
-from drafter.target.weights import (
+from drafter.target_model.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
+from drafter.target_model.model import BaseModel
+from drafter.target_model.weights import (
     STRANGE,
     refuse_adapter,
     refuse_endless_lists,

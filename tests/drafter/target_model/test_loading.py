@@ -4,7 +4,7 @@ import pytest
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.native.build import cache_folder
-from drafter.target.loading import load_base
+from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
 

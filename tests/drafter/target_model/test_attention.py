@@ -18,8 +18,8 @@ from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
-from drafter.target import attention as prefix_attention
-from drafter.target.attention import (
+from drafter.target_model import attention as prefix_attention
+from drafter.target_model.attention import (
     TREE_ATTENTION,
     CommittedLayers,
     Packing,
@@ -35,8 +35,8 @@ from drafter.target.attention import (
     tree_attention,
     tree_attention_mask,
 )
-from drafter.target.model import BaseModel
-from drafter.target.nodes import TreeNodes
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
@@ -147,7 +147,7 @@ ATTENTIONS = ["llama", "gpt2", "gemma3_text", "qwen3_moe", "granite"]
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.target.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
+    monkeypatch.setattr("drafter.target_model.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
 
 
 @pytest.mark.parametrize("family", ATTENTIONS)
@@ -194,7 +194,7 @@ def test_compiled_it_has_no_more_variants_than_with_a_mask(in_parts: None, monke
         return graph.forward
 
     compile_ = partial(torch.compile, backend=backend)
-    monkeypatch.setattr("drafter.target.forward.torch.compile", compile_)
+    monkeypatch.setattr("drafter.target_model.forward.torch.compile", compile_)
     base = BaseModel(random_model("llama"), native=False)
     assert base.allow_packing()
     assert base.reads_to_length
@@ -228,7 +228,7 @@ def test_what_gives_other_numbers_is_not_used(
         raise NotImplementedError("no such kernel")
 
     for attend in (wrong, missing):
-        monkeypatch.setattr("drafter.target.model.prefix_attention_on", lambda device, dtype, one=attend: one)
+        monkeypatch.setattr("drafter.target_model.model.prefix_attention_on", lambda device, dtype, one=attend: one)
         base = BaseModel(random_model("llama"), native=False)
         assert base.allow_packing()
         assert not base.reads_to_length

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drafter import devices
 from drafter.errors import LoadError, one_line
 from drafter.native.build import BuildError, UnsuitableError
-from drafter.target.architecture import (
+from drafter.target_model.architecture import (
     NO_PLACE,
     decoder_of,
     fingerprint,
@@ -24,14 +24,14 @@ from drafter.target.architecture import (
     refuse_unsupported,
     small_copy,
 )
-from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
-from drafter.target.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
-from drafter.target.forward import DecoderLayers, Executor, ModelCode
-from drafter.target.kv_cache import KVCache
-from drafter.target.native_decoder import NativeDecoder
-from drafter.target.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
-from drafter.target.prepacked import prepack
-from drafter.target.proof import (
+from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
+from drafter.target_model.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
+from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
+from drafter.target_model.kv_cache import KVCache
+from drafter.target_model.native_decoder import NativeDecoder
+from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
+from drafter.target_model.prepacked import prepack
+from drafter.target_model.proof import (
     LONG,
     attention_agrees,
     executors_agree,

@@ -15,9 +15,9 @@ from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
-from drafter.target.cache import Blocks, LayerCache, TargetCache
-from drafter.target.model import BaseModel
-from drafter.target.nodes import Nodes, PromptNodes, TreeNodes
+from drafter.target_model.cache import Blocks, LayerCache, TargetCache
+from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 from tests.support.caches import tree_nodes
 from tests.support.models import (
     AdversarialDrafter,

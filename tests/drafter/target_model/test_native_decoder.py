@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.native import build
 from drafter.native.build import BuildError, UnsuitableError, gated_order
-from drafter.target import native_decoder
-from drafter.target.architecture import decoder_of
-from drafter.target.attention import Packing
-from drafter.target.cache import TargetCache
-from drafter.target.forward import Executor
-from drafter.target.model import BaseModel
-from drafter.target.native_decoder import NativeDecoder
-from drafter.target.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
+from drafter.target_model import native_decoder
+from drafter.target_model.architecture import decoder_of
+from drafter.target_model.attention import Packing
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.forward import Executor
+from drafter.target_model.model import BaseModel
+from drafter.target_model.native_decoder import NativeDecoder
+from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
 from tests.support.models import random_prompts

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
-from drafter.target.architecture import fingerprint, lengths_beyond, small_config
-from drafter.target.loading import load_base, pick_device, pick_dtype, require_data
-from drafter.target.model import BaseModel
+from drafter.target_model.architecture import fingerprint, lengths_beyond, small_config
+from drafter.target_model.loading import load_base, pick_device, pick_dtype, require_data
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from tests.support.caches import kv_of
 from tests.support.models import OracleDrafter, generate_reference, random_model, run_engine

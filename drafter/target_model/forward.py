@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from drafter.errors import LoadError
-from drafter.target.architecture import attention_kinds, max_positions, whole_layers
-from drafter.target.attention import (
+from drafter.target_model.architecture import attention_kinds, max_positions, whole_layers
+from drafter.target_model.attention import (
     CommittedLayers,
     Prefix,
     PrefixAttention,
@@ -22,9 +22,9 @@ from drafter.target.attention import (
     parts_of,
     tree_attention_mask,
 )
-from drafter.target.cache import TargetCache
-from drafter.target.kv_cache import KVCache, cache_name
-from drafter.target.nodes import LM_HEAD_INPUT, Nodes, PromptNodes, TreeNodes
+from drafter.target_model.cache import TargetCache
+from drafter.target_model.kv_cache import KVCache, cache_name
+from drafter.target_model.nodes import LM_HEAD_INPUT, Nodes, PromptNodes, TreeNodes
 
 _VARIANTS = 64  # compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled
 _LARGEST_TREE = 128  # larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves

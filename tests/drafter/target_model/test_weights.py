@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from drafter.errors import LoadError
-from drafter.target.loading import load_base
-from drafter.target.weights import AtMost, skeleton, weight_files
+from drafter.target_model.loading import load_base
+from drafter.target_model.weights import AtMost, skeleton, weight_files
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 _SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1}
@@ -191,7 +191,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 def test_a_shard_that_the_hubs_cache_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("drafter.target.weights.hub_answers", lambda: False)
+    monkeypatch.setattr("drafter.target_model.weights.hub_answers", lambda: False)
     (repository := tmp_path / "models--org--name").mkdir()
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import Cache
 
-from drafter.target.cache import BLOCK, Blocks, GrowingBlocks, TargetCache, blocks_of
-from drafter.target.kv_cache import KVCache, LayerShape
-from drafter.target.nodes import PromptNodes
+from drafter.target_model.cache import BLOCK, Blocks, GrowingBlocks, TargetCache, blocks_of
+from drafter.target_model.kv_cache import KVCache, LayerShape
+from drafter.target_model.nodes import PromptNodes
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(heads=2, key_dim=3, value_dim=4, dtype=torch.float32, device=CPU)
