@@ -23,7 +23,8 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
-from drafter.engine.sequence import Handle, LearningStart, RowTap
+from drafter.engine.handle import Handle
+from drafter.engine.sequence import LearningStart, RowTap
 from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
 from drafter.many import (
     Completed,

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from tqdm.auto import tqdm
 
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.errors import QueueFullError, RequestError, shown, unknown_setting
 from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts

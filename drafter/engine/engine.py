@@ -20,9 +20,10 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
+from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse
 from drafter.engine.scheduler import Scheduler
-from drafter.engine.sequence import EndedRow, Handle, Handling, RowTap, Sequence, refuse_unusable
+from drafter.engine.sequence import EndedRow, Handling, RowTap, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
 from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step

@@ -40,7 +40,7 @@ from pipeline.progress.watch import Pulse
 from pipeline.settings import LimitsConfig
 
 if TYPE_CHECKING:  # a driver imports this module, too, without the code of models
-    from drafter.engine.sequence import Handle
+    from drafter.engine.handle import Handle
     from drafter.llm import SpeculativeLM
 
 _PULSE_SECONDS = 0.01

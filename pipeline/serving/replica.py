@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray import serve
 
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.errors import (
     EngineError,
     NotFiniteError,

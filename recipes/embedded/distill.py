@@ -26,7 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from drafter.engine.config import EngineConfig
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request, SamplingParams
 from recipes.embedded.gsm8k import read_split

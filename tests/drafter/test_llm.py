@@ -24,7 +24,7 @@ from drafter import EngineConfig, EngineError, LoadError, Request, RequestError,
 from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.llm import Prompt
 from drafter.many import as_chat
 from drafter.methods.learning.drafter import Learning, load_start, weights_of

@@ -22,7 +22,7 @@ from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.slots import SlotObjects, SlotTensors
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.errors import LoadError, RequestError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams

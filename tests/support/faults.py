@@ -16,7 +16,7 @@ from pyarrow import fs
 
 from drafter.budget.contract import StepLoad
 from drafter.drafters.contract import Ask
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
 from pipeline.engines.models import EngineSpec

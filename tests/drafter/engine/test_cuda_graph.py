@@ -16,7 +16,7 @@ from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, StepShape, padded_length, padded_rows
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.errors import RequestTimeoutError
 from drafter.methods.memory.drafter import MemoryDrafter

@@ -14,7 +14,7 @@ from drafter.drafters.contract import Ask, DraftContext, DraftSpec, PlainDecodin
 from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.engine.step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.requests import Request, SamplingParams, Timing

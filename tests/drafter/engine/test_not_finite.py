@@ -15,7 +15,7 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Pla
 from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter

@@ -10,7 +10,7 @@ from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE

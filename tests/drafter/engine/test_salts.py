@@ -9,7 +9,7 @@ import pytest
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head

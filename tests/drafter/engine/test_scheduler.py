@@ -8,8 +8,10 @@ import pytest
 
 from drafter.acceptance.contract import ExactVerifier
 from drafter.engine import scheduler as row_limit
-from drafter.engine.scheduler import RowLimit, WaitingQueue
-from drafter.engine.sequence import Handle, Sequence
+from drafter.engine.handle import Handle
+from drafter.engine.scheduler import RowLimit
+from drafter.engine.sequence import Sequence
+from drafter.engine.waiting_queue import WaitingQueue
 from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafter.engine.sequence import Handle
+from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
