@@ -35,7 +35,7 @@ from pipeline.io.column_types import (
 )
 from pipeline.io.files import Location, batches
 from pipeline.io.listing import NAME_ROWS, InputListing, PromptSource, check_types, read_apart
-from pipeline.io.parts import Part, StagedInput, problem_column, with_problems, with_row_type
+from pipeline.io.parts import Part, StagedInput, problem_column, row_name, with_problems, with_row_type
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.openai.requests import OpenAIError
@@ -234,11 +234,6 @@ def _json_text(value: Any) -> str:
 
 
 # Samples: a row repeated for several outputs, each with a name and a seed of its own.
-
-
-def row_name(sample: str) -> str:
-    """Return the row's name in the name of a sample, `ID#0`, `ID#1`, …."""
-    return sample.rpartition("#")[0]
 
 
 def _with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_bytes: int) -> Iterator[pa.Table]:

@@ -127,6 +127,11 @@ def mend_list(folder: Location) -> None:
     mend(folder / STAGED_LIST, _LIST_KEYS)
 
 
+def row_name(sample: str) -> str:
+    """Return the row's name in the name of a sample, `ID#0`, `ID#1`, …."""
+    return sample.rpartition("#")[0]
+
+
 def problem_column(problems: Sequence[Mapping[str, Any] | None]) -> pa.Array:
     return pa.array(problems, PROBLEM_TYPE)
 

@@ -14,9 +14,8 @@ import pyarrow.parquet
 from drafter.requests import Generation
 from drafter.statistics import DecodeCounts
 from pipeline.errors import ProblemType
-from pipeline.generate.staging import row_name
 from pipeline.io.files import Location
-from pipeline.io.parts import StagedInput
+from pipeline.io.parts import StagedInput, row_name
 from pipeline.openai.answers import TokenText, token_text
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.requests import OpenAIError, not_finite, to_json

@@ -267,7 +267,7 @@ def test_rows_of_a_lenient_verifier_are_marked_as_in_a_job(model: Path) -> None:
         ({"sampling_params": {"max_tokens": 4}}, "sampling_params: unknown setting max_tokens: use max_new_tokens"),
         ({"engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs: max_num_seqs must be at least 1"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params: temperature must be at least 0"),
-        ({"verifier": {"theta": 1, "nam": 2}}, "verifier: unknown setting nam: use name"),
+        ({"verifier": {"settings": {}, "nam": 2}}, "verifier: unknown setting nam: use name"),
         ({"model_source": "x"}, "unknown setting model_source: use model"),
         ({"should_continue_on_error": True}, "unknown setting should_continue_on_error: not supported: a row that"),
         (
