@@ -343,7 +343,9 @@ def _kept_lines(keep: float, found: Sequence[VerifierFigures], kept: Sequence[Ve
         if name not in best:
             lines.append(f"keeps {keep:.1%}: no setting of {name}")
             continue
-        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best[name].verifier.settings.items())
+        flags = " ".join(
+            f"--verifier.{setting} {value}" for setting, value in sorted(best[name].verifier.settings.items())
+        )
         betas = f"β {best[name].beta:.2f}, exact {found[0].beta:.2f}"
         lines.append(f"keeps {keep:.1%}: --verifier {name} {flags} ({betas})")
     return "\n".join([*lines, ""])

@@ -329,7 +329,12 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
     try:
         if is_text(column.type) and pa.types.is_nested(target):  # no object of this part has a field
             return pa.array([text and json.loads(text) for text in column.to_pylist()], target)
-        return column.cast(target)
+        cast = column.cast(target)
+        try:
+            cast.validate()
+        except pa.ArrowInvalid:  # Arrow (26) shortens lists of nulls alone where a struct around them changes
+            return pa.array(column.to_pylist(), target)
+        return cast
     except (pa.ArrowException, ValueError) as error:
         raise InputError(f"a value of type {column.type} cannot be kept as {target}: {error}") from error
 

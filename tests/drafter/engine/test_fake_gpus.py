@@ -73,6 +73,11 @@ def _merged(base: BaseModel) -> Callable[[], Drafter]:
     return lambda: MergedDrafter(head(), NgramDrafter(NODES))
 
 
+def _exit(base: BaseModel) -> Callable[[], Drafter]:
+    base.allow_packing()  # which compares numbers, and fakes have none
+    return lambda: ExitDrafter(base, 2, NODES)
+
+
 DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     **{name: partial(_without_training, name) for name in TRAINING_FREE},
     **{kind: partial(_head, kind) for kind in KINDS},
@@ -80,7 +85,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     "context 2, factored": partial(_head, "context 2", joint_size=4),
     "context 2 + ngram": _merged,
     "long": lambda base: lambda: LongChainDrafter(NgramDrafter(NODES), NODES),
-    "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
+    "exit": _exit,
 }
 """Makes of a base, before it is on the GPUs, what makes a drafter there."""
 ENDS = ("greedy", "everything")

@@ -197,3 +197,11 @@ def test_a_value_that_python_cannot_hold_is_text_where_python_is_asked() -> None
     assert python_values(texts) == ["caf\ufffd", "x"]
     nested = pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([texts], ["content"]))
     assert python_values(nested) == [[{"content": "caf\ufffd"}], [{"content": "x"}]]
+
+
+def test_lists_of_nulls_in_a_struct_that_gets_a_field_are_whole() -> None:
+    column = pa.array([{"b": [None, None]}], pa.struct([("b", pa.list_(pa.null()))]))
+    target = pa.struct([("a", pa.string()), ("b", pa.list_(pa.null()))])
+    found = conform(column, target)
+    found.validate(full=True)
+    assert found.to_pylist() == [{"a": None, "b": [None, None]}]
