@@ -68,7 +68,7 @@ def test_verifiers_are_measured_and_the_fastest_that_keeps_enough_is_named(evalu
         key=lambda one: one["beta"],
     )
     assert best in greedy["kept"]
-    assert "keeps 50.0%: --verifier fly --verifier.theta 0.0 --verifier.window 1" in outcome.stdout
+    assert "keeps 50.0%: --verifier fly --verifier.theta 0 --verifier.window 1" in outcome.stdout
     assert results["environment"]["command"].startswith("drafter evaluate")
     again = evaluate("--temperature", "[0.0, 0.9]", "--keep", 0.5)
     assert again.code == 0
