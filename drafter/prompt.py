@@ -39,9 +39,13 @@ class Prompt:
                 raise RequestError(f"the span {span.start}:{span.stop} is empty, out of order or outside of the prompt")
             end = span.stop
 
-    def key(self, salt: str, output: Sequence[int] = ()) -> TextKey:
-        """Return the key of the prompt and of output after it."""
-        ids = np.array([*self.ids, *output], dtype=np.int64)
+    def key(self, salt: str, text: npt.NDArray[np.int64] | None = None) -> TextKey:
+        """Return the key of the prompt, or of a text `[L]` that begins with it."""
+        if text is None:
+            text = np.array(self.ids, dtype=np.int64)
+        if not self.spans:
+            return TextKey(salt, text)
+        ids = text.copy()
         for span in self.spans:
             size = span.stop - span.start
             # Numbers of its own for each place: the end of one span is not the beginning of the next. Negative ones:

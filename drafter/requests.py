@@ -13,6 +13,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from drafter.errors import LoadError, RequestError, first_line, shown, unknown_setting
 from drafter.prompt import Prompt, TextKey
 from drafter.statistics import DecodeCounts, mean_acceptance_length
@@ -287,10 +290,10 @@ class Request:
         assert isinstance(self.prompt, Prompt)
         return self.prompt.ids
 
-    def key(self, output: Sequence[int]) -> TextKey:
-        """Return the key of the prompt and of output after it."""
+    def key(self, text: npt.NDArray[np.int64]) -> TextKey:
+        """Return the key of a text `[L]` that begins with the prompt."""
         assert isinstance(self.prompt, Prompt)
-        return self.prompt.key(self.salt, output)
+        return self.prompt.key(self.salt, text)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class TextReader(Drafter):
     ) -> None:
         self._model, self._vocabulary, self._layers = model, base.vocab_size, layers
         beside = model.device == base.device
-        kept = model.new_cache(1, 1, layers=layers).nbytes if beside else 0
+        kept = sum(model.kv_bytes_per_token[:layers]) if beside else 0
         self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
         self.fixed = devices.is_asynchronous(base.device) and beside
         self._usual = 2 * (depth + 1) if self.fixed else depth + 1  # new tokens of an ordinary step at most

@@ -125,7 +125,7 @@ class Sequence:
     def enter(self) -> None:
         """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
-        self.key = self.handle.request.key(self.output)
+        self.key = self.handle.request.key(self.prefilled)
         if self.handling is Handling.COPIED:
             self.handling = Handling.FREE
         if self.entered is None:

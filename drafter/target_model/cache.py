@@ -247,7 +247,7 @@ class TargetCache:
 
     def copy(self, source: int, target: int, length: int) -> int:
         """Copy the first positions of a slot, up to `length`; return how many the two share now."""
-        # The rooms that may know least come last, and what they say counts for the others' next read.
+        # Rooms whose state is not by position come last and are asked first: what they share, the others can share.
         for layer in reversed(self.layers):
             length = layer.copy(source, target, length) if length else 0
         return length

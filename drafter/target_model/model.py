@@ -136,8 +136,8 @@ class BaseModel:
 
     @property
     def kv_bytes_per_token(self) -> list[int]:
-        """Bytes of keys and values per position of each layer that caches any."""
-        return [shape.bytes_per_token for shape in self._layer_shapes if shape is not None]
+        """Bytes of keys and values per position of each layer; 0 for one that caches none."""
+        return [0 if shape is None else shape.bytes_per_token for shape in self._layer_shapes]
 
     @property
     def copies_of_kv(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 
 from drafter.drafters.contract import PlainDecoding
@@ -33,7 +34,8 @@ def test_a_common_beginning_is_counted_in_tokens() -> None:
     assert shared(Prompt([1, 2, 3]), Prompt([1, 2, 4])) == 2
     assert shared(Prompt([1, 2]), Prompt([1, 2, 4])) == 2
     assert shared(Prompt([2]), Prompt([1])) == shared(Prompt([]), Prompt([1])) == 0
-    assert Prompt([1]).key("", [2, 3]).shared(Prompt([1, 2]).key("", [4])) == 2
+    first, second = np.array([1, 2, 3]), np.array([1, 2, 4])
+    assert Prompt([1]).key("", first).shared(Prompt([1, 2]).key("", second)) == 2
 
 
 def test_a_salt_shares_with_itself_alone() -> None:
