@@ -116,7 +116,7 @@ def histogram_lines(counts: DecodeCounts) -> list[str]:
         return []
     most = max(counts.acceptance_histogram)
     return ["accepted    share of steps"] + [
-        f"{accepted:>8}    {'█' * round(_BAR * number / most) or '▏':<{_BAR}} {number / steps:>6.1%}"
+        f"{accepted:>8}    {'█' * round(_BAR * number / most) or '▏' * bool(number):<{_BAR}} {number / steps:>6.1%}"
         for accepted, number in enumerate(counts.acceptance_histogram)
     ]
 

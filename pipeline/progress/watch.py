@@ -63,7 +63,7 @@ class Lines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._begun = self._printed = time.monotonic()
-        self._last: tuple[str, int] | None = None
+        self._rows, self._line = -1, ""  # what was printed last
         self._stage: str | None = None
 
     def show(self, now: Progress) -> None:
@@ -75,9 +75,10 @@ class Lines:
         ended = now.state != "generating"
         clock = time.monotonic()
         pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
-        if ended or (clock - self._printed >= pause and (now.state, now.rows) != self._last):
-            self._printed, self._last = clock, (now.state, now.rows)
-            print(line(now), file=self._stream, flush=True)
+        due = clock - self._printed >= pause and now.rows != self._rows
+        if due or (ended and line(now) != self._line):
+            self._printed, self._rows, self._line = clock, now.rows, line(now)
+            print(self._line, file=self._stream, flush=True)
 
 
 def line(now: Progress) -> str:

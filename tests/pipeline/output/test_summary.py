@@ -41,6 +41,7 @@ def test_the_summary_is_what_the_files_say(tmp_path: Path) -> None:
     assert [line.split()[0] for line in bars] == ["0", "1", "2"]
     assert [line.split()[-1] for line in bars] == ["33.3%", "0.0%", "66.7%"]
     assert [line.count("█") for line in bars] == [20, 0, 40]
+    assert "▏" not in bars[1]  # which is for the few, not for none
 
 
 def test_plain_decoding_has_a_sentence_of_its_own() -> None:

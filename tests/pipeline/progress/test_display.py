@@ -36,6 +36,14 @@ def test_each_stage_of_the_start_has_one_line() -> None:
     assert stream.getvalue() == "loading the model\ntiming decode steps\n"
 
 
+def test_the_last_line_comes_once() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    for _ in range(2):
+        lines.show(Progress("finished", total=8, rows=8))
+    assert stream.getvalue().count("8/8 rows") == 1
+
+
 def test_a_bar_names_the_stage_of_the_start() -> None:
     stream = io.StringIO()
     Bar(stream).show(Progress("starting", total=8, stage="timing decode steps"))
