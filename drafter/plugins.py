@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 GROUP = "drafter.methods"  # group of entry points, and the package of this project's own methods
-Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
+Kind = Literal["drafters", "families", "heads", "verifiers", "layouts", "guides"]
 Trait = Literal["parts", "models", "files", "automatic", "sweeps"]
 Automatic = Literal["merged", "beside", "alone"]
 """A drafter's part in `auto`: on a CPU beside the shipped head, and also merged with it, or only beside it; or on a GPU
@@ -38,6 +38,7 @@ class Method:
     heads: Mapping[str, str] = field(default_factory=dict)  # subclass of `DraftHead` by its algorithm
     verifiers: Mapping[str, str] = field(default_factory=dict)  # subclass of `Verifier` by its name
     layouts: Mapping[str, str] = field(default_factory=dict)  # `Layout` of published heads by its name
+    guides: Mapping[str, str] = field(default_factory=dict)  # function that makes `Guides`; see `make_guides`
     parts: Mapping[str, Callable[[str], list[str]]] = field(default_factory=dict)  # REST → drafters that it is made of
     whole: tuple[str, ...] = ()  # families whose REST is all that follows in a name, `+` included
     models: Mapping[str, Callable[[str], str]] = field(default_factory=dict)  # REST → its model's folder or hub id

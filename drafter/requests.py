@@ -19,6 +19,7 @@ import numpy.typing as npt
 from drafter.errors import LoadError, RequestError, first_line, shown, unknown_setting
 from drafter.prompt import Prompt, TextKey
 from drafter.statistics import DecodeCounts, mean_acceptance_length
+from drafter.structured_outputs import StructuredOutputs
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GenerationRule = Literal["auto", "ignore"]  # `auto` uses sampling settings that come with a model, `ignore` does not
@@ -130,6 +131,7 @@ class SamplingParams:
         allowed_token_ids: Choose from these tokens alone; empty, the default, is all.
         bad_words: Words that the output does not contain: after all tokens of one but the last, that is not chosen.
             They are tokenised as they are and after a space. Up to 1024, of up to 32 tokens each.
+        structured_outputs: What the output must be: a JSON schema or the like; see there. A mapping will do.
 
     Raises:
         RequestError: A value is of the wrong type, not finite or out of range.
@@ -152,6 +154,7 @@ class SamplingParams:
     min_tokens: int = 0
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name in _UNSET:  # None leaves them unset, as in other libraries
@@ -177,6 +180,11 @@ class SamplingParams:
             object.__setattr__(self, name, tokens)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise RequestError(
+                "ignore_eos does not go with structured_outputs, which say where the output ends: leave it out"
+            )
 
     def _keep_texts(self, name: str, most: int) -> None:
         """Check a setting that is one string or several, and keep it as a tuple."""
@@ -336,6 +344,7 @@ class Generation:
     verifier: str = "exact"  # name of the verifier that accepted draft tokens
     lossless: bool = True  # that verifier guarantees the tokens of plain decoding
     lenient: list[int] = field(default_factory=list)  # indices of tokens that the target model would not have chosen
+    forced: list[int] = field(default_factory=list)  # indices of tokens that `structured_outputs` left no choice about
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
     error: str | None = None  # reason for a missing text
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested

@@ -25,6 +25,7 @@ class DecodeCounts:
     num_accepted_draft_tokens: int = 0  # draft tokens that became output
     acceptance_histogram: list[int] = field(default_factory=list)  # [k]: steps that emitted k accepted draft tokens
     per_step_accepted: list[int] = field(default_factory=list)  # of each decode step, in order; empty in sums
+    num_forced_tokens: int = 0  # new tokens about which `structured_outputs` left no choice, whoever drafted them
 
     def record_step(self, *, emitted: int, accepted: int, drafted: int) -> None:
         """Count a decode step: `drafted` draft tokens verified, `accepted` of them among the `emitted` tokens."""
@@ -190,6 +191,7 @@ def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
         result.num_spec_steps += one.num_spec_steps
         result.num_draft_tokens += one.num_draft_tokens
         result.num_accepted_draft_tokens += one.num_accepted_draft_tokens
+        result.num_forced_tokens += one.num_forced_tokens
         histogram = result.acceptance_histogram
         histogram.extend([0] * (len(one.acceptance_histogram) - len(histogram)))
         for accepted, steps in enumerate(one.acceptance_histogram):

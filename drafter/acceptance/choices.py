@@ -145,8 +145,8 @@ class NodeChoices:
 
     Args:
         logits: `[B, N, V]` by node id.
-        allowed: `[B, N, V]` bool, the tokens that a guide, such as a grammar, lets follow each node: at least one. None
-            where there is no guide.
+        allowed: `[B, N, ceil(V / 32)]` int32, the tokens that a guide, such as a grammar, lets follow each node, as
+            bits: that of token v is bit v % 32 of word v // 32. None where no row has a guide.
     """
 
     def __init__(
@@ -193,8 +193,11 @@ class NodeChoices:
         return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
 
     def own(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens `[R]` and log-probabilities `[R, V]` after `nodes` `[R]`, before all stages."""
-        scores = self._logits[rows, nodes].double()
+        """Return the likeliest tokens `[R]` and log-probabilities `[R, V]` after `nodes` `[R]`, before all stages.
+
+        A guide still says which tokens there are.
+        """
+        scores = self._guided(rows, nodes, self._logits[rows, nodes].double())
         return scores.argmax(-1), scores.log_softmax(-1)
 
     def _scores(self, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -208,9 +211,12 @@ class NodeChoices:
         if self._ends is not None:
             before = self._ends.before(rows, nodes, table.limits.words.shape[2] - 1)
             scores = scores.masked_fill_(table.limits.forbidden(slots, *before, scores.shape[1]), -torch.inf)
-        if self._allowed is not None:
-            scores = scores.masked_fill_(~self._allowed[rows, nodes], -torch.inf)
-        return scores
+        return self._guided(rows, nodes, scores)
+
+    def _guided(self, rows: Tensor, nodes: Tensor, scores: Tensor) -> Tensor:
+        if self._allowed is None:
+            return scores
+        return scores.masked_fill_(~bits(self._allowed[rows, nodes], scores.shape[1]), -torch.inf)
 
     def _tempered(self, rows: Tensor, scores: Tensor) -> Tensor:
         """Return scores `[R, V]` after temperature, top-k, top-p and min-p, shifted to a maximum of 0."""
@@ -231,6 +237,12 @@ class NodeChoices:
         places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
         drawn = draw(tempered, table.keys[slots], places)
         return torch.where(table.temperature[slots] > 0, drawn, scores.argmax(-1)) if self._mode.mixed else drawn
+
+
+def bits(words: Tensor, count: int) -> Tensor:
+    """Return the first `count` bits of `words` `[R, W]` int32, `[R, count]` bool, the lowest of a word first."""
+    places = torch.arange(32, dtype=words.dtype, device=words.device)
+    return (words[..., None] >> places).bitwise_and_(1).flatten(1)[:, :count].bool()
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Verified:
     logits: Tensor  # `[B, N, V]`
     hidden: Tensor  # `[B, N, K · d]` hidden states that the drafter reads
     read: Tensor | None = None  # `[B, N, J · d]` those that the verifier reads; None if there are no draft tokens
-    allowed: Tensor | None = None  # `[B, N, V]` bool, what a guide lets follow each node; see `NodeChoices`
+    allowed: Tensor | None = None  # `[B, N, ceil(V / 32)]` int32, what guides let follow each node; see `NodeChoices`
 
     def choices(self, sampling: RowSampling) -> NodeChoices:
         """Return what the target model chooses at the nodes."""

@@ -336,7 +336,7 @@ class AdaptiveBudget:
         plain = self._plain_seconds(band, step.load)
         if step.trees is None and step.seconds is not None:
             plain = step.seconds.rest
-        elif step.trees is not None:
+        else:
             plain *= step.tokens / step.rows
         speculated = 0 if step.trees is None else int(np.count_nonzero(step.trees.drafted))
         timed = step.seconds is not None

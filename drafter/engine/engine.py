@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 
 from drafter import devices
-from drafter.acceptance.contract import ExactVerifier, Verifier
+from drafter.acceptance.contract import ExactVerifier, Verified, Verifier
+from drafter.acceptance.guide import Guide, Guides, make_guides
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepSeconds
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
@@ -20,6 +22,7 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
+from drafter.engine.guiding import guided, masks
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse
 from drafter.engine.scheduler import Scheduler
@@ -71,6 +74,8 @@ class Engine:
         self.config, self.verifier, self._tap = config, verifier, tap
         self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
+        self._guides: Guides | None = None
+        self._guides_lock = Lock()
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_model_len is not None and config.max_model_len > limit:
             raise LoadError(f"max_model_len {config.max_model_len} is more than the {limit} positions of {base.name}")
@@ -110,14 +115,16 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: The prompt is empty, too long, or not of token ids in the vocabulary.
+            RequestError: The prompt is empty, too long, or not of token ids in the vocabulary, or its structured outputs
+                cannot be followed. To find that out takes up to some seconds.
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
+        guide = self._guide(request)
         handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
-        sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
+        sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length, guide)
         if self.idle:
             self.last_step = time.monotonic()
         self.scheduler.waiting.put(sequence)
@@ -205,17 +212,21 @@ class Engine:
         context: DraftContext,
         ask: Ask,
         drafted: Callable[[TokenTree], TokenTree] | None = None,
+        under_guides: Callable[[Verified], Verified] | None = None,
         times: StageTimes | None = None,
     ) -> StepTensors:
         """Draft, verify, accept and commit, for the context's rows.
 
-        Where the host follows, `drafted` changes the trees, and `times` are the stages'.
+        Where the host follows, `drafted` changes the trees, `under_guides` adds what guides allow while the target
+        model's forward is under way on a GPU, and `times` are the stages'.
         """
         rows = slice(0, len(context.tokens))
         tree = device.draft(context, ask)
         if drafted is not None:
             tree = drafted(tree)
         verified = device.verify(tree, context.longest + tree.size)
+        if under_guides is not None:
+            verified = under_guides(verified)
         if times is not None:
             times.mark("verify")
         accepted = device.accept(verified, rows)
@@ -264,7 +275,7 @@ class Engine:
         self.drafter.select(ask.member)
         self.drafter.prepare(context)
         reading = clock.lap()
-        self._shadows.add(sequences, ask, self._device.draft(context, ask))
+        self._shadows.add(sequences, ask, *self._guided(sequences, ask, self._device.draft(context, ask)))
         clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
 
@@ -275,7 +286,8 @@ class Engine:
             tensors = self._graphs.run(shape)
             self._times.mark("verify")
             return tensors
-        tensors = self.decode(self._device, context, step.ask, partial(self._drafted, step), self._times)
+        hooks = partial(self._drafted, step), partial(_under_guides, step.sequences)
+        tensors = self.decode(self._device, context, step.ask, *hooks, self._times)
         step.clock.rest = None if self._queued else step.clock.lap()
         self._times.mark("commit")
         return tensors
@@ -291,6 +303,8 @@ class Engine:
             if plain := [row for row, one in enumerate(step.sequences) if one.handling is Handling.PLAIN]:
                 sizes[plain] = 0
             tree = tree.trimmed(1 + sizes)
+        tree, step.forced = self._guided(step.sequences, step.ask, tree)
+        if step.ask.nodes:
             self._times.mark("host")
             step.clock.drafting += step.clock.lap()
             self._admit()
@@ -298,6 +312,18 @@ class Engine:
             assert self.scheduler.active[: len(step.sequences)] == step.sequences
         step.clock.lap()
         return tree
+
+    def _guided(self, sequences: list[Sequence], ask: Ask, tree: TokenTree) -> tuple[TokenTree, list[int]]:
+        """Cut from the trees what guides forbid, and add what they force; return the latter's numbers, too.
+
+        A fixed number of draft tokens includes the forced ones.
+        """
+        guides = [None if one.handling is Handling.PLAIN else one.guide for one in sequences]
+        spec = self.drafter.spec
+        most = ask.nodes if isinstance(self.budget, FixedBudget) else spec.max_nodes
+        if not most or not any(guides):
+            return tree, [0] * len(sequences)
+        return guided(tree, guides, ask.nodes, most, spec.max_depth)
 
     def _deliver(self, keep: int) -> None:
         """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""
@@ -369,6 +395,7 @@ class Engine:
             return
         rows = slice(slot, slot + 1)
         step = Step([sequence], slot, state, Ask(0))
+        verified = _under_guides([sequence], verified)
         tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
         self._times.mark("verify")
         self.flights.add(step, tensors)
@@ -439,6 +466,15 @@ class Engine:
             slot = self.scheduler.active.index(sequence)
             self._tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
+    def _guide(self, request: Request) -> Guide | None:
+        asked = request.sampling.structured_outputs
+        if asked is None:
+            return None
+        with self._guides_lock:
+            if self._guides is None:
+                self._guides = make_guides(self.tokenizer, self.base.vocab_size, self.base.eos_token_ids)
+        return self._guides.guide(asked, request.prompt_ids)
+
     def _make_budget(self, drafter_name: str | None) -> Budget:
         nodes, most = self.config.num_draft_tokens, self.drafter.spec.max_nodes
         if nodes != "auto" or not most:
@@ -450,6 +486,14 @@ class Engine:
             known=self.drafter.known,
             shadows=self.verifier.lossless and not self._queued,
         )
+
+
+def _under_guides(sequences: list[Sequence], verified: Verified) -> Verified:
+    """Add what the guides of the rows let follow each node, if there are any."""
+    guides = [sequence.guide for sequence in sequences]
+    if not any(guides):
+        return verified
+    return replace(verified, allowed=masks(verified.tree, guides, verified.logits.shape[-1]))
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafter.acceptance.contract import Verifier
+from drafter.acceptance.guide import Guide
 from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter, Ids
 from drafter.engine.handle import Handle
@@ -56,17 +57,24 @@ class Sequence:
     """A request under way, waiting for a slot or in one. It has passed `refuse_unusable`."""
 
     def __init__(
-        self, handle: Handle, eos: frozenset[int], tokenizer: Any, verifier: Verifier, max_length: int
+        self,
+        handle: Handle,
+        eos: frozenset[int],
+        tokenizer: Any,
+        verifier: Verifier,
+        max_length: int,
+        guide: Guide | None = None,
     ) -> None:
         prompt, sampling = handle.request.prompt_ids, handle.request.sampling.over()
         scored = handle.request.prompt_logprobs is not None
-        self.handle, self.tokenizer, self.verifier = handle, tokenizer, verifier
+        self.handle, self.tokenizer, self.verifier, self.guide = handle, tokenizer, verifier, guide
         self.limit = min(sampling.max_new_tokens, max_length - len(prompt))  # most tokens to generate
         self.length = len(prompt) - 1  # committed tokens: all of `text` but the last, which is pending
         self.limits = Limits.of(sampling, eos, tokenizer)
         self.eos = (frozenset() if sampling.ignore_eos else eos) | set(sampling.stop_token_ids)
         self.output: list[int] = []
         self.lenient: list[int] = []  # indices of output that the target model would not have chosen
+        self.forced: list[int] = []  # indices of output that the guide left no choice about
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs = [TokenLogprob(token, None, ()) for token in prompt[: len(prompt) * scored]]
         self.counts = DecodeCounts()
@@ -107,7 +115,7 @@ class Sequence:
     @property
     def follows(self) -> bool:
         """True if the host must follow its steps stage by stage."""
-        return self.handling is Handling.PLAIN or self.sampling.logprobs is not None
+        return self.handling is Handling.PLAIN or self.guide is not None or self.sampling.logprobs is not None
 
     @property
     def text(self) -> Ids:
@@ -152,7 +160,7 @@ class Sequence:
             self.first_token = time.monotonic()
         for token in tokens:
             self.output.append(token)
-            if self.limits is not None and not self.limits.permits(self.output):
+            if not self._permits(token):
                 # Where all are forbidden, the choice is none of them.
                 self.output.pop()
                 self.handling = Handling.STUCK
@@ -184,6 +192,20 @@ class Sequence:
             self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
         return emitted
 
+    def _permits(self, token: int) -> bool:
+        """Return whether the newest token of the output may be there; the guide goes on by it."""
+        if self.limits is not None and not self.limits.permits(self.output):
+            return False
+        if self.guide is None:
+            return True
+        forced = next(iter(self.guide.forced()), None) == token
+        if not self.guide.consume(token):
+            return False
+        if forced:
+            self.forced.append(len(self.output) - 1)
+            self.counts.num_forced_tokens += 1
+        return True
+
     def note_prompt(self, start: int, found: list[TokenLogprob]) -> None:
         """Keep the log-probabilities of the tokens after `start`, as far as they are the prompt's."""
         for place, one in enumerate(found, start + 1):
@@ -206,7 +228,11 @@ class Sequence:
     def fail(self) -> None:
         """End a request whose numbers are not finite, or which is stuck."""
         tokens = len(self.output)
-        if self.handling is Handling.STUCK:
+        error: Exception
+        if self.handling is Handling.STUCK and self.guide is not None:
+            why = self.guide.problem or "its grammar and the other settings allow none there"
+            error = RequestError(f"structured_outputs: no token is left to choose after {tokens} generated ones: {why}")
+        elif self.handling is Handling.STUCK:
             error = RequestError(
                 f"no token is left to choose after {tokens} generated ones: allow more tokens in allowed_token_ids, or "
                 "have fewer bad_words"
@@ -241,6 +267,7 @@ class Sequence:
             verifier=self.verifier.name,
             lossless=self.verifier.lossless,
             lenient=self.lenient,
+            forced=self.forced,
             drafter_versions=self.versions,
         )
 

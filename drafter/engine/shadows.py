@@ -10,7 +10,7 @@ import numpy as np
 from drafter.budget.contract import ScoredTrees
 from drafter.drafters.contract import Ask
 from drafter.engine.sequence import Sequence
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 
 
 @dataclass
@@ -37,13 +37,18 @@ class Shadows:
     def __init__(self) -> None:
         self._waiting: list[tuple[int, list[_Row]]] = []  # the member that drafted, and its trees
 
-    def add(self, sequences: list[Sequence], ask: Ask, tree: TokenTree) -> None:
-        """Keep trees `[B, 1 + k]` of the present ends of B sequences."""
-        tokens, parents = (part[:, : 1 + ask.nodes].tolist() for part in (tree.tokens, tree.parents))
-        rows = [
-            _Row(sequence, len(sequence.output), *one)
-            for sequence, *one in zip(sequences, tokens, parents, strict=True)
-        ]
+    def add(self, sequences: list[Sequence], ask: Ask, tree: TokenTree, forced: Several[int]) -> None:
+        """Keep trees of k draft tokens of the present ends of B sequences, without the `forced` ones at their start."""
+        rows = []
+        for sequence, begun, tokens, parents in zip(
+            sequences, forced, tree.tokens.tolist(), tree.parents.tolist(), strict=True
+        ):
+            # The forced tokens are a chain, which the others follow.
+            tokens = tokens[begun : begun + 1 + ask.nodes]
+            missing = 1 + ask.nodes - len(tokens)
+            parents = [max(parent - begun, 0) for parent in parents[begun : begun + 1 + ask.nodes]]
+            row = [*tokens, *[PAD_TOKEN] * missing], [*parents, *[0] * missing]
+            rows.append(_Row(sequence, len(sequence.output) + begun, *row))
         self._waiting.append((ask.member, rows))
 
     def scored(self) -> tuple[ScoredTrees, ...]:

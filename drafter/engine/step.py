@@ -91,6 +91,8 @@ class Step:
         # Row → number of most probable tokens whose log-probabilities it wants.
         self.wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
         self.version = state.drafter.version
+        # Draft tokens at the start of each tree that a guide forces; nobody drafted them.
+        self.forced = [0] * len(sequences)
 
     @property
     def alive(self) -> list[int]:
@@ -154,16 +156,20 @@ class Outcome:
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
-        planned, ask, clock = self.step.load, self.step.ask, self.step.clock
+        planned, ask, clock, forced = self.step.load, self.step.ask, self.step.clock, self.step.forced
         rows = [row for row in emitted if self.sound[row]]
         if planned is None or not rows:
             return None
         load, trees = StepLoad(len(rows), planned.length, planned.choosing), None
         if ask.nodes:
             accepted = np.zeros((len(rows), ask.nodes), np.bool_)
-            accepted[:, : self.on_path.shape[1]] = self.on_path[rows]
-            trees = ScoredTrees(ask.member, np.array(self.drafted)[rows], accepted)
-        seconds = None if clock.rest is None else StepSeconds(clock.reading, clock.drafting, clock.rest)
+            for place, row in enumerate(rows):
+                own = self.on_path[row, forced[row] :][: ask.nodes]
+                accepted[place, : len(own)] = own
+            trees = ScoredTrees(ask.member, (np.array(self.drafted) - forced)[rows].clip(0), accepted)
+        seconds = None
+        if clock.rest is not None and not any(forced):
+            seconds = StepSeconds(clock.reading, clock.drafting, clock.rest)
         tokens = sum(emitted[row] for row in rows)
         return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
 

@@ -35,7 +35,7 @@ def test_a_draft_is_scored_once_all_of_its_rows_have_left_it() -> None:
     texts, shadows = [Text([1]), Text([1, 2])], Shadows()
     rows = torch.tensor([TOKENS, TOKENS]), torch.tensor([PARENTS, PARENTS])
     tree = TokenTree(*rows, torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6))
-    shadows.add(cast("list[Sequence]", texts), Ask(5, member=2), tree)
+    shadows.add(cast("list[Sequence]", texts), Ask(5, member=2), tree, [0, 0])
     texts[0].output += [5]
     texts[1].output += [4]
     assert shadows.scored() == ()

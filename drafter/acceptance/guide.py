@@ -1,0 +1,61 @@
+"""Interface of guides, which say what may follow a row's output: a grammar's state, for one.
+
+A guide belongs to one sequence and follows its output, so that a preempted or re-read sequence loses nothing. Methods
+add what makes guides (`Method.guides`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from drafter.errors import RequestError
+from drafter.plugins import resolved
+from drafter.structured_outputs import StructuredOutputs
+
+
+class Guide(ABC):
+    """A state after some tokens of one output."""
+
+    @abstractmethod
+    def consume(self, token: int) -> bool:
+        """Go on by `token` if it may follow; otherwise change nothing and return False."""
+
+    @abstractmethod
+    def rewind(self, count: int) -> None:
+        """Take back the last `count` consumed tokens."""
+
+    @abstractmethod
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that come next whatever the model says; empty where it has a choice.
+
+        They are drafts like others: where a text has several tokenisations, the model may choose another one.
+        """
+
+    @abstractmethod
+    def fill(self, mask: Tensor) -> None:
+        """Set the bits of the tokens that may follow in `mask` `[ceil(V / 32)]` int32, on the host, to 1; others to 0."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing may follow, if its work became too much for its limits."""
+        return None
+
+
+class Guides(ABC):
+    """Makes the guides of an engine's requests. Safe from any thread."""
+
+    @abstractmethod
+    def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
+        """Return a guide for the output of a request; raise `RequestError` for what cannot be followed."""
+
+
+def make_guides(tokenizer: Any, vocabulary: int, eos: Collection[int]) -> Guides:
+    """Return what makes guides for a model; raise `RequestError` if no method does."""
+    makers: list[Callable[[Any, int, Collection[int]], Guides]] = list(resolved("guides").values())
+    if not makers:
+        raise RequestError("structured_outputs cannot be met: no method that guides output is installed")
+    return makers[0](tokenizer, vocabulary, eos)

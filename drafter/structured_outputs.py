@@ -1,0 +1,100 @@
+"""What a request's output must be: a record by a JSON schema, or text by a regular expression or a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from drafter.errors import RequestError, shown, unknown_setting
+
+MOST_CHOICES = 1000
+LONGEST = 120_000
+"""Characters of a schema, a regular expression, a grammar or all choices together."""
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """One of these, under vLLM's names.
+
+    Args:
+        json: A JSON schema: an object, its JSON text, or a Pydantic model. It is kept as text.
+        json_object: Any JSON object.
+        regex: A regular expression that matches the whole output.
+        choice: Texts of which the output is one.
+        grammar: A context-free grammar in Lark's notation.
+
+    Raises:
+        RequestError: None or several are given, or one is of the wrong type or too long.
+    """
+
+    json: Any = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if not isinstance(self.json_object, bool):
+            raise RequestError(f"structured_outputs.json_object must be true or false, not {shown(self.json_object)}")
+        texts = {"regex": self.regex, "grammar": self.grammar}
+        for name, text in texts.items():
+            if text is not None and not (isinstance(text, str) and text):
+                raise RequestError(f"structured_outputs.{name} must be a text that is not empty, not {shown(text)}")
+        object.__setattr__(self, "choice", _choices(self.choice))
+        given = [one.name for one in fields(self) if getattr(self, one.name)]
+        if len(given) != 1:
+            named = ", ".join(one.name for one in fields(self))
+            raise RequestError(f"structured_outputs must have one of {named}, not {' and '.join(given) or 'none'}")
+        if (length := len("".join(getattr(self, given[0]))) if not self.json_object else 0) > LONGEST:
+            raise RequestError(
+                f"structured_outputs.{given[0]} may have up to {LONGEST} characters, and has {length}: make it smaller"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Name of the one that is given."""
+        return next(one.name for one in fields(self) if getattr(self, one.name))
+
+    @classmethod
+    def of(cls, given: object) -> StructuredOutputs | None:
+        """Return what a request gives: this class, a mapping of its settings, or None for any output."""
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise RequestError(f"structured_outputs must be an object with a schema or the like, not {shown(given)}")
+        if problem := unknown_setting(given, cls):
+            raise RequestError(f"structured_outputs: {problem}")
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, type) and callable(made := getattr(schema, "model_json_schema", None)):
+        schema = made()
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema, parse_constant=_refuse_constant)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not JSON: {str(error) or 'it is nested too deeply'}") from error
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"structured_outputs.json must be a JSON schema, which is an object, not {shown(schema)}")
+    return text
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it has the number {name}")
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple) or not all(isinstance(one, str) and one for one in given):
+        raise RequestError(f"structured_outputs.choice must be a list of texts that are not empty, not {shown(given)}")
+    if len(given) > MOST_CHOICES:
+        raise RequestError(f"structured_outputs.choice may have up to {MOST_CHOICES} texts, not {len(given)}")
+    return tuple(dict.fromkeys(given))
