@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from drafter.acceptance.guide import Guide, Guides
 from drafter.errors import RequestError, first_line
 from drafter.methods.grammar.guide import GrammarGuide
+from drafter.methods.grammar.reasoning import Markers
 from drafter.methods.grammar.schemas import checked_schema
 from drafter.structured_outputs import StructuredOutputs
 
@@ -37,7 +38,7 @@ class Grammars(Guides):
     """Guides for a model with a fast tokeniser of `vocabulary` tokens; the ones in `eos` end its output."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
-        self._eos = frozenset(eos)
+        self._hf_tokenizer, self._eos, self._markers = tokenizer, frozenset(eos), Markers.of(tokenizer)
         try:
             self._tokenizer: LLTokenizer = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(eos))
         except Exception as error:  # its Rust code raises what it likes
@@ -48,7 +49,8 @@ class Grammars(Guides):
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        return GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
+        guide = GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
+        return guide if self._markers is None else self._markers.guide(guide, prompt, self._hf_tokenizer, self._eos)
 
     def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
         with self._lock:
