@@ -203,3 +203,29 @@ def test_other_limits_and_a_guide_can_leave_nothing(base: BaseModel) -> None:
         engine.step()
     with pytest.raises(RequestError, match="no token is left to choose after 3 generated ones"):
         handle.result(0)
+
+
+def test_preempted_rows_and_shared_prefixes_change_nothing(base: BaseModel) -> None:
+    """Rows whose prompts begin alike, every third step one of them preempted, beside rows without a guide."""
+    start = [3 + place % 40 for place in range(24)]
+    asked = StructuredOutputs(regex="what the rule says")
+    requests = [
+        Request(
+            [*start, 5 + row],
+            SamplingParams(20, 0.8 * (row % 2), seed=row, structured_outputs=(asked, None)[row % 3 == 0]),
+        )
+        for row in range(9)
+    ]
+    expected = run(engine_of(base, PlainDecoding(), max_num_seqs=1), requests)
+    texts = [[*request.prompt_ids, *one] for request, one in zip(requests, expected, strict=True)]
+    for drafter in (OracleDrafter(texts), AdversarialDrafter(2)):
+        engine = engine_of(base, drafter)
+        handles = [engine.submit(request) for request in requests]
+        for step in range(1000):
+            if engine.idle:
+                break
+            engine.step()
+            if step % 3 == 2 and len(engine.scheduler.active) > 1:
+                engine.scheduler.put_back(engine.scheduler.youngest())
+        assert [handle.result(0).token_ids for handle in handles] == expected
+        assert engine.state().shared_tokens > 0
