@@ -44,20 +44,16 @@ class LimitsConfig:
     """Limits on rows, steps and draining.
 
     Args:
-        row_attempts: A row that was in an engine at this many deaths of its process gets an error; for the last
-            attempts it has the engine to itself.
         row_seconds: A row that an engine has had for this long gets an error; by default there is no limit.
         step_seconds: An engine whose step takes longer than this hangs, and its process is ended.
         drain_seconds: After SIGTERM, rows that have begun may go on for this long.
     """
 
-    row_attempts: int = 4
     row_seconds: float | None = None
     step_seconds: float = 600.0
     drain_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        at_least("limits.row_attempts", self.row_attempts, 2)
         at_least("limits.row_seconds", self.row_seconds, 0, above=True)
         at_least("limits.step_seconds", self.step_seconds, 0, above=True)
         at_least("limits.drain_seconds", self.drain_seconds, 0)
@@ -69,12 +65,10 @@ class WritingConfig:
 
     Args:
         rows_per_file: Rows of an output file; also the unit of commits and retries.
-        per_step_accepted: Write how many draft tokens each step of a row accepted.
         compact_mb: At the end, merge files of results until each has this many megabytes; by default, never.
     """
 
     rows_per_file: int = 128
-    per_step_accepted: bool = True
     compact_mb: float | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +78,8 @@ class WritingConfig:
 
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
 """Columns beside chat messages that go to the chat template, as in TRL's datasets."""
+SAMPLING_COLUMN = "sampling"
+"""Column of a row's own sampling settings: an object, or that object as JSON text."""
 Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
 
 
@@ -100,7 +96,6 @@ class ReadingConfig:
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
         id_column: Column of unique row names, by default `id`. Where there is none, and with an empty text, rows are
             named by file and line.
-        sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
         date: Date or time for chat templates, as in 2026-03-31 or 2026-03-31T12:00; by default that of the job's start.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
@@ -117,7 +112,6 @@ class ReadingConfig:
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
-    sampling_column: str = "sampling"
     chat: bool | None = None
     date: str | None = None
     special_tokens: bool = False

@@ -29,7 +29,7 @@ from pipeline.generate.config import LoadingConfig
 from pipeline.generate.row_requests import row_conversation, row_sampling
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, ResourcesConfig, WritingConfig
+from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, ResourcesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
@@ -122,9 +122,7 @@ class Answers(EngineProcess):
         super().__init__(spec, limits, ledger)
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
-            self._traits = RunTraits(
-                sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter, lossless=lossless
-            )
+            self._traits = RunTraits(sampling, rows_have_settings=True, drafter=spec.drafter, lossless=lossless)
             self._columns = wanted_columns(self._traits)
 
     def __call__(self, block: pa.Table) -> pa.Table:
@@ -247,7 +245,7 @@ def build_processor(
                 "sampling": sampling,
                 "limits": limits,
                 "now": datetime.now(),  # one for all rows, as in a job
-                "ledger": ray.remote(Ledger).options(num_cpus=0).remote(limits.row_attempts),
+                "ledger": ray.remote(Ledger).options(num_cpus=0).remote(),
             },
         )
         return found if postprocess is None else found.map(postprocess)

@@ -27,7 +27,7 @@ import ray.data
 
 from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line
 from drafter.requests import Generation, Request, SamplingParams
-from pipeline.engines.ledger import RemoteLedger, RowKey, RowOutcome
+from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import JobError, ProblemType, RowError
@@ -70,7 +70,7 @@ class EngineProcess:
             return
         slots = spec.config.max_num_seqs
         self._row_seconds = limits.row_seconds
-        self._feeder = Feeder(self._lm.submit, self._finished, self._ledger, slots, limits.row_attempts)
+        self._feeder = Feeder(self._lm.submit, self._finished, self._ledger, slots)
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
 
@@ -259,15 +259,6 @@ def watch(engine: Any, seconds: float, stuck: Callable[[], None]) -> threading.T
     return thread
 
 
-def alone_from(row_attempts: int) -> int:
-    """Return the number of deaths from which a row has the engine to itself.
-
-    Most deaths are the machine's fault, so a row is first retried in company. Its last two attempts are alone, so that
-    one unrelated death at such a moment does not condemn it.
-    """
-    return max(1, row_attempts - 2)
-
-
 @dataclass
 class _Row:
     key: RowKey
@@ -304,10 +295,9 @@ class Feeder:
         finish: Callable[[Generation, Request], dict[str, Any]],
         ledger: Any,
         slots: int,
-        row_attempts: int,
     ) -> None:
         self._submit, self._finish, self._ledger = submit, finish, ledger
-        self._slots, self._capacity, self._alone_from = slots, capacity(slots), alone_from(row_attempts)
+        self._slots, self._capacity = slots, capacity(slots)
         self._waiting: deque[_Row] = deque()
         self._suspects: deque[_Row] = deque()
         self._open: dict[str, _OpenPart] = {}
@@ -351,7 +341,7 @@ class Feeder:
         rows.sort(key=lambda row: -row.longest)
         with self._changed:
             for row in rows:
-                (self._suspects if row.deaths >= self._alone_from else self._waiting).append(row)
+                (self._suspects if row.deaths >= ALONE_FROM else self._waiting).append(row)
             self._changed.notify_all()
 
     def _wait(self, opened: _OpenPart, report: Report) -> dict[str, RowOutcome]:

@@ -44,6 +44,7 @@ from pipeline.output.summary import count_rows, read_totals, speculation_record,
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
 from pipeline.progress.watch import ProgressWatch, StatusFile, display
+from pipeline.settings import SAMPLING_COLUMN
 from pipeline.stopping import Stopping
 
 if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
@@ -191,11 +192,8 @@ def _stage(job: Job, before: StagedInput | None) -> StagedInput:
 
 def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
     config = job.config
-    has_column = row_type.get_field_index(config.reading.sampling_column) >= 0
-    rows_have_settings = job.prompts.kind == "openai" or has_column
-    return RunTraits(
-        config.sampling, config.writing, rows_have_settings, config.drafter, learning=config.learning.enabled
-    )
+    rows_have_settings = job.prompts.kind == "openai" or row_type.get_field_index(SAMPLING_COLUMN) >= 0
+    return RunTraits(config.sampling, rows_have_settings, config.drafter, learning=config.learning.enabled)
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
@@ -203,7 +201,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
-    ledger = start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
+    ledger = start_beside_driver(Ledger, unfinished, base)
     tally = _tally(job, work, unfinished)
     left = tally.total - tally.before
     say(f"{left} of {tally.total} rows to generate; an engine takes {takes(work.resources)}")

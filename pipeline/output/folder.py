@@ -18,6 +18,7 @@ from pyarrow import fs
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import one_line, without_secrets
+from drafter.other_names import REMOVED
 from drafter.source_commit import source_commit
 from pipeline.errors import InputError
 from pipeline.io.files import (
@@ -269,9 +270,9 @@ def _holds_nothing(found: Location) -> bool:
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changes(old, new, f"{prefix}{name}.")
-        elif old != new:
+        if isinstance(old, dict) and isinstance(new, dict | None):
+            yield from _changes(old, new or {}, f"{prefix}{name}.")
+        elif old != new and REMOVED.get(f"{prefix}{name}", (new,))[0] != old:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")
 

@@ -22,12 +22,12 @@ from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.progress.board import StatusBoard
-from pipeline.settings import LimitsConfig, WritingConfig
+from pipeline.settings import LimitsConfig
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
 from tests.support.waiting import wait_until
 
-TRAITS = RunTraits(SamplingParams(), WritingConfig(per_step_accepted=False), rows_have_settings=False)
+TRAITS = RunTraits(SamplingParams(), rows_have_settings=False)
 
 _NO_OTHERS = OtherTexts(None, shared=False)
 
