@@ -1,4 +1,4 @@
-"""Settings shared by jobs: `resources.*`, `limits.*`, `writing.*` and `reading.*`."""
+"""Settings shared by jobs: `loading.*`, `resources.*`, `limits.*`, `writing.*` and `reading.*`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from drafter.requests import GenerationRule
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
 
@@ -37,6 +38,26 @@ class ResourcesConfig:
         if self.gpus_per_actor is not None and self.gpus_per_actor > 1 and self.gpus_per_actor % 1:
             raise InputError(f"resources.gpus_per_actor must be whole above 1, not {self.gpus_per_actor:g}")
         at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
+
+
+@dataclass(frozen=True)
+class LoadingConfig:
+    """Loading of the models.
+
+    Args:
+        dtype: Type of the weights; `auto` is bf16 on a GPU and fp32 on a CPU.
+        device: Device of the models; `auto` is the GPU where there is one, otherwise the CPU.
+        device_map: As in transformers, for a target model that is larger than one GPU.
+        trust_remote_code: Run the modeling code that comes with the weights.
+        generation_config: `ignore` leaves out sampling settings that come with the model, in its
+            `generation_config.json`; by default they count where the job's own say nothing.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    generation_config: GenerationRule = "auto"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import ray.data
 
 from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line
 from drafter.requests import Generation, Request, SamplingParams
+from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
@@ -226,17 +227,39 @@ class EngineActor(EngineProcess):
             ray.wait([call], timeout=_LAST_WORD_SECONDS)
 
 
-def engine_pool(fewest: int, most: int, slots: int, rows: int) -> ray.data.ActorPoolStrategy:
-    """Return the number of engines, and of parts of up to `rows` rows that each has at once."""
-    # While one part's last rows are decoded, rows of the next ones must fill the other slots.
-    calls = 2 + math.ceil(slots / rows)
-    return ray.data.ActorPoolStrategy(
+def engine_stage(
+    dataset: ray.data.Dataset,
+    kind: type[EngineProcess],
+    arguments: Mapping[str, Any],
+    engines: tuple[int, int],
+    resources: ActorResources,
+    *,
+    rows: int,
+    batch_size: int | None = None,
+) -> ray.data.Dataset:
+    """Add a stage of engines of a `kind`, made with `arguments`, the fewest and the most of them, to a dataset.
+
+    A call has up to `rows` rows, in `batch_size` rows of the dataset; by default these are a block.
+    """
+    fewest, most = engines
+    # While one call's last rows are decoded, rows of the next ones must fill the other slots.
+    calls = 2 + math.ceil(arguments["spec"].config.max_num_seqs / rows)
+    pool = ray.data.ActorPoolStrategy(
         min_size=fewest,
         max_size=most,
         enable_true_multi_threading=True,
         max_concurrent_calls_per_actor=calls,
         # Ray adds actors when more than 1.75 calls wait for each that can run.
         max_tasks_in_flight_per_actor=2 * calls if most > fewest else calls + 1,
+    )
+    return dataset.map_batches(
+        kind,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=pool,
+        num_cpus=resources.cpus,
+        num_gpus=resources.gpus,
+        fn_constructor_kwargs=arguments,
     )
 
 

@@ -27,7 +27,7 @@ from pipeline.cluster.ray_cluster import (
 )
 from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
-from pipeline.engines.models import EngineSpec, fed, longest_request, model_name
+from pipeline.engines.models import engine_spec, longest_request, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
@@ -235,7 +235,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
 def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
     # A row of the Ray dataset is a part. `learner` names a `LearnerActor`.
     # Late, because they import torch, which no check waits for.
-    from pipeline.engines.engine_actor import EngineActor, engine_pool
+    from pipeline.engines.engine_actor import EngineActor, engine_stage
     from pipeline.engines.shared_texts import OtherTexts
     from pipeline.generate.row_requests import PromptSettings, to_requests
 
@@ -251,12 +251,12 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         None if date is None else datetime.fromisoformat(date),
     )
     engine = {
-        "spec": EngineSpec(
+        "spec": engine_spec(
             config.model,
             config.drafter,
-            asdict(config.loading),
-            fed(config.engine),
-            resources.threads,
+            config.loading,
+            config.engine,
+            threads=resources.threads,
             verifier=config.verifier,
             learning=None if work.learner is None else work.learner.beginning,
             folder=job.folder,
@@ -280,16 +280,8 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         to_requests, batch_format="pyarrow", fn_kwargs={"settings": prompts}, num_cpus=HELPER_CPUS
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
-    generated = requests.map_batches(
-        EngineActor,
-        batch_size=1,
-        batch_format="pyarrow",
-        compute=engine_pool(resources.min_actors, work.most_engines, config.engine.max_num_seqs, longest),
-        num_cpus=resources.cpus,
-        num_gpus=resources.gpus,
-        fn_constructor_kwargs=engine,
-    )
-    generated.materialize()
+    engines = (resources.min_actors, work.most_engines)
+    engine_stage(requests, EngineActor, engine, engines, resources, rows=longest, batch_size=1).materialize()
 
 
 def _learner(job: Job) -> LearnerSpec:

@@ -59,7 +59,7 @@ def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
 ) -> None:
     prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
     (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
-    monkeypatch.setattr("pipeline.generate.job.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 8)
     assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})
@@ -88,7 +88,7 @@ def test_killed_engines_lose_nothing(
     signals: list[signal.Signals],
 ) -> None:
     slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.05)
-    monkeypatch.setattr("pipeline.generate.job.EngineSpec", slow)
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", slow)
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     killer = threading.Thread(target=kill_engines, args=[tmp_path, *signals])
     killer.start()

@@ -82,7 +82,7 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     settings = ("--sampling.temperature", 0.8, "--writing.rows_per_file", 50)
     plain = run(source, *settings, drafter="none", output=tmp_path / "plain")
-    monkeypatch.setattr("pipeline.generate.job.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
     monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
     monkeypatch.setattr("drafter.methods.learning.settings.LearnerSettings", quick_settings)
     over = threading.Event()
