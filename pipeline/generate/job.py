@@ -94,6 +94,7 @@ def generate(config: GenerateConfig) -> None:
         if lease.is_left or partials(output.root):  # of a driver that was killed at its very end
             with lease:
                 output.delete_temporary()
+        output.drop_temporary()
         rows, errors = count_rows(output)
         found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
         print(f"nothing is left to do: {found}; they are in {without_secrets(config.output)}", flush=True)
@@ -127,6 +128,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     if job.prompts.kind == "openai":
         write_batch(output, staged, model_name(job.config.model))
     output.delete_temporary()
+    output.drop_temporary()
     output.unfinished.delete()
     facts = job.engine_facts()
     if last.choices:

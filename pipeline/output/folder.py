@@ -8,6 +8,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -119,6 +120,12 @@ class OutputFolder:
             for partial in partials(folder):
                 if not partial.name.startswith(LEASE_FILE):  # which the lease itself writes, and cleans up
                     partial.delete()
+
+    def drop_temporary(self) -> None:
+        """Delete the folder of temporary files if it is empty; `create` makes it again."""
+        with suppress(OSError):  # it costs nobody anything
+            if not self.temporary.children():
+                self.temporary.filesystem.delete_dir(self.temporary.path)
 
     def has_results(self) -> bool:
         """Return whether there are generated rows to keep: of a committed part, or of a stopped submission."""

@@ -45,9 +45,8 @@ def assert_whole(done: Outcome, lm: SpeculativeLM, prompts: list[str], errors: s
 
 
 def assert_no_orphans(folder: Path) -> None:
-    kept = {"README.md", "data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}
+    kept = {"README.md", "data", "errors", "run.json", "run.json.copy", "status.json", "_staged"}
     assert {path.name for path in folder.iterdir()} == kept
-    assert not list((folder / "_temporary").iterdir())
     data = {path.name for path in (folder / "data").iterdir()}
     assert data == {path.name for path in (folder / "_staged").iterdir()} - {"parts.json", "parts.json.copy"}
     assert {path.name for path in (folder / "errors").iterdir()} <= data
