@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drafter.ctc.head import CTCHead, CTCHeadConfig
+from drafter.ctc.config import CTCHeadConfig
+from drafter.ctc.head import CTCHead
 from drafter.ctc.losses import prefix_loss
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
