@@ -62,7 +62,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
     ) -> EngineActor:
         spec = loads(str(model), drafter, {}, EngineConfig(max_num_seqs=2, num_draft_tokens=3), threads=1)
         board = ray.remote(num_cpus=0)(StatusBoard).remote()
-        ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
+        ledger = ray.remote(num_cpus=0)(Ledger).remote((), base)
         actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", COMMITTED.__setitem__, others)
         made.append(actor)
         return actor

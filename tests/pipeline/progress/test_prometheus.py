@@ -82,7 +82,7 @@ def exported(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(max_num_seqs=4, num_draft_tokens=8), threads=1)
     traits = RunTraits(SamplingParams(), rows_have_settings=False)
-    board, ledger = ray.remote(num_cpus=0)(StatusBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
+    board, ledger = ray.remote(num_cpus=0)(StatusBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote()
     output = OutputFolder(locate(str(tmp_path_factory.mktemp("out"))))
     output.create()
     actor = ray.remote(num_cpus=1)(EngineActor).remote(
