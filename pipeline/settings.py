@@ -1,4 +1,4 @@
-"""Settings shared by jobs: `resources.*`, `limits.*`, `writing.*` and `reading.*`."""
+"""Settings shared by jobs: `loading.*`, `resources.*`, `limits.*`, `writing.*` and `reading.*`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from drafter.requests import GenerationRule
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
 
@@ -40,24 +41,40 @@ class ResourcesConfig:
 
 
 @dataclass(frozen=True)
+class LoadingConfig:
+    """Loading of the models.
+
+    Args:
+        dtype: Type of the weights; `auto` is bf16 on a GPU and fp32 on a CPU.
+        device: Device of the models; `auto` is the GPU where there is one, otherwise the CPU.
+        device_map: As in transformers, for a target model that is larger than one GPU.
+        trust_remote_code: Run the modeling code that comes with the weights.
+        generation_config: `ignore` leaves out sampling settings that come with the model, in its
+            `generation_config.json`; by default they count where the job's own say nothing.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    generation_config: GenerationRule = "auto"
+
+
+@dataclass(frozen=True)
 class LimitsConfig:
     """Limits on rows, steps and draining.
 
     Args:
-        row_attempts: A row that was in an engine at this many deaths of its process gets an error; for the last
-            attempts it has the engine to itself.
         row_seconds: A row that an engine has had for this long gets an error; by default there is no limit.
         step_seconds: An engine whose step takes longer than this hangs, and its process is ended.
         drain_seconds: After SIGTERM, rows that have begun may go on for this long.
     """
 
-    row_attempts: int = 4
     row_seconds: float | None = None
     step_seconds: float = 600.0
     drain_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        at_least("limits.row_attempts", self.row_attempts, 2)
         at_least("limits.row_seconds", self.row_seconds, 0, above=True)
         at_least("limits.step_seconds", self.step_seconds, 0, above=True)
         at_least("limits.drain_seconds", self.drain_seconds, 0)
@@ -69,12 +86,10 @@ class WritingConfig:
 
     Args:
         rows_per_file: Rows of an output file; also the unit of commits and retries.
-        per_step_accepted: Write how many draft tokens each step of a row accepted.
         compact_mb: At the end, merge files of results until each has this many megabytes; by default, never.
     """
 
     rows_per_file: int = 128
-    per_step_accepted: bool = True
     compact_mb: float | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +99,8 @@ class WritingConfig:
 
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
 """Columns beside chat messages that go to the chat template, as in TRL's datasets."""
+SAMPLING_COLUMN = "sampling"
+"""Column of a row's own sampling settings: an object, or that object as JSON text."""
 Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
 
 
@@ -100,7 +117,6 @@ class ReadingConfig:
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
         id_column: Column of unique row names, by default `id`. Where there is none, and with an empty text, rows are
             named by file and line.
-        sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
         date: Date or time for chat templates, as in 2026-03-31 or 2026-03-31T12:00; by default that of the job's start.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
@@ -117,7 +133,6 @@ class ReadingConfig:
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
-    sampling_column: str = "sampling"
     chat: bool | None = None
     date: str | None = None
     special_tokens: bool = False

@@ -164,6 +164,12 @@ def test_the_core_has_no_methods_name() -> None:
         assert not found or "methods" in file.parts, f"{file} names {found}"
 
 
+def test_the_cores_tests_do_without_methods() -> None:
+    """They go on to pass when a method's folder, and that of its tests, are gone."""
+    for file in (ROOT / "tests" / "drafter").rglob("*.py"):
+        assert not [one for one in imports(file) if one.startswith(("drafter.methods.", "tests.methods."))], file
+
+
 def test_outputs_are_written_and_reported_without_a_method() -> None:
     """A method's own room may be gone from the pipeline, too."""
     methods = ("drafter.methods", "pipeline.learning", "pipeline.pad", "pipeline.cacheback")

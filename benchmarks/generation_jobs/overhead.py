@@ -132,7 +132,7 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
         spec.config.max_num_seqs,
     ]
     arguments += ["--engine.num_draft_tokens", spec.config.num_draft_tokens, "--resources.cpus_per_actor", spec.threads]
-    with patch("pipeline.generate.job.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
+    with patch("pipeline.engines.models.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         generate(parse_config([str(one) for one in arguments]))
     ray.shutdown()
     paths = sorted((folder / "out" / "data").iterdir())

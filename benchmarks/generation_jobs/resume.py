@@ -34,7 +34,6 @@ from pipeline.io.parts import Part, StagedInput
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
-from pipeline.settings import WritingConfig
 
 _LOOK_SECONDS = 0.1
 
@@ -94,7 +93,7 @@ def commit_made_up(output: OutputFolder, part: Part, staged: StagedInput) -> Non
     """Commit a part as if its rows had been generated."""
     rows = pa.parquet.read_table(staged.file(part).path)
     generation, request = Generation("", [5] * 8, "made up", "length", 10, DecodeCounts()), Request([1] * 10)
-    values = column_values(generation, request, RunTraits(request.sampling, WritingConfig(), rows_have_settings=False))
+    values = column_values(generation, request, RunTraits(request.sampling, rows_have_settings=False))
     commit_part(output, part.name, rows.append_column("generated", pa.array([values] * part.rows, columns_type())))
 
 

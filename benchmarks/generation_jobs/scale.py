@@ -291,7 +291,7 @@ def typical_part() -> tuple[pa.Table, pa.Table]:
     }
     prompt, output = list(range(_PROMPT_TOKENS)), list(range(1000, 1000 + _OUTPUT_TOKENS))
     request = Request(prompt, SamplingParams(max_new_tokens=_OUTPUT_TOKENS, seed=1))
-    traits = RunTraits(request.sampling, WritingConfig(), rows_have_settings=False)
+    traits = RunTraits(request.sampling, rows_have_settings=False)
     generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), DecodeCounts())
     generated = pa.array([column_values(generation, request, traits)] * ROWS_PER_PART, columns_type())
     sampling = [json.dumps(asdict(request.sampling))] * ROWS_PER_PART

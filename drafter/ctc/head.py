@@ -8,21 +8,20 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter import devices
+from drafter.ctc.config import CTCHeadConfig
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.ctc.losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.drafters.target import Target
 from drafter.heads.attention import AttentionModule
-from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
+from drafter.heads.config import Tree
 from drafter.heads.frame_head import FrameHead, ResidualBlocks, Search, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
 from drafter.native.build import (
@@ -44,60 +43,6 @@ _SMALLER = 2
 """The factor must be this many times smaller than the LM head, to make up for computing the frames' logits."""
 MOST_ENTRIES = 1 << 25
 """Numbers in the largest table of label terms, 128 MiB."""
-
-
-@dataclass(frozen=True)
-class CTCHeadConfig(HeadConfig):
-    """Shape and loss of a CTC head. The joint network and `band` are for a label context only.
-
-    Args:
-        num_frames: T, number of frames.
-        module: `attention` reads the whole text, `linear` the last hidden state, through Medusa's residual blocks.
-        causal: Whether a frame of the attention module attends to no later frame.
-        num_layers: Transformer layers of the attention module.
-        num_heads: Attention heads of a layer; each has an even width.
-        intermediate_size: Inner width of a layer's gated MLP.
-        label_context: Number of last labels that a frame knows. With 0 the frames are independent, as in the paper;
-            with more they form a lattice.
-        band: Frame `j` may hold label `u` only for `u ≤ j < u + band`.
-        joint_size: Inner width of the joint network of frame and labels.
-        joint_layers: Number of layers of the joint network.
-        rope_theta: Base of the rotary positions.
-        blank_bias: Initial log-odds of the blank. Training makes blanks likely where they pay.
-        loss: `prefix` weights prefix probabilities by depth. `ctc` is the paper's loss; its labels are the text itself,
-            whatever the teacher finds likely. `ce` is cross-entropy of frame `u` on token `u`: no blank and no CTC.
-    """
-
-    num_frames: int = 8
-    module: Literal["attention", "linear"] = "attention"
-    causal: bool = False
-    num_layers: int = 1
-    num_heads: int = 4
-    intermediate_size: int = 704
-    label_context: int = 0
-    band: int = 2
-    joint_size: int = 256
-    joint_layers: int = 1
-    rope_theta: float = 10_000.0
-    blank_bias: float = -3.0
-    loss: Literal["prefix", "ctc", "ce"] = "prefix"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, "num_frames", "num_layers", "num_heads", "intermediate_size")
-        check_sizes(self, "band", "joint_size", "joint_layers", "rope_theta")
-        if self.module == "attention":
-            check_even_heads(self)
-        if self.depth > self.num_frames:
-            raise ValueError(f"{self.num_frames} frames cannot say {self.depth} tokens: depth is at most num_frames")
-        if self.loss == "ce" and self.depth < self.num_frames:
-            raise ValueError(f"without a blank each of {self.num_frames} frames says a token: depth must be num_frames")
-        if self.label_context < 0:
-            raise ValueError(f"label_context must be at least 0, not {self.label_context}")
-        if self.label_context and self.band > self.num_frames:
-            raise ValueError(f"band must be at most num_frames, {self.num_frames}, not {self.band}")
-        if self.label_context and self.loss != "prefix":
-            raise ValueError("with a label context the loss must be 'prefix'")
 
 
 class CTCHead(FrameHead):

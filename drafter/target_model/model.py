@@ -25,7 +25,16 @@ from drafter.target_model.architecture import (
     small_copy,
 )
 from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
-from drafter.target_model.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
+from drafter.target_model.cache import (
+    BLOCK,
+    SPARE,
+    Blocks,
+    CacheBytes,
+    GrowingBlocks,
+    LayerCache,
+    TargetCache,
+    blocks_of,
+)
 from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
 from drafter.target_model.kv_cache import KVCache
 from drafter.target_model.native_decoder import NativeDecoder
@@ -78,6 +87,7 @@ class BaseModel:
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
         texts, logits, self._layer_shapes = run_plainly(self)
+        self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
         prove_tree_decoding(self, texts, logits)
         prove_last_positions(self)
         self._prove_long_texts()

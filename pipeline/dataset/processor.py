@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -21,15 +21,14 @@ from drafter.errors import RequestError, one_line, unknown_setting
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
 from drafter.text.tokenizers import refuse_half_characters
 from pipeline.cluster.ray_cluster import Cluster, connect, share_out
-from pipeline.engines.engine_actor import EngineProcess, engine_pool
+from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
-from pipeline.engines.models import EngineSpec, fed
+from pipeline.engines.models import EngineSpec, engine_spec
 from pipeline.errors import InputError, RowError
-from pipeline.generate.config import LoadingConfig
 from pipeline.generate.row_requests import row_conversation, row_sampling
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, ResourcesConfig, WritingConfig
+from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, LoadingConfig, ResourcesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
@@ -92,11 +91,11 @@ class ProcessorConfig:
 
     def engine_spec(self, threads: int) -> EngineSpec:
         engine = _made("engine_kwargs", EngineSettings, self.engine_kwargs)
-        loading = asdict(_made("loading", LoadingConfig, self.loading))
+        loading = _made("loading", LoadingConfig, self.loading)
         verifier = self.verifier
         if not isinstance(verifier, VerifierSettings):
             verifier = _made("verifier", VerifierSettings, verifier)
-        return EngineSpec(self.model, self.drafter, loading, fed(engine), threads, verifier=verifier)
+        return engine_spec(self.model, self.drafter, loading, engine, threads=threads, verifier=verifier)
 
     def row_settings(self) -> tuple[SamplingParams, LimitsConfig]:
         sampling = _made("sampling_params", SamplingParams, self.sampling_params)
@@ -122,9 +121,7 @@ class Answers(EngineProcess):
         super().__init__(spec, limits, ledger)
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
-            self._traits = RunTraits(
-                sampling, WritingConfig(), rows_have_settings=True, drafter=spec.drafter, lossless=lossless
-            )
+            self._traits = RunTraits(sampling, rows_have_settings=True, drafter=spec.drafter, lossless=lossless)
             self._columns = wanted_columns(self._traits)
 
     def __call__(self, block: pa.Table) -> pa.Table:
@@ -231,25 +228,20 @@ def build_processor(
         cluster = connect()
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)
         shares = share_out(wanted, cluster, settings="the processor's {}")
-        counted = shares.cpus if config.cpus is not None else _beside_others(shares.cpus, cluster)
         spec, (sampling, limits) = config.engine_spec(shares.threads), config.row_settings()
+        if config.cpus is None:
+            shares = replace(shares, cpus=_beside_others(shares.cpus, cluster))
         if preprocess is not None:
             dataset = dataset.map(preprocess)
-        found = dataset.repartition(target_num_rows_per_block=config.batch_size).map_batches(
-            Answers,
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=engine_pool(fewest, most, spec.config.max_num_seqs, config.batch_size),
-            num_cpus=counted,
-            num_gpus=shares.gpus,
-            fn_constructor_kwargs={
-                "spec": spec,
-                "sampling": sampling,
-                "limits": limits,
-                "now": datetime.now(),  # one for all rows, as in a job
-                "ledger": ray.remote(Ledger).options(num_cpus=0).remote(limits.row_attempts),
-            },
-        )
+        engine = {
+            "spec": spec,
+            "sampling": sampling,
+            "limits": limits,
+            "now": datetime.now(),  # one for all rows, as in a job
+            "ledger": ray.remote(Ledger).options(num_cpus=0).remote(),
+        }
+        blocks = dataset.repartition(target_num_rows_per_block=config.batch_size)
+        found = engine_stage(blocks, Answers, engine, config.engines, shares, rows=config.batch_size)
         return found if postprocess is None else found.map(postprocess)
 
     return processor

@@ -27,7 +27,8 @@ import ray.data
 
 from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line
 from drafter.requests import Generation, Request, SamplingParams
-from pipeline.engines.ledger import RemoteLedger, RowKey, RowOutcome
+from pipeline.cluster.ray_cluster import ActorResources
+from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import JobError, ProblemType, RowError
@@ -70,7 +71,7 @@ class EngineProcess:
             return
         slots = spec.config.max_num_seqs
         self._row_seconds = limits.row_seconds
-        self._feeder = Feeder(self._lm.submit, self._finished, self._ledger, slots, limits.row_attempts)
+        self._feeder = Feeder(self._lm.submit, self._finished, self._ledger, slots)
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
 
@@ -226,17 +227,39 @@ class EngineActor(EngineProcess):
             ray.wait([call], timeout=_LAST_WORD_SECONDS)
 
 
-def engine_pool(fewest: int, most: int, slots: int, rows: int) -> ray.data.ActorPoolStrategy:
-    """Return the number of engines, and of parts of up to `rows` rows that each has at once."""
-    # While one part's last rows are decoded, rows of the next ones must fill the other slots.
-    calls = 2 + math.ceil(slots / rows)
-    return ray.data.ActorPoolStrategy(
+def engine_stage(
+    dataset: ray.data.Dataset,
+    kind: type[EngineProcess],
+    arguments: Mapping[str, Any],
+    engines: tuple[int, int],
+    resources: ActorResources,
+    *,
+    rows: int,
+    batch_size: int | None = None,
+) -> ray.data.Dataset:
+    """Add a stage of engines of a `kind`, made with `arguments`, the fewest and the most of them, to a dataset.
+
+    A call has up to `rows` rows, in `batch_size` rows of the dataset; by default these are a block.
+    """
+    fewest, most = engines
+    # While one call's last rows are decoded, rows of the next ones must fill the other slots.
+    calls = 2 + math.ceil(arguments["spec"].config.max_num_seqs / rows)
+    pool = ray.data.ActorPoolStrategy(
         min_size=fewest,
         max_size=most,
         enable_true_multi_threading=True,
         max_concurrent_calls_per_actor=calls,
         # Ray adds actors when more than 1.75 calls wait for each that can run.
         max_tasks_in_flight_per_actor=2 * calls if most > fewest else calls + 1,
+    )
+    return dataset.map_batches(
+        kind,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=pool,
+        num_cpus=resources.cpus,
+        num_gpus=resources.gpus,
+        fn_constructor_kwargs=arguments,
     )
 
 
@@ -257,15 +280,6 @@ def watch(engine: Any, seconds: float, stuck: Callable[[], None]) -> threading.T
     thread = threading.Thread(target=look, name="watchdog", daemon=True)
     thread.start()
     return thread
-
-
-def alone_from(row_attempts: int) -> int:
-    """Return the number of deaths from which a row has the engine to itself.
-
-    Most deaths are the machine's fault, so a row is first retried in company. Its last two attempts are alone, so that
-    one unrelated death at such a moment does not condemn it.
-    """
-    return max(1, row_attempts - 2)
 
 
 @dataclass
@@ -304,10 +318,9 @@ class Feeder:
         finish: Callable[[Generation, Request], dict[str, Any]],
         ledger: Any,
         slots: int,
-        row_attempts: int,
     ) -> None:
         self._submit, self._finish, self._ledger = submit, finish, ledger
-        self._slots, self._capacity, self._alone_from = slots, capacity(slots), alone_from(row_attempts)
+        self._slots, self._capacity = slots, capacity(slots)
         self._waiting: deque[_Row] = deque()
         self._suspects: deque[_Row] = deque()
         self._open: dict[str, _OpenPart] = {}
@@ -351,7 +364,7 @@ class Feeder:
         rows.sort(key=lambda row: -row.longest)
         with self._changed:
             for row in rows:
-                (self._suspects if row.deaths >= self._alone_from else self._waiting).append(row)
+                (self._suspects if row.deaths >= ALONE_FROM else self._waiting).append(row)
             self._changed.notify_all()
 
     def _wait(self, opened: _OpenPart, report: Report) -> dict[str, RowOutcome]:

@@ -71,11 +71,20 @@ class LedgerCounts:
     rows_again: int  # rows inside an engine at its death, which are generated again
 
 
+ROW_ATTEMPTS = 4
+"""A row that was in an engine at so many deaths of its process gets an error."""
+ALONE_FROM = 2
+"""Deaths from which a row has the engine to itself.
+
+Most deaths are the machine's fault, so a row is first retried in company. Its last two attempts are alone, so that
+one unrelated death at such a moment does not condemn it.
+"""
+
+
 class Ledger:
     """Keeps the record. Run as a Ray actor, but independent of Ray. `base` is an earlier submission's fingerprint."""
 
-    def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
-        self._row_attempts = row_attempts
+    def __init__(self, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
         self._parts: dict[str, PartRecord] = {}
         self._base = base
         self._open = True
@@ -111,7 +120,7 @@ class Ledger:
         self._rows_again += len(record.inside)
         record.inside.clear()
         for request_id, deaths in record.deaths.items():
-            if deaths >= self._row_attempts:
+            if deaths >= ROW_ATTEMPTS:
                 record.outcomes.setdefault(request_id, RowOutcome(problem=vars(_too_many_deaths(deaths))))
         return record.outcomes, dict(record.deaths)
 

@@ -23,6 +23,7 @@ from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.command_line import say
 from pipeline.errors import InputError
 from pipeline.io.files import batches, local_path
+from pipeline.settings import LoadingConfig
 
 if TYPE_CHECKING:  # a driver makes the specification of an engine, and loads nothing
     from drafter.llm import SpeculativeLM
@@ -217,11 +218,6 @@ def capacity(slots: int) -> int:
     return slots + max(4, slots // 2)
 
 
-def fed(engine: EngineSettings) -> EngineConfig:
-    """Return the sizes of an engine with a queue for the rows that a feeder keeps in it."""
-    return EngineConfig(**asdict(engine), max_queue=capacity(engine.max_num_seqs))
-
-
 @dataclass(frozen=True)
 class EngineSpec:
     """Models and settings of an engine's process.
@@ -281,3 +277,23 @@ class EngineSpec:
             on_stage=on_stage,
             **self.loading,
         )
+
+
+def engine_spec(
+    model: str | None,
+    drafter: str,
+    loading: LoadingConfig,
+    engine: EngineSettings,
+    *,
+    queue: int | None = None,
+    threads: int = 1,
+    **others: Any,
+) -> EngineSpec:
+    """Return what an engine's process loads, of the settings of a job, a stage or an endpoint.
+
+    `queue` requests may wait in it; by default the rows that a feeder keeps there.
+    """
+    most = capacity(engine.max_num_seqs) if queue is None else queue
+    return EngineSpec(
+        model, drafter, asdict(loading), EngineConfig(**asdict(engine), max_queue=most), threads, **others
+    )

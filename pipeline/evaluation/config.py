@@ -17,7 +17,7 @@ from drafter.heads.config import Tree
 from drafter.plugins import registered
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
-from pipeline.generate.config import LoadingConfig
+from pipeline.settings import LoadingConfig
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,6 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "resources": "free",
     "limits": "free",
     "writing": "free",
-    "writing.per_step_accepted": "bound",
     "dry_run": "free",
 }
 """Rules for changing a setting of an output in a later submission, by the longest matching name; docs/operations.md

@@ -6,35 +6,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
-from drafter.requests import GenerationRule, SamplingParams
+from drafter.requests import SamplingParams
 from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.learning.config import LearningConfig
-from pipeline.settings import LimitsConfig, ReadingConfig, ResourcesConfig, WritingConfig
-
-
-@dataclass(frozen=True)
-class LoadingConfig:
-    """Loading of the models.
-
-    Args:
-        dtype: Type of the weights; `auto` is bf16 on a GPU and fp32 on a CPU.
-        device: Device of the models; `auto` is the GPU where there is one, otherwise the CPU.
-        device_map: As in transformers, for a target model that is larger than one GPU.
-        trust_remote_code: Run the modeling code that comes with the weights.
-        generation_config: `ignore` leaves out sampling settings that come with the model, in its
-            `generation_config.json`; by default they count where the job's own say nothing.
-    """
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
-    device_map: str | None = None
-    trust_remote_code: bool = False
-    generation_config: GenerationRule = "auto"
+from pipeline.settings import LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig, WritingConfig
 
 
 @dataclass(frozen=True)

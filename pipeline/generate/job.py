@@ -27,7 +27,7 @@ from pipeline.cluster.ray_cluster import (
 )
 from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
-from pipeline.engines.models import EngineSpec, fed, longest_request, model_name
+from pipeline.engines.models import engine_spec, longest_request, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
@@ -44,6 +44,7 @@ from pipeline.output.summary import count_rows, read_totals, speculation_record,
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
 from pipeline.progress.watch import ProgressWatch, StatusFile, display
+from pipeline.settings import SAMPLING_COLUMN
 from pipeline.stopping import Stopping
 
 if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
@@ -93,6 +94,7 @@ def generate(config: GenerateConfig) -> None:
         if lease.is_left or partials(output.root):  # of a driver that was killed at its very end
             with lease:
                 output.delete_temporary()
+        output.drop_temporary()
         rows, errors = count_rows(output)
         found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
         print(f"nothing is left to do: {found}; they are in {without_secrets(config.output)}", flush=True)
@@ -126,6 +128,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     if job.prompts.kind == "openai":
         write_batch(output, staged, model_name(job.config.model))
     output.delete_temporary()
+    output.drop_temporary()
     output.unfinished.delete()
     facts = job.engine_facts()
     if last.choices:
@@ -191,11 +194,8 @@ def _stage(job: Job, before: StagedInput | None) -> StagedInput:
 
 def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
     config = job.config
-    has_column = row_type.get_field_index(config.reading.sampling_column) >= 0
-    rows_have_settings = job.prompts.kind == "openai" or has_column
-    return RunTraits(
-        config.sampling, config.writing, rows_have_settings, config.drafter, learning=config.learning.enabled
-    )
+    rows_have_settings = job.prompts.kind == "openai" or row_type.get_field_index(SAMPLING_COLUMN) >= 0
+    return RunTraits(config.sampling, rows_have_settings, config.drafter, learning=config.learning.enabled)
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
@@ -203,7 +203,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
-    ledger = start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
+    ledger = start_beside_driver(Ledger, unfinished, base)
     tally = _tally(job, work, unfinished)
     left = tally.total - tally.before
     say(f"{left} of {tally.total} rows to generate; an engine takes {takes(work.resources)}")
@@ -237,7 +237,7 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
 def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
     # A row of the Ray dataset is a part. `learner` names a `LearnerActor`.
     # Late, because they import torch, which no check waits for.
-    from pipeline.engines.engine_actor import EngineActor, engine_pool
+    from pipeline.engines.engine_actor import EngineActor, engine_stage
     from pipeline.engines.shared_texts import OtherTexts
     from pipeline.generate.row_requests import PromptSettings, to_requests
 
@@ -253,12 +253,12 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         None if date is None else datetime.fromisoformat(date),
     )
     engine = {
-        "spec": EngineSpec(
+        "spec": engine_spec(
             config.model,
             config.drafter,
-            asdict(config.loading),
-            fed(config.engine),
-            resources.threads,
+            config.loading,
+            config.engine,
+            threads=resources.threads,
             verifier=config.verifier,
             learning=None if work.learner is None else work.learner.beginning,
             folder=job.folder,
@@ -282,16 +282,8 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         to_requests, batch_format="pyarrow", fn_kwargs={"settings": prompts}, num_cpus=HELPER_CPUS
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
-    generated = requests.map_batches(
-        EngineActor,
-        batch_size=1,
-        batch_format="pyarrow",
-        compute=engine_pool(resources.min_actors, work.most_engines, config.engine.max_num_seqs, longest),
-        num_cpus=resources.cpus,
-        num_gpus=resources.gpus,
-        fn_constructor_kwargs=engine,
-    )
-    generated.materialize()
+    engines = (resources.min_actors, work.most_engines)
+    engine_stage(requests, EngineActor, engine, engines, resources, rows=longest, batch_size=1).materialize()
 
 
 def _learner(job: Job) -> LearnerSpec:

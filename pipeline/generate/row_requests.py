@@ -28,7 +28,7 @@ from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, Prompt
-from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
+from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _EXACT_FLOATS = 2**53  # integers below are exact as floats
@@ -115,7 +115,7 @@ def _row_request(
     if settings.source.kind == "openai":
         prompt, sampling = _batch_request(seed_name, row, settings.sampling, sample)
     else:
-        sampling = row_sampling(settings.sampling, seed_name, row, settings.reading.sampling_column, sample)
+        sampling = row_sampling(settings.sampling, seed_name, row, SAMPLING_COLUMN, sample)
         prompt = _prompt_of(row, settings, tokenizer)
     if not isinstance(prompt, Conversation):
         return prompt, sampling

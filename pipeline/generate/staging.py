@@ -39,7 +39,7 @@ from pipeline.io.parts import Part, StagedInput, problem_column, row_name, with_
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.openai.requests import OpenAIError
-from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
+from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
@@ -141,11 +141,11 @@ def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
     prompts, reading = plan.prompts, plan.reading
     skip, left = reading.skip, sys.maxsize if reading.limit is None else reading.limit
     text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
-    json_column = prompts.column if prompts.kind == "openai" else reading.sampling_column
+    json_column = prompts.column if prompts.kind == "openai" else SAMPLING_COLUMN
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, plan.rows_per_part, text_column, json_column):
             check_types(file, chunk.columns.schema, prompts)
-            rows = named_rows(file, chunk, prompts, reading.sampling_column)
+            rows = named_rows(file, chunk, prompts)
             skipped, skip = skip, max(skip - rows.num_rows, 0)
             rows = rows.slice(skipped)
             yield from _with_samples(rows.slice(0, left), prompts, reading.samples, plan.part_bytes)
@@ -154,7 +154,7 @@ def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
                 return
 
 
-def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_column: str) -> pa.Table:
+def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource) -> pa.Table:
     """Name the rows of a chunk by their id, or else by file and line.
 
     `seed_name` is what a row's seed follows from: its id, or else its content, wherever the row stands; null where the
@@ -173,7 +173,7 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
             else:
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
-    asked = _asked(chunk, prompts, sampling_column, problems)
+    asked = _asked(chunk, prompts, problems)
     by_content = prompts.id_column is None
     seed_names = [
         None if text is None else content_hash(text).hex() if by_content else name
@@ -196,10 +196,8 @@ def content_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _asked(
-    chunk: Chunk, prompts: PromptSource, sampling_column: str, problems: dict[int, RowProblem]
-) -> list[str | None]:
-    kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
+def _asked(chunk: Chunk, prompts: PromptSource, problems: dict[int, RowProblem]) -> list[str | None]:
+    kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", SAMPLING_COLUMN: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
     if prompts.kind == "messages":
@@ -215,9 +213,9 @@ def _asked(
                 rows[index][name] = value
     found: list[str | None] = []
     for index, row in enumerate(rows):
-        settings = row.get(sampling_column)
+        settings = row.get(SAMPLING_COLUMN)
         if prompts.kind != "openai" and isinstance(settings, str) and len(settings) > _MOST_SETTINGS:
-            message = f"column {sampling_column!r} has {len(settings) >> 20} MiB, and up to 1 MiB are read"
+            message = f"column {SAMPLING_COLUMN!r} has {len(settings) >> 20} MiB, and up to 1 MiB are read"
             problems.setdefault(index, RowProblem("BadSampling", message))
         try:
             text = json.dumps(row, ensure_ascii=False, default=_json_text)

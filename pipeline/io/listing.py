@@ -22,7 +22,7 @@ from pipeline.io.column_types import is_list, is_text
 from pipeline.io.files import Location, in_parallel, is_pattern, locate, pattern_base, pattern_regex
 from pipeline.io.reading import COMPRESSIONS, HUB_FILES, InputFile, read_file, read_through
 from pipeline.io.splits import METADATA, UNREAD, refuse_missing_shards, split_files
-from pipeline.settings import Format, ReadingConfig
+from pipeline.settings import SAMPLING_COLUMN, Format, ReadingConfig
 
 _SAMPLE_BYTES = 1 << 20
 _HASH_BYTES = 4 << 20
@@ -348,7 +348,7 @@ def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> boo
 
 
 def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
-    own = config.sampling_column in schema.names
+    own = SAMPLING_COLUMN in schema.names
     found = config.id_column is None and _ID_COLUMN in schema.names and _may_be_ids(schema.field(_ID_COLUMN).type)
     ids = _ID_COLUMN if found else config.id_column or None
     messages = config.messages_column

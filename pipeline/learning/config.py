@@ -34,7 +34,6 @@ class LearningConfig:
         head: Initial head: a head's folder or hub id; `new`, untrained, or `new:KIND`, of another kind than `ctc`; or
             `shipped`, the one that ships with the project for the target model, and a new one where none does.
         share: Share of the time for which the learner trains, at most 1.
-        learning_rate: Learning rate of AdamW, after a short warm-up.
         gpus: GPUs of the learner, a fraction allowed; with 0 it is a thread of the lowest priority on the CPU. Engines
             that are to share a GPU with it take less of it: see resources.gpus_per_actor, and replicas.gpus of an
             endpoint.
@@ -43,14 +42,12 @@ class LearningConfig:
     enabled: bool = False
     head: str = _SHIPPED
     share: float = 0.1
-    learning_rate: float = 1e-3
     gpus: float = 0
 
     def __post_init__(self) -> None:
         if not self.head.strip():
             raise InputError("learning.head is empty")
-        for name in ("share", "learning_rate"):
-            at_least(f"learning.{name}", getattr(self, name), 0, above=True)
+        at_least("learning.share", self.share, 0, above=True)
         at_least("learning.gpus", self.gpus, 0)
         if self.share > 1:
             raise InputError(f"learning.share must be at most 1, not {self.share:g}")
@@ -136,14 +133,10 @@ def learner_spec(
     config: LearningConfig, output: OutputFolder, run: str, model: str, dtype: str, *, trust_remote_code: bool
 ) -> LearnerSpec:
     """Return the learner of a submission or an endpoint. It begins with the output's head, if there is one already."""
-    training = training_settings(config)
-    return LearnerSpec(config, training, beginning(config, output), output, run, model, dtype, trust_remote_code)
-
-
-def training_settings(config: LearningConfig) -> LearnerSettings:
     from drafter.methods.learning.settings import LearnerSettings
 
-    return LearnerSettings(learning_rate=config.learning_rate)
+    started = beginning(config, output)
+    return LearnerSpec(config, LearnerSettings(), started, output, run, model, dtype, trust_remote_code)
 
 
 def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 from drafter.statistics import draft_acceptance_rate, mean_acceptance_length
-from pipeline.settings import WritingConfig
 
 _TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
 _LOGPROBS = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
@@ -46,7 +45,6 @@ class RunTraits:
     """
 
     sampling: SamplingParams
-    writing: WritingConfig
     rows_have_settings: bool
     drafter: str = "none"
     lossless: bool = True
@@ -88,12 +86,7 @@ COLUMNS = (
     OutputColumn("num_draft_tokens", _INTEGER, lambda g, r, run: g.counts.num_draft_tokens),
     OutputColumn("num_accepted_draft_tokens", _INTEGER, lambda g, r, run: g.counts.num_accepted_draft_tokens),
     OutputColumn("acceptance_histogram", _INTEGERS, lambda g, r, run: g.counts.acceptance_histogram),
-    OutputColumn(
-        "per_step_accepted",
-        _INTEGERS,
-        lambda g, r, run: g.counts.per_step_accepted,
-        wanted=lambda run: run.writing.per_step_accepted,
-    ),
+    OutputColumn("per_step_accepted", _INTEGERS, lambda g, r, run: g.counts.per_step_accepted),
     OutputColumn("mean_acceptance_length", _FLOAT, lambda g, r, run: mean_acceptance_length(g.counts)),
     OutputColumn("draft_acceptance_rate", _FLOAT, lambda g, r, run: draft_acceptance_rate(g.counts)),
     OutputColumn("generation_seconds", _FLOAT, lambda g, r, run: slot_seconds(g)),

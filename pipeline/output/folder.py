@@ -8,6 +8,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from pyarrow import fs
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import one_line, without_secrets
+from drafter.other_names import REMOVED
 from drafter.source_commit import source_commit
 from pipeline.errors import InputError
 from pipeline.io.files import (
@@ -118,6 +120,12 @@ class OutputFolder:
             for partial in partials(folder):
                 if not partial.name.startswith(LEASE_FILE):  # which the lease itself writes, and cleans up
                     partial.delete()
+
+    def drop_temporary(self) -> None:
+        """Delete the folder of temporary files if it is empty; `create` makes it again."""
+        with suppress(OSError):  # it costs nobody anything
+            if not self.temporary.children():
+                self.temporary.filesystem.delete_dir(self.temporary.path)
 
     def has_results(self) -> bool:
         """Return whether there are generated rows to keep: of a committed part, or of a stopped submission."""
@@ -269,9 +277,9 @@ def _holds_nothing(found: Location) -> bool:
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changes(old, new, f"{prefix}{name}.")
-        elif old != new:
+        if isinstance(old, dict) and isinstance(new, dict | None):
+            yield from _changes(old, new or {}, f"{prefix}{name}.")
+        elif old != new and REMOVED.get(f"{prefix}{name}", (new,))[0] != old:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")
 

@@ -86,7 +86,7 @@ def summarise(
     ]
     if new_rows:
         rates = f"{per_second(new_tokens, seconds):,.0f} tokens/s, {per_second(new_rows, seconds):,.1f} rows/s"
-        lines.append(f"speed       {rates} ({new_rows:,} rows in {tqdm.format_interval(seconds)} of generation)")
+        lines.append(f"speed       {rates} ({new_rows:,} rows in {time_span(seconds)} of generation)")
     lines += acceptance_lines(counts)
     lines += [f"{'' if place else 'drafting':<12}{sentence}" for place, sentence in enumerate(sentences)]
     lines.append(f"results     {output.data.path}")
@@ -179,8 +179,8 @@ def _plain_sentence(sums: StepSums) -> list[str]:
     if not sums.spec_row_steps:
         return []
     return [
-        f"The decode steps were {_times(sums)} as fast as plain decoding: {_span(sums.seconds)}, where that would have "
-        f"taken about {_span(sums.plain_seconds)} ({_basis(sums)})."
+        f"The decode steps were {_times(sums)} as fast as plain decoding: {time_span(sums.seconds)}, where that would "
+        f"have taken about {time_span(sums.plain_seconds)} ({_basis(sums)})."
     ]
 
 
@@ -250,5 +250,5 @@ def _basis(sums: StepSums) -> str:
     return f"an estimate from {sums.timed:,} steps, {plain}"
 
 
-def _span(seconds: float) -> str:
+def time_span(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < _LONG else str(tqdm.format_interval(seconds))

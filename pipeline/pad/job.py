@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray.data
@@ -178,8 +179,13 @@ def tokens_of(
     A rejection is a row's if its text continues as the row does, with the target model's choice after it.
     """
     by_prompt: dict[tuple[int, ...], list[RepeatedRow]] = defaultdict(list)
+    keys: dict[tuple[int, ...], set[bytes]] = defaultdict(set)
     for row in rows:
-        by_prompt[tuple(row.request.prompt_ids)].append(row)
+        ids = tuple(row.request.prompt_ids)
+        by_prompt[ids].append(row)
+        keys[ids].add(row.request.key(np.array(ids)).ids.tobytes())
+    # A rejection knows its prompt by the ids alone: it is nobody's where spans of equal ids stand for different things.
+    by_prompt = {ids: some for ids, some in by_prompt.items() if len(keys[ids]) == 1}
     found: dict[str, dict[int, tuple[RepeatedRow, Rejection]]] = defaultdict(dict)
     for one in noted:
         prompt, said = one.prefix[: one.prompt_tokens], one.prefix[one.prompt_tokens :]

@@ -29,7 +29,7 @@ from pipeline.generate.row_requests import row_sampling
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.output.folder import OutputFolder
 from pipeline.report.outputs import Row, first_difference, open_output, open_rows, read_run_of, unreadable
-from pipeline.settings import ResourcesConfig
+from pipeline.settings import SAMPLING_COLUMN, ResourcesConfig
 
 _BATCH_COLUMNS = set(LINE_FIELDS)
 """Columns of rows that come from an OpenAI batch; such requests bring their own settings."""
@@ -83,30 +83,31 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
     Raises `InputError` if the rows cannot be read.
     """
     dataset, config = open_rows(output), run["config"]
-    column = config["reading"]["sampling_column"]
     try:
         names = dataset.to_table(columns=["request_id"])["request_id"].to_pylist()
         count = math.ceil(share * len(names))
         drawn = nsmallest(count, names, key=lambda name: (zlib.crc32(name.encode()), name))
         rows = dataset.to_table(
             # Only the columns of requests: others may hold values that Python does not have.
-            columns=[name for name in dataset.schema.names if name in {*_READ_COLUMNS, *_BATCH_COLUMNS, column}],
+            columns=[
+                name for name in dataset.schema.names if name in {*_READ_COLUMNS, *_BATCH_COLUMNS, SAMPLING_COLUMN}
+            ],
             filter=pc.field("request_id").isin(drawn),
         ).to_pylist(maps_as_pydicts="lossy")
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
     defaults = SamplingParams(**config["sampling"])
     for row in rows:
-        request = Request(row["prompt_token_ids"], _sampling(row, defaults, column), row["request_id"])
+        request = Request(row["prompt_token_ids"], _sampling(row, defaults), row["request_id"])
         yield RepeatedRow(request, row["token_ids"])
 
 
-def _sampling(row: Row, defaults: SamplingParams, column: str) -> SamplingParams:
+def _sampling(row: Row, defaults: SamplingParams) -> SamplingParams:
     """The settings that a row was generated with. Log-probabilities change no token and are left out."""
     if row.keys() >= _BATCH_COLUMNS:
         settings = parse_line(row).sampling(defaults)
     else:
-        settings = row_sampling(defaults, row["request_id"], row, column)
+        settings = row_sampling(defaults, row["request_id"], row, SAMPLING_COLUMN)
     return replace(settings, seed=row["seed"], logprobs=None)
 
 

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from tqdm import tqdm
 
 from drafter.errors import LoadError, one_line, without_secrets
 from drafter.statistics import (
@@ -28,6 +27,7 @@ from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.folder import read_status
+from pipeline.output.summary import time_span
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.outputs import (
     Category,
@@ -104,7 +104,7 @@ def render(template: str, **values: Any) -> str:
         "cut": _cut,
         "decimals": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
         "lines_shown": lambda text: text.replace("\n", "↵\n").removesuffix("\n"),  # the template breaks the last line
-        "span": tqdm.format_interval,
+        "span": time_span,
     }
     return environment.get_template(template).render(values)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.engine.config import EngineConfig
 from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
-from pipeline.engines.models import EngineSpec, model_name
+from pipeline.engines.models import engine_spec, model_name
 from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, learner_spec
 from pipeline.learning.job_learner import beside_learner
@@ -106,11 +105,18 @@ def _engines(
     if most > replicas.min:
         bounds = {"min_replicas": replicas.min, "max_replicas": most}
         scaled = {"autoscaling_config": {**bounds, "target_ongoing_requests": slots}}
-    # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
-    engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
     verifier = config.verifier if drafter == config.drafter else VerifierSettings()  # the plain one is exact
     begins = None if learns is None else learns.beginning
-    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier, begins)
+    spec = engine_spec(
+        config.model,
+        drafter,
+        config.loading,
+        config.engine,
+        queue=limits.queue + limits.choices,  # each text of a call is a request, so the last that fits may be `choices`
+        isolated=config.isolation,
+        verifier=verifier,
+        learning=begins,
+    )
     engines = _deployment(
         EngineReplica,
         name,

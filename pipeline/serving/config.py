@@ -12,8 +12,8 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
-from pipeline.generate.config import LoadingConfig
 from pipeline.learning.config import LearningConfig
+from pipeline.settings import LoadingConfig
 
 KeyRule = Literal["auto", "required", "none"]
 """Rule on keys: clients need one always, never, or (`auto`) if there are any."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from collections.abc import Callable, Container
+from functools import cache
 from itertools import product
 from typing import Any, ClassVar
 
@@ -12,15 +13,8 @@ from transformers import AddedToken
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
-from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
-from drafter.methods.draft_models.drafter import StackedDrafter
-from drafter.methods.early_exit.drafter import ExitDrafter
-from drafter.methods.memory.drafter import MemoryDrafter
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
@@ -60,44 +54,24 @@ def base_of(family: str) -> BaseModel:
     return BaseModel(random_model(family))
 
 
-@cache
-def draft_model_of(family: str) -> BaseModel:
-    return BaseModel(random_model(family, seed=1))
-
-
-def table_of(texts: list[list[int]]) -> FrozenTable:
-    counts = NgramCounts(1000)
-    for text in texts:
-        counts.add(text)
-    return counts.table(leaders=50, followers=4)
+MakeDrafters = Callable[[BaseModel, list[list[int]]], dict[str, Drafter]]
+"""Makes drafters for a base, by name, of which some may know texts that will be decoded."""
 
 
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
-    heads = (
-        make_head(base, kind).drafter(base, 8)
-        for kind in ("ctc", "context 2", "medusa", "hydra++", "eagle3", "specformer")
-    )
+    head, lattice = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2"))
     return {
         "none": PlainDecoding(),
-        "ngram": NgramDrafter(),
-        "memory": MemoryDrafter(),
-        "cacheback": CachebackDrafter(),
-        "choosing": ChoosingDrafter({"head": make_head(base, "ctc").drafter(base, 8), "ngram": NgramDrafter(8)}),
-        "frozen table": CachebackDrafter(frozen=table_of(texts)),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
-        "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),
-        "models": MergedDrafter(
-            ModelDrafter(draft_model_of(base.config.model_type), base, 6),
-            StackedDrafter(CachebackDrafter(12), draft_model_of(base.config.model_type), base, 6),
-        ),
-        "heads": reduce(MergedDrafter, heads),
-        "exit": ExitDrafter(base, 2, 10),
+        "ensemble": MergedDrafter(AdversarialDrafter(seed=2), OracleDrafter(texts)),
+        "heads": MergedDrafter(head, lattice),
+        "choosing": ChoosingDrafter({"head": make_head(base, "ctc").drafter(base, 8), "oracle": OracleDrafter(texts)}),
     }
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
-def test_greedy_equals_generate(family: str) -> None:
+def check_greedy(family: str, drafters: MakeDrafters, rarely_right: Container[str]) -> None:
+    """Check greedy tokens against `generate`; all drafters but those that are `rarely_right` have some accepted."""
     base = base_of(family)
     prompts = random_prompts(6, seed=len(family))
     expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -108,7 +82,12 @@ def test_greedy_equals_generate(family: str) -> None:
         found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
-        assert accepted > 0 or name in ("none", "adversarial", "heads", "models", "choosing")
+        assert accepted > 0 or name in rarely_right
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
+def test_greedy_equals_generate(family: str) -> None:
+    check_greedy(family, drafters, rarely_right=("none", "adversarial", "heads", "choosing"))
 
 
 @pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
@@ -189,8 +168,7 @@ def test_greedy_is_the_same_at_every_batch_and_tree_size(sizes: tuple[int, Any])
         assert [one.token_ids for one in found] == expected
 
 
-@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "gpt2", "mistral"]))
-def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
+def check_sampled(family: str, drafters: MakeDrafters) -> None:
     base = base_of(family)
     prompts = random_prompts(14, seed=5)
     requests = [
@@ -207,7 +185,12 @@ def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
             assert [one.token_ids for one in found] == expected, (name, slots)
 
 
-def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
+@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "gpt2", "mistral"]))
+def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
+    check_sampled(family, drafters)
+
+
+def check_log_probabilities(drafters: MakeDrafters) -> None:
     base = base_of("gemma2")
     prompts = random_prompts(6, seed=8)
     requests = [
@@ -225,6 +208,10 @@ def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
                 assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
                 assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+
+
+def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
+    check_log_probabilities(drafters)
 
 
 def test_another_seed_gives_other_tokens() -> None:

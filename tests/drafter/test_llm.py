@@ -21,15 +21,11 @@ import pytest
 import torch
 
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
-from drafter.acceptance.settings import VerifierSettings
 from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.handle import Handle
 from drafter.llm import Prompt
 from drafter.many import as_chat
-from drafter.methods.learning.drafter import Learning, load_start, weights_of
-from drafter.methods.learning.rows import SampleTap
-from drafter.methods.learning.settings import StartingHead
 from drafter.requests import TokenDelta
 from drafter.target_model.model import BaseModel
 from drafter.text.conversation import Conversation
@@ -340,35 +336,6 @@ def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineError, match="the engine is closed: load the model again"):
         lm.submit(Request([5]))
     assert not capfd.readouterr().err  # not even a progress bar of transformers
-
-
-def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> None:
-    lenient, start = VerifierSettings(name="typical"), StartingHead()
-    with pytest.raises(LoadError, match="learns from what its target model says itself"):
-        SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), verifier=lenient)
-    with pytest.raises(LoadError, match="leave num_draft_tokens at auto"):
-        SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), config=EngineConfig(num_draft_tokens=8))
-    with pytest.raises(LoadError, match="has no head that could learn"):
-        SpeculativeLM.from_pretrained(device="cpu", drafter="ngram", learning=Learning(start))
-
-
-@pytest.mark.slow
-def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with(lm: SpeculativeLM) -> None:
-    start, prompts = StartingHead("ctc"), [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
-    expected = [one.token_ids for one in lm.generate(prompts, max_new_tokens=32)]
-    config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
-    with SpeculativeLM.from_pretrained(
-        drafter="ctc", device="cpu", learning=Learning(start), config=config
-    ) as learning:
-        assert [one.token_ids for one in learning.generate(prompts, max_new_tokens=32)] == expected
-        assert isinstance(learning.samples, SampleTap)
-        samples = learning.samples.take(1 << 30)
-        assert sorted(one.tokens.tolist()[one.prompt_length :] for one in samples) == sorted(expected)
-        learning.engine.drafter.offer(1, weights_of(load_start(start, lm.base)))
-        found = learning.generate(prompts, max_new_tokens=32)
-        assert [one.token_ids for one in found] == expected
-        assert [one.drafter_versions for one in found] == [[1]] * 3
-        assert learning.engine.state().drafter_version == 1
 
 
 def test_a_script_may_end_in_the_middle_of_a_step() -> None:

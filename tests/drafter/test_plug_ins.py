@@ -24,7 +24,6 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
 from drafter.errors import LoadError, RequestError
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
@@ -277,7 +276,7 @@ def test_drafts_come_late_from_another_thread(merged: bool) -> None:
         tokens, parents = [*right, (right[-1] + 1) % 97], [place - 1 for place in range(len(right))]
         return tokens, [*parents, min(len(right), 2) - 2], at
 
-    drafter: Drafter = MergedDrafter(LateDrafter(6), NgramDrafter(3)) if merged else LateDrafter(6)
+    drafter: Drafter = MergedDrafter(LateDrafter(6), AdversarialDrafter(0, nodes=3)) if merged else LateDrafter(6)
     found = decode_with_late_drafts(drafter, requests, made)
     check_identity(found, plain)
     # The first of four tokens has come by then, so up to three are left.

@@ -11,9 +11,8 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.io.parts import PROBLEM_TYPE, pack, problem_column
 from pipeline.output.columns import RunTraits, column_values, columns_type
-from pipeline.settings import WritingConfig
 
-RUN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
+RUN = RunTraits(SamplingParams(), rows_have_settings=False)
 BAD_PROMPT = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
 
 

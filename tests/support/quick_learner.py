@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
+from drafter.methods.learning import settings
 from drafter.methods.learning.settings import LearnerSettings
-from pipeline.learning.config import LearningConfig
 
 QUICK: dict[str, Any] = {
     "texts_per_step": 2,
@@ -20,13 +21,11 @@ QUICK: dict[str, Any] = {
 }
 
 
-def training_settings(config: LearningConfig) -> LearnerSettings:
-    return LearnerSettings(learning_rate=config.learning_rate, **QUICK)
+quick_settings = partial(LearnerSettings, **QUICK)
 
 
 if __name__ == "__main__":
     from jobs.serve import main
-    from pipeline.learning import config as learning_config
 
-    learning_config.training_settings = training_settings
+    settings.LearnerSettings = quick_settings  # type: ignore[misc, assignment]
     sys.exit(main())

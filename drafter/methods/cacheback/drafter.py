@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Loading, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loading, Loan
 from drafter.drafters.slots import SlotObjects
 from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, load_table
+from drafter.requests import Request
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from drafter.tree.token_tree import TokenTree, from_nodes
 
@@ -68,22 +69,27 @@ probabilities, so only their order matters.
 
 @dataclass
 class _Text:
-    """A text in a slot. `tail` was learned last; `unread` tokens are learned lazily before the next draft."""
+    """A text in a slot, as the ids of its `TextKey`, its own tables and those that it shares.
 
+    `tail` was learned last; `unread` tokens are learned lazily before the next draft.
+    """
+
+    shared: Sequence[LruTable]
     tables: list[LruTable] = field(default_factory=lambda: _tables(_OWN_LEADERS))
     tail: list[int] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
 
-    def teach(self, tables: Sequence[LruTable]) -> None:
+    def teach(self) -> None:
         known, tokens = len(self.tail), [*self.tail, *self.unread]
-        for table in tables:
+        for table in (*self.tables, *self.shared):
             table.learn(tokens[max(0, known + 1 - table.window) :])
 
 
 class CachebackDrafter(Drafter):
     """Drafts trees of recent n-grams, and after them of a `frozen` table of a corpus.
 
-    `isolated`: never draft from another request's text; response times would leak it. A frozen table is no such text.
+    `isolated`: never draft from another request's text; response times would leak it. A request with a salt never does.
+    A frozen table is no such text.
     """
 
     def __init__(self, nodes: int = 16, *, isolated: bool = False, frozen: FrozenTable | None = None) -> None:
@@ -94,17 +100,17 @@ class CachebackDrafter(Drafter):
     def open(self, loan: Loan) -> None:
         self._ended: deque[_Text] = deque()
         self._ended_tokens = 0
-        self._texts = SlotObjects(loan.slots, lambda text, request: _Text(unread=text.tolist()), self._end)
+        self._texts = SlotObjects(loan.slots, self._begin, self._end)
         self.slots = [self._texts]
 
     def prepare(self, context: DraftContext) -> None:
         for text in self._ended:
-            text.teach(self._shared)
+            text.teach()
         self._ended.clear()
         self._ended_tokens = 0
         for text in self._texts.rows:
             if text.unread:
-                text.teach([*text.tables, *self._shared])
+                text.teach()
                 text.tail, text.unread = [*text.tail, *text.unread][-_TAIL:], []
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
@@ -125,10 +131,15 @@ class CachebackDrafter(Drafter):
     def _asked(self, text: _Text) -> list[Table]:
         """Tables in lookup order: longer leaders first; at equal length the text's own, the shared, the frozen."""
         frozen = [] if self._frozen is None else [self._frozen]
-        return sorted([*text.tables, *self._shared, *frozen], key=lambda table: -table.leader_length)
+        return sorted([*text.tables, *text.shared, *frozen], key=lambda table: -table.leader_length)
+
+    def _begin(self, text: Ids, request: Request | None) -> _Text:
+        known = text if request is None else request.key(text).ids
+        alone = request is not None and request.salt
+        return _Text([] if alone else self._shared, unread=known.tolist())
 
     def _end(self, text: _Text) -> None:
-        if text.unread and self._shared:
+        if text.unread and text.shared:
             text.tables = []
             self._ended.append(text)
             self._ended_tokens += len(text.unread)
@@ -173,7 +184,7 @@ def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -
             node, log_prob = start, -cost + _FIRST[length] + rank * _OLDER
             for place, token in enumerate(follower):
                 below = 0 if node < 0 else found.depths[node]
-                if below == depth:
+                if below == depth or token < 0:  # the place of a span has no token; see `Prompt.key`
                     break
                 log_prob += _FADING if place else 0.0
                 # Followers may share a prefix: the most probable counts, but no child exceeds its parent.

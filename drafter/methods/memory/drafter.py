@@ -23,7 +23,7 @@ from drafter.drafters.text_queue import TextQueue
 from drafter.requests import Request
 from drafter.tree.token_tree import TokenTree, from_nodes
 
-Tokens = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int64]
 
 CONTEXT = 8
@@ -69,7 +69,7 @@ class Matches:
 
 
 class SuffixIndex:
-    """Texts in bounded memory, with a lookup of what followed some tokens.
+    """Texts in bounded memory, as the ids of their `TextKey`, with a lookup of what followed some tokens.
 
     Hash tables map a text's last one, two and four tokens to the newest positions where these occurred. Positions are
     compared token by token, so stale entries are harmless. Unused blocks are evicted first (CLOCK, Corbató 1968; each
@@ -83,7 +83,7 @@ class SuffixIndex:
     def __init__(self, capacity: int, writers: int = 1) -> None:
         blocks = max(-(-capacity // _BLOCK), 2 * writers)
         buckets = 1 << (blocks * _BLOCK // _TOKENS_PER_BUCKET).bit_length()
-        self._tokens = np.full(blocks * _BLOCK, NOTHING, np.int32)
+        self._tokens = np.full(blocks * _BLOCK, NOTHING)
         self._next = np.full(blocks, NOTHING, np.int32)
         self._previous = np.full(blocks, NOTHING, np.int32)
         self._groups = np.zeros(blocks, np.int64)
@@ -105,10 +105,10 @@ class SuffixIndex:
             if not len(new):
                 continue
             before = NOTHING if text.block == NOTHING else text.block * _BLOCK + text.filled - 1
-            written = self._write(text, np.asarray(new, np.int32))
+            written = self._write(text, np.asarray(new, np.int64))
             known = [NOTHING] * (CONTEXT - len(text.recent)) + [*text.recent, *new]
             # A position is indexed once its continuation is known.
-            before_new = np.array(known[CONTEXT - max(_ORDERS) : -1], np.int32)
+            before_new = np.array(known[CONTEXT - max(_ORDERS) : -1], np.int64)
             contexts.append(np.lib.stride_tricks.sliding_window_view(before_new, max(_ORDERS)))
             groups.append(np.full(len(new), text.group))
             places.append(np.concatenate([[before], written[:-1]]))
@@ -195,7 +195,7 @@ class SuffixIndex:
 
     def look_up(self, texts: Sequence[Text], depth: int, most: int) -> Matches:
         """Find up to C = `most` earlier occurrences per text, and the U = `depth` ≤ 128 tokens after each."""
-        tails = np.array([[NOTHING] * (CONTEXT - len(text.recent)) + text.recent for text in texts], np.int32)
+        tails = np.array([[NOTHING] * (CONTEXT - len(text.recent)) + text.recent for text in texts], np.int64)
         groups = np.array([text.group for text in texts])
         places = self._candidates(tails, groups)
         lengths = self._matched(places, tails, groups)
@@ -203,8 +203,8 @@ class SuffixIndex:
         order = np.argsort(-lengths * len(newest_first) + newest_first, axis=1, kind="stable")[:, :most]
         places, lengths = np.take_along_axis(places, order, 1), np.take_along_axis(lengths, order, 1)
         paths = self._tokens_at(places[:, :, None] + np.arange(1, depth + 1), places[:, :, None], self._next)
-        # A continuation ends at its first missing token.
-        paths = np.where(np.logical_and.accumulate(paths != NOTHING, -1) & (lengths > 0)[:, :, None], paths, NOTHING)
+        # A continuation ends before what is missing, or is the place of a span (see `Prompt.key`), which has no token.
+        paths = np.where(np.logical_and.accumulate(paths >= 0, -1) & (lengths > 0)[:, :, None], paths, NOTHING)
         return Matches(np.where(paths[:, :, 0] != NOTHING, lengths, 0), paths, places // _BLOCK)
 
     def _candidates(self, tails: Tokens, groups: Places) -> Places:
@@ -239,7 +239,7 @@ class SuffixIndex:
 
 
 CAPACITY = 1_000_000
-"""Tokens that are remembered, at about 32 bytes each."""
+"""Tokens that are remembered, at about 36 bytes each."""
 _DEPTH = 16
 """Longest continuation; in copied text all of it is accepted."""
 _MATCHES = 16  # continuations that vote
@@ -264,7 +264,7 @@ class _Row:
 class MemoryDrafter(Drafter):
     """Drafts trees of the continuations of earlier texts, of `capacity` tokens together.
 
-    `isolated`: never draft from another request's text; response times would leak it.
+    `isolated`: never draft from another request's text; response times would leak it. A request with a salt never does.
     """
 
     def __init__(self, nodes: int = 16, capacity: int = CAPACITY, *, isolated: bool = False) -> None:
@@ -314,9 +314,10 @@ class MemoryDrafter(Drafter):
             self._index.credit(np.concatenate(useful))
 
     def _begin(self, text: Ids, request: Request | None) -> _Row:
-        if self._isolated:
-            return _Row(Text(next(self._groups)), Trust(CONTEXT + self.spec.max_depth), text.tolist())
-        return _Row(Text(), self._trust, text.tolist())
+        known = text if request is None else request.key(text).ids
+        if self._isolated or (request is not None and request.salt):
+            return _Row(Text(next(self._groups)), Trust(CONTEXT + self.spec.max_depth), known.tolist())
+        return _Row(Text(), self._trust, known.tolist())
 
     def _end(self, row: _Row) -> None:
         self._read([row])

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from drafter.acceptance.limits import Limits, LimitTable, bad_word_tokens
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
-from drafter.methods.fly.method import FlyVerifier
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.models import EOS, AdversarialDrafter, OracleDrafter, SpellingTokenizer, random_prompts, run_engine
@@ -108,22 +107,6 @@ def test_what_is_generated_obeys(tiny_base: BaseModel) -> None:
         assert EOS not in found.token_ids
         pairs = set(zip(found.token_ids, found.token_ids[1:], strict=False))
         assert (first, second) not in pairs
-
-
-def test_a_lenient_verifier_takes_no_forbidden_token(tiny_base: BaseModel) -> None:
-    """Every mismatch is uncertain enough, and each token is drafted; yet the forbidden ones do not come."""
-    prompt = random_prompts(1, seed=2)[0]
-    (free,) = run_engine(tiny_base, OracleDrafter([]), [Request(prompt, SamplingParams(24, ignore_eos=True))])
-    text = [*prompt, *free.token_ids]
-    words = tuple(str(token) for token in set(free.token_ids[:6]) - {EOS})
-    (found,) = run_engine(
-        tiny_base,
-        OracleDrafter([text]),
-        [Request(prompt, SamplingParams(24, ignore_eos=True, bad_words=words))],
-        FlyVerifier(theta=0.0, window=1),
-        num_draft_tokens=6,
-    )
-    assert not {str(token) for token in found.token_ids} & set(words)
 
 
 def test_a_slot_keeps_nothing_of_the_request_before() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.ctc.head import CTCHead, CTCHeadConfig
+from drafter.ctc.config import CTCHeadConfig
+from drafter.ctc.head import CTCHead
 from drafter.ctc.losses import prefix_loss
 from drafter.heads.losses import Labels
 from drafter.target_model.model import BaseModel

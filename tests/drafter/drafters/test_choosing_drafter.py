@@ -12,25 +12,21 @@ from drafter.drafters.contract import Ask, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.memory.drafter import MemoryDrafter
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
-from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
-NAMES = ("head", "hydra++", "memory", "cacheback", "ngram")
+NAMES = ("lattice", "head", "random", "none")
 
 
 def choosing(base: BaseModel) -> ChoosingDrafter:
     members = (
         make_head(base, "context 2").drafter(base, 8),
-        make_head(base, "hydra++").drafter(base, 8),
-        MemoryDrafter(8),
-        CachebackDrafter(8),
-        NgramDrafter(5),  # asked for more nodes than it has
+        make_head(base, "ctc, causal").drafter(base, 8),
+        AdversarialDrafter(0, nodes=5),  # asked for more nodes than it has
+        PlainDecoding(),
     )
     return ChoosingDrafter(dict(zip(NAMES, members, strict=True)))
 
@@ -75,10 +71,14 @@ def test_tokens_stay_those_of_plain_decoding(family: str, slots: int) -> None:
 
 def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
     base = BaseModel(random_model("llama"))
-    together = [("head", "memory"), ("memory", "ngram")]
-    members = {"head": make_head(base, "ctc").drafter(base, 8), "memory": MemoryDrafter(8), "ngram": NgramDrafter(5)}
+    together = [("head", "lattice"), ("lattice", "random")]
+    members = {
+        "head": make_head(base, "ctc").drafter(base, 8),
+        "lattice": make_head(base, "context 2").drafter(base, 8),
+        "random": AdversarialDrafter(0, nodes=5),
+    }
     drafter = ChoosingDrafter(members, together)
-    assert drafter.members == ("head", "memory", "ngram", "head+memory", "memory+ngram")
+    assert drafter.members == ("head", "lattice", "random", "head+lattice", "lattice+random")
     requests = [Request(prompt, SamplingParams(24, ignore_eos=True)) for prompt in random_prompts(5, seed=3)]
     expected = run_engine(base, PlainDecoding(), requests)
     budget = ChangingBudget(seed=0, members=len(drafter.members))

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from drafter.drafters.names import kind_and_rest, leaf_names, merged_names
-from drafter.methods.draft_models import model_and_device, stack_levels
 
 
 def test_plus_merges_and_a_path_is_one_name(tmp_path: Path) -> None:
@@ -27,14 +26,6 @@ def test_a_stack_takes_the_rest_of_the_name() -> None:
     assert merged_names("stack:ngram+memory>model:a") == ["stack:ngram+memory>model:a"]
     assert merged_names("ctc+stack:ngram+memory>model:a") == ["ctc", "stack:ngram+memory>model:a"]
     assert kind_and_rest("stack:ngram>model:a") == ("stack", "ngram>model:a")
-    assert stack_levels("ngram+memory>model:a>model:b") == ["ngram+memory", "model:a", "model:b"]
-
-
-def test_a_model_may_be_on_another_device(tmp_path: Path) -> None:
-    assert model_and_device("org/name") == ("org/name", None)
-    assert model_and_device("org/name@cuda:1") == ("org/name", "cuda:1")
-    (tmp_path / "at@home").mkdir()
-    assert model_and_device(str(tmp_path / "at@home")) == (str(tmp_path / "at@home"), None)
 
 
 def test_the_drafters_that_a_name_is_made_of() -> None:

@@ -18,18 +18,21 @@ from drafter.engine.cuda_graph import StepGraphs
 from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import with_load_costs
-from drafter.methods.ngram.drafter import NgramDrafter
-from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
+from tests.support.models import AdversarialDrafter
 
 TABLE = LatencyTable(np.array([1.0, 2.0, 4.0]), (0, 3, 7), np.ones((3, 3)), np.zeros((1, 3, 3)))
 
 
+class AsksEverywhere(ExactVerifier):
+    lossless = False
+
+
 def measured(base: BaseModel, patch: pytest.MonkeyPatch, verifier: Verifier, *, queued: bool = False) -> LatencyTable:
     """Measure where a forward takes a second a position and node, and a drawn token 5 seconds, a filtered one 9."""
-    state = BatchState(base, NgramDrafter(7, depth=4), 4, 96, StageTimes())
+    state = BatchState(base, AdversarialDrafter(0, nodes=7, depth=4), 4, 96, StageTimes())
     step = DeviceStep(base, verifier, state, packs=False)
     graphs = StepGraphs(None, partial(Engine.decode_shape, step)) if queued else None
     verify, accept, clock = step.verify, verifier.accept, 0.0
@@ -74,7 +77,7 @@ def test_a_token_more_is_read_for_each_node_on_a_cpu(tiny_base: BaseModel, monke
 
 @torch.inference_mode()
 def test_a_verifier_that_asks_at_all_nodes_does(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = measured(tiny_base, monkeypatch, TypicalVerifier())
+    table = measured(tiny_base, monkeypatch, AsksEverywhere())
     assert table.choices is not None
     assert table.choices.tolist() == [1.0, 4.0, 8.0]
 

@@ -17,7 +17,6 @@ from drafter.engine.engine import Engine
 from drafter.engine.memory import MemoryPlan, plan_memory, slot_length, what_would_fit
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import _DEAREST
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.statistics import StageTimes
 from drafter.target_model.attention import flash_prefix_attention
 from drafter.target_model.model import BaseModel
@@ -25,6 +24,7 @@ from drafter.target_model.nodes import LM_HEAD_INPUT
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
 from tests.support.marks import slow_but
+from tests.support.models import AdversarialDrafter
 
 SPEC = DraftSpec(max_nodes=15, max_depth=9, hidden_layers=(LM_HEAD_INPUT,), bytes_per_token=16_384)
 """A draft head with one layer of attention."""
@@ -124,7 +124,7 @@ def test_steps_and_prompts_take_no_more_than_planned(shape: tuple[int, int, int]
     shape_of_model = deepcopy(LLAMA_8B)
     shape_of_model.num_hidden_layers = 2  # all are alike, and give back what they took
     with large_base(shape_of_model) as base:
-        drafter = NgramDrafter(nodes)
+        drafter = AdversarialDrafter(0, nodes)
         state = BatchState(base, drafter, slots, max_length, StageTimes())
         step = DeviceStep(base, ExactVerifier(), state, packs=False)
         config = EngineConfig(max_num_seqs=slots, max_model_len=max_length)

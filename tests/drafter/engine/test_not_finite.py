@@ -17,9 +17,6 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError
-from drafter.methods.early_exit.drafter import ExitDrafter
-from drafter.methods.memory.drafter import MemoryDrafter
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
@@ -61,15 +58,11 @@ class PoisonDrafter(Drafter):
 
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "none": lambda base: PlainDecoding(),
-    "ngram": lambda base: NgramDrafter(6),
-    "memory": lambda base: MemoryDrafter(6),
     "adversarial": lambda base: AdversarialDrafter(0),
     "poison": lambda base: PoisonDrafter(),
     "ctc": lambda base: make_head(base, "ctc").to(base.dtype).drafter(base, 6),
     "ctc, lattice": lambda base: make_head(base, "context 2").to(base.dtype).drafter(base, 6),
-    "hydra++": lambda base: make_head(base, "hydra++").to(base.dtype).drafter(base, 6),
-    "exit": lambda base: ExitDrafter(base, 2, 6),
-    "merged": lambda base: MergedDrafter(make_head(base, "ctc").to(base.dtype).drafter(base, 6), NgramDrafter(6)),
+    "merged": lambda base: MergedDrafter(make_head(base, "ctc").drafter(base, 6), AdversarialDrafter(0)),
 }
 
 
@@ -126,8 +119,8 @@ def check(handles: list[Handle], alone: dict[int, list[int]]) -> None:
                 handle.result(0)
 
 
-@pytest.mark.parametrize("name", slow_but(["none", "ctc"], DRAFTERS))
-def test_innocent_rows_keep_their_tokens(device: str, name: str) -> None:
+def check_innocent_rows(make: Callable[[BaseModel], Drafter], *, stream: bool = False) -> None:
+    """Those beside bad ones have the tokens that they have alone."""
     base = poisoned_base()
     bad, innocent = bad_requests(), innocent_requests(9)
     requests = [one for pair in itertools.zip_longest(innocent, bad) for one in pair if one is not None]
@@ -136,7 +129,12 @@ def test_innocent_rows_keep_their_tokens(device: str, name: str) -> None:
         for place, request in enumerate(requests)
         if request in innocent
     }
-    check(decode(base, DRAFTERS[name](base), requests, stream=name == "ctc"), alone)
+    check(decode(base, make(base), requests, stream=stream), alone)
+
+
+@pytest.mark.parametrize("name", slow_but(["none", "ctc"], DRAFTERS))
+def test_innocent_rows_keep_their_tokens(device: str, name: str) -> None:
+    check_innocent_rows(DRAFTERS[name], stream=name == "ctc")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -211,7 +209,7 @@ def test_who_begins_like_a_bad_row_is_judged_by_its_own_text(device: str) -> Non
         Request([*beginning, 5, 6, 7], sampling),
     ]
     alone = {place: decode(base, PlainDecoding(), [requests[place]])[0].result(0).token_ids for place in (1, 3)}
-    check(decode(base, NgramDrafter(6), requests, slots=4), alone)
+    check(decode(base, AdversarialDrafter(0), requests, slots=4), alone)
 
 
 def test_only_the_row_whose_drafts_are_not_finite_goes_on_without(device: str) -> None:

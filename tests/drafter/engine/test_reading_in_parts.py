@@ -23,7 +23,6 @@ from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
 from drafter.heads.attention import AttentionModule, AttentionReader
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes, total
 from drafter.target_model.attention import flash_prefix_attention, masked_prefix_attention
@@ -166,7 +165,7 @@ def test_what_a_step_of_an_8b_model_makes(shape: tuple[int, int, int]) -> None:
     with large_base(config) as base:
         assert base._model_code.prefix_attention is flash_prefix_attention
         assert base.reads_to_length
-        state = BatchState(base, NgramDrafter(nodes), rows, length, StageTimes())
+        state = BatchState(base, AdversarialDrafter(0, nodes), rows, length, StageTimes())
         step = DeviceStep(base, ExactVerifier(), state, packs=False)
         tree = step.draft(state.bounded_context(rows, length), Ask(nodes))
         with LiveMemory() as memory, Largest() as made:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drafter.ctc.head import CTCHead, CTCHeadConfig
+from drafter.ctc.config import CTCHeadConfig
+from drafter.ctc.head import CTCHead
 from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head

@@ -5,6 +5,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import fingerprint, lengths_beyond, small_config
 from drafter.target_model.loading import load_base, pick_device, pick_dtype, require_data
 from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.text.tokenizers import load_tokenizer
 from tests.support.caches import kv_of
+from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.models import OracleDrafter, generate_reference, random_model, run_engine
 
 
@@ -395,3 +398,17 @@ def test_several_prompts_may_be_prefilled_at_once(tiny_base: BaseModel) -> None:
     assert torch.allclose(together, torch.cat(apart), atol=1e-4)
     for ours, theirs in zip(*[kv_of(cache).buffers for cache in caches], strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:
+    with mock.patch("drafter.target_model.model.prepack"):
+        base = BaseModel(random_model("llama"), native=False)
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, 2)
+        cache, prompt = base.new_cache(2, 32), torch.zeros(5, dtype=torch.long, device=base.device)
+        layers = (0, 2, LM_HEAD_INPUT)
+        hidden = base.prefill(cache, 0, [prompt], [0], layers)
+        logits, last_hidden = base.prefill_last(cache, 0, prompt, 5, layers)
+        assert {hidden.device, logits.device, last_hidden.device} == {base.device}
+        assert hidden.shape == last_hidden.shape == (5, 3 * base.hidden_size)
+        assert base.lm_head(hidden[:, : base.hidden_size]).device == base.device

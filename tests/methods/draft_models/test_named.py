@@ -16,6 +16,7 @@ from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
+from drafter.methods.draft_models import model_and_device, stack_levels
 from drafter.methods.draft_models.drafter import StackedDrafter, difference
 from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
@@ -24,6 +25,17 @@ from drafter.target_model.model import BaseModel
 @pytest.fixture(scope="module")
 def embedded() -> BaseModel:
     return load_base(EMBEDDED_BASE)
+
+
+def test_levels_of_a_stack_are_names_of_drafters() -> None:
+    assert stack_levels("ngram+memory>model:a>model:b") == ["ngram+memory", "model:a", "model:b"]
+
+
+def test_a_model_may_be_on_another_device(tmp_path: Path) -> None:
+    assert model_and_device("org/name") == ("org/name", None)
+    assert model_and_device("org/name@cuda:1") == ("org/name", "cuda:1")
+    (tmp_path / "at@home").mkdir()
+    assert model_and_device(str(tmp_path / "at@home")) == (str(tmp_path / "at@home"), None)
 
 
 class Tokens:

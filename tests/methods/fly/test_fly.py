@@ -17,7 +17,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
-from tests.support.models import AdversarialDrafter, run_engine
+from tests.support.models import EOS, AdversarialDrafter, OracleDrafter, random_prompts, run_engine
 
 VOCABULARY = 12
 WRONG = 11
@@ -163,3 +163,19 @@ def test_what_it_does_not_define_is_refused(tiny_base: BaseModel) -> None:
         FlyVerifier(theta=-1)
     with pytest.raises(ValueError, match="window must be at least 1, not 0"):
         FlyVerifier(window=0)
+
+
+def test_a_lenient_verifier_takes_no_forbidden_token(tiny_base: BaseModel) -> None:
+    """Every mismatch is uncertain enough, and each token is drafted; yet the forbidden ones do not come."""
+    prompt = random_prompts(1, seed=2)[0]
+    (free,) = run_engine(tiny_base, OracleDrafter([]), [Request(prompt, SamplingParams(24, ignore_eos=True))])
+    text = [*prompt, *free.token_ids]
+    words = tuple(str(token) for token in set(free.token_ids[:6]) - {EOS})
+    (found,) = run_engine(
+        tiny_base,
+        OracleDrafter([text]),
+        [Request(prompt, SamplingParams(24, ignore_eos=True, bad_words=words))],
+        FlyVerifier(theta=0.0, window=1),
+        num_draft_tokens=6,
+    )
+    assert not {str(token) for token in found.token_ids} & set(words)

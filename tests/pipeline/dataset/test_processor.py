@@ -39,7 +39,7 @@ def chat_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def fragile(monkeypatch: pytest.MonkeyPatch, notes: Path) -> None:
     """Have engines note in a folder which process they are, and which rows enter them."""
-    monkeypatch.setattr("pipeline.dataset.processor.EngineSpec", partial(FragileEngine, notes=notes, step_seconds=0.02))
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", partial(FragileEngine, notes=notes, step_seconds=0.02))
 
 
 def entered(notes: Path) -> list[str]:

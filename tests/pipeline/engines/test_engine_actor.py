@@ -22,12 +22,12 @@ from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.progress.board import StatusBoard
-from pipeline.settings import LimitsConfig, WritingConfig
+from pipeline.settings import LimitsConfig
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
 from tests.support.waiting import wait_until
 
-TRAITS = RunTraits(SamplingParams(), WritingConfig(per_step_accepted=False), rows_have_settings=False)
+TRAITS = RunTraits(SamplingParams(), rows_have_settings=False)
 
 _NO_OTHERS = OtherTexts(None, shared=False)
 
@@ -62,7 +62,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
     ) -> EngineActor:
         spec = loads(str(model), drafter, {}, EngineConfig(max_num_seqs=2, num_draft_tokens=3), threads=1)
         board = ray.remote(num_cpus=0)(StatusBoard).remote()
-        ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
+        ledger = ray.remote(num_cpus=0)(Ledger).remote((), base)
         actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", COMMITTED.__setitem__, others)
         made.append(actor)
         return actor

@@ -13,8 +13,8 @@ from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.engines.engine_actor import Feeder, alone_from
-from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
+from pipeline.engines.engine_actor import Feeder
+from pipeline.engines.ledger import ALONE_FROM, Ledger, RowKey, RowOutcome
 from pipeline.engines.models import capacity
 from pipeline.errors import JobError
 from tests.support.waiting import PATIENCE
@@ -79,8 +79,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_long_rows_go_first_and_only_so_many_are_inside(pool: ThreadPoolExecutor) -> None:
-    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
-    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    engine, ledger = SlowEngine(SLOTS), LocalLedger()
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS)
     lengths = {str(length): length for length in (3, 9, 1, 4, 2, 8, 7, 5, 6)}
     call = pool.submit(feeder.generate, "p", requests(lengths), lambda outcomes: None)
     for name in "987654321":
@@ -92,11 +92,11 @@ def test_long_rows_go_first_and_only_so_many_are_inside(pool: ThreadPoolExecutor
 
 
 def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor) -> None:
-    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
-    for _ in range(alone_from(4)):
+    engine, ledger = SlowEngine(SLOTS), LocalLedger()
+    for _ in range(ALONE_FROM):
         ledger.open_part("p", 4)
         ledger.exchange({}, [RowKey("p", "a"), RowKey("p", "b")])
-    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS)
     call = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1, "c": 1, "d": 1}), lambda outcomes: None)
     for name in "abcd":
         engine.end(name)
@@ -107,10 +107,10 @@ def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor
 
 
 def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool: ThreadPoolExecutor) -> None:
-    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
+    engine, ledger = SlowEngine(SLOTS), LocalLedger()
     before = RowOutcome(generated={"token_ids": [7]})
     ledger.exchange({RowKey("p", "a"): before}, [])
-    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS)
     reported: list[int] = []
     first = pool.submit(
         feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: reported.append(len(outcomes))
@@ -131,7 +131,7 @@ def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool:
 
 def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(pool: ThreadPoolExecutor) -> None:
     engine = SlowEngine(SLOTS)
-    feeder = Feeder(engine.submit, columns, LocalLedger(4), SLOTS, 4)
+    feeder = Feeder(engine.submit, columns, LocalLedger(), SLOTS)
     call = pool.submit(feeder.generate, "p", requests({"a": 1}), lambda outcomes: None)
     engine.end("a", RequestTimeoutError("too slow"))
     assert call.result(PATIENCE)["a"].problem == {
@@ -151,14 +151,9 @@ def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(p
         call.result(PATIENCE)
 
 
-@pytest.mark.parametrize(("attempts", "first"), [(2, 1), (3, 1), (4, 2), (7, 5)])
-def test_the_last_two_attempts_are_alone(attempts: int, first: int) -> None:
-    assert alone_from(attempts) == first
-
-
 def test_a_part_that_is_given_twice_at_once_is_an_error(pool: ThreadPoolExecutor) -> None:
-    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
-    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    engine, ledger = SlowEngine(SLOTS), LocalLedger()
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS)
     first = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: None)
     engine.end("a")
     second = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: None)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
+from pipeline.engines.ledger import ROW_ATTEMPTS, Ledger, RowKey, RowOutcome
 
 DONE = RowOutcome(generated={"token_ids": [1]})
 
@@ -17,7 +17,7 @@ def keys(*names: str) -> list[RowKey]:
 
 
 def test_rows_that_were_inside_at_a_death_are_suspects_and_finished_ones_are_kept() -> None:
-    ledger = Ledger(row_attempts=4)
+    ledger = Ledger()
     assert ledger.open_part("p", 4) == ({}, {})
     ledger.exchange("engine", {}, keys("a", "b", "c"))
     ledger.exchange("engine", {RowKey("p", "a"): DONE}, [])
@@ -28,15 +28,15 @@ def test_rows_that_were_inside_at_a_death_are_suspects_and_finished_ones_are_kep
 
 
 def test_a_row_with_too_many_deaths_is_set_aside() -> None:
-    ledger = Ledger(row_attempts=2)
+    ledger = Ledger()
     ledger.open_part("p", 2)
-    for _ in range(2):
+    for _ in range(ROW_ATTEMPTS):
         ledger.exchange("engine", {}, keys("a", "b"))
         ledger.exchange("engine", {RowKey("p", "b"): DONE}, [])
         outcomes, _ = ledger.open_part("p", 2)
     problem = outcomes["a"].problem
     assert problem is not None
-    assert (problem["type"], problem["attempts"]) == ("EngineDied", 2)
+    assert (problem["type"], problem["attempts"]) == ("EngineDied", ROW_ATTEMPTS)
     assert outcomes["b"] == DONE
     assert ledger.counts().uncommitted == 1
     ledger.commit("p")
@@ -45,7 +45,7 @@ def test_a_row_with_too_many_deaths_is_set_aside() -> None:
 
 
 def test_an_engine_that_never_finishes_a_row_is_given_up() -> None:
-    ledger = Ledger(row_attempts=4)
+    ledger = Ledger()
     assert all(ledger.arrive("one") for _ in range(20))
     assert not ledger.arrive("one")
     assert ledger.arrive("another")
@@ -55,16 +55,16 @@ def test_an_engine_that_never_finishes_a_row_is_given_up() -> None:
 
 
 def test_all_engines_have_the_base_of_the_first() -> None:
-    ledger = Ledger(row_attempts=4)
+    ledger = Ledger()
     assert not ledger.has_loaded()
     assert ledger.loaded("x") == "x"
     assert ledger.loaded("y") == "x"
     assert ledger.has_loaded()
-    assert Ledger(4, base="x").loaded("y") == "x"
+    assert Ledger(base="x").loaded("y") == "x"
 
 
 def test_nothing_enters_while_the_job_is_stopping() -> None:
-    ledger = Ledger(row_attempts=4)
+    ledger = Ledger()
     ledger.open_part("p", 2)
     assert ledger.exchange("engine", {}, keys("a"))
     ledger.drain()
@@ -75,19 +75,19 @@ def test_nothing_enters_while_the_job_is_stopping() -> None:
 
 
 def test_the_next_submission_knows_what_the_last_one_knew() -> None:
-    first = Ledger(row_attempts=4)
+    first = Ledger()
     first.open_part("p", 4)
     first.exchange("engine", {}, keys("a", "b", "c"))
     first.open_part("p", 4)
     first.exchange("engine", {RowKey("p", "a"): DONE}, keys("b"))
-    second = Ledger(4, first.save())
+    second = Ledger(first.save())
     assert second.counts().uncommitted == 0
     assert second.open_part("p", 4) == ({"a": DONE}, {"a": 1, "b": 1, "c": 1})
 
 
-@given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1, max_size=4), max_size=12), st.integers(2, 5))
-def test_only_rows_that_saw_enough_deaths_are_set_aside(deaths: list[set[str]], attempts: int) -> None:
-    ledger = Ledger(attempts)
+@given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1, max_size=4), max_size=12))
+def test_only_rows_that_saw_enough_deaths_are_set_aside(deaths: list[set[str]]) -> None:
+    ledger = Ledger()
     ledger.open_part("p", 6)
     for inside in deaths:
         ledger.exchange("engine", {}, keys(*sorted(inside)))
@@ -95,4 +95,4 @@ def test_only_rows_that_saw_enough_deaths_are_set_aside(deaths: list[set[str]], 
     seen = Counter(name for inside in deaths for name in inside)
     outcomes, counted = ledger.open_part("p", 6)
     assert counted == seen
-    assert set(outcomes) == {name for name, number in seen.items() if number >= attempts}
+    assert set(outcomes) == {name for name, number in seen.items() if number >= ROW_ATTEMPTS}

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from drafter.engine.config import EngineSettings
 from pipeline.engines.models import (
-    EngineSpec,
-    fed,
+    engine_spec,
     folder_fingerprint,
     head_fingerprints,
     longest_request,
@@ -28,6 +27,7 @@ from pipeline.engines.models import (
     tensor_spans,
 )
 from pipeline.errors import InputError
+from pipeline.settings import LoadingConfig
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
 from tests.support.paths import ROOT
 
@@ -178,7 +178,7 @@ def test_paths_mean_to_workers_what_they_mean_to_the_driver(tmp_path: Path, monk
     mine = str(tmp_path / "here" / "models" / "mine")
     assert [model_name(name) for name in ("models/mine", "~/models/mine", mine)] == [mine] * 3
     assert [model_name(name) for name in ("org/name", "models/none")] == ["org/name", "models/none"]
-    spec = EngineSpec("models/mine", "models/mine+ngram", {}, fed(EngineSettings()), torch.get_num_threads())
+    spec = engine_spec("models/mine", "models/mine+ngram", LoadingConfig(), EngineSettings())
     sent = pickle.dumps(spec)
     monkeypatch.chdir(tmp_path / "there")
     loaded: list[tuple[str, Path]] = []

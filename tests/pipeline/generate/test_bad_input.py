@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafter.ctc.head import CTCHead, CTCHeadConfig
+from drafter.ctc.config import CTCHeadConfig
+from drafter.ctc.head import CTCHead
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from jobs.generate import main

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,6 @@ OTHERS: dict[str, list[str]] = {
     "reading.chat was None, is now False": ["--reading.chat", "false"],
     "loading.dtype was 'auto', is now 'float32'": ["--loading.dtype", "float32"],
     "engine.max_model_len was None, is now 64": ["--engine.max_model_len", "64"],
-    "writing.per_step_accepted was True, is now False": ["--writing.per_step_accepted", "false"],
 }
 
 
@@ -125,6 +125,24 @@ def test_a_submission_with_another_setting_is_told_which(tmp_path: Path, told: s
     with pytest.raises(InputError) as caught:
         open_output(now, job_meaning(now, TEXT, "base", {}))
     assert f"belongs to another job ({told}): choose another output" in str(caught.value)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_an_output_from_when_there_were_more_settings_goes_on_if_they_say_what_now_holds(
+    tmp_path: Path, written: bool
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    config = parse_config(["--input", str(source), "--output", str(tmp_path / "out")])
+    now = job_meaning(config, TEXT, "base", {})
+    before = {
+        **now,
+        "reading": {**now["reading"], "sampling_column": "sampling"},
+        "writing": {"per_step_accepted": written},
+    }
+    open_output(config, before)
+    (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
+    with nullcontext() if written else pytest.raises(InputError, match="per_step_accepted was False, is now None"):
+        open_output(config, now)
 
 
 FREE = [

@@ -32,13 +32,12 @@ from pipeline.io.parts import StagedInput, with_repeats, with_row_type
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part, compact, is_whole
-from pipeline.settings import WritingConfig
 from tests.pipeline.conftest import Run, job_arguments, write_jsonl
 from tests.support.faults import EndedError, FailingFiles
 from tests.support.prepared_workers import driver
 from tests.support.waiting import wait_until
 
-TRAITS = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False, drafter="first")
+TRAITS = RunTraits(SamplingParams(), rows_have_settings=False, drafter="first")
 
 
 def asked(name: str, what: str) -> AskedRow:

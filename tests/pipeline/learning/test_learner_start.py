@@ -13,7 +13,7 @@ from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, parse_config
 from pipeline.io.files import locate
-from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, learner_spec, training_settings
+from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, learner_spec
 from pipeline.learning.job_learner import JobLearner, beside_learner
 from pipeline.output.folder import OutputFolder, put_head
 from pipeline.progress.board import LearningReport, Progress
@@ -24,13 +24,10 @@ BOTH = ("--input", "a", "--output", "b")
 
 def test_learning_is_asked_for_in_a_word_or_with_its_settings(tmp_path: Path) -> None:
     assert not parse_config(BOTH).learning.enabled
-    given = parse_config(
-        [*BOTH, "--learning", "true", "--learning.share", "0.5", "--learning.learning_rate", "0.01"]
-    ).learning
-    assert (given.enabled, given.share, given.learning_rate, given.head) == (True, 0.5, 0.01, "shipped")
-    assert training_settings(given).learning_rate == 0.01
+    given = parse_config([*BOTH, "--learning", "true", "--learning.share", "0.5"]).learning
+    assert (given.enabled, given.share, given.head) == (True, 0.5, "shipped")
     file = tmp_path / "job.yaml"
-    file.write_text("input: a\noutput: b\nlearning: {enabled: true, share: 0.5, learning_rate: 0.01}\n")
+    file.write_text("input: a\noutput: b\nlearning: {enabled: true, share: 0.5}\n")
     config = parse_config(["--config", str(file)])
     assert config.learning == given
     file.write_text(yaml.safe_dump(config.as_dict()))
@@ -50,7 +47,7 @@ def test_the_example_is_valid() -> None:
         ("--learning true --learning.gpus 2", "learning.gpus must be at most 1, not 2"),
         ("--learning true --learning.share 0", "learning.share must be more than 0, not 0"),
         ("--learning true --learning.share 1.5", r"learning.share must be at most 1, not 1\.5"),
-        ("--learning true --learning.learning_rate 0", "learning.learning_rate must be more than 0, not 0"),
+        ("--learning true --learning.learning_rate 0.1", "learning_rate: it is no setting any more: it is 0.001"),
         ("--learning true --learning.head new:tree", "learning.head new:tree is not known: new heads .* ctc, .*medusa"),
         ("--learning true --drafter ngram", "drafter ngram has no head that could learn"),
         ("--learning true --verifier typical", "the verifier typical lets other tokens pass"),

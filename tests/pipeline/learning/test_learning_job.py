@@ -22,7 +22,7 @@ from jobs.report import main as report
 from tests.pipeline.conftest import Outcome, Run, write_jsonl
 from tests.support.faults import NotedLearner, UnhurriedEngine
 from tests.support.paths import ROOT
-from tests.support.quick_learner import training_settings
+from tests.support.quick_learner import quick_settings
 from tests.support.waiting import wait_until
 
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(600)]
@@ -82,9 +82,9 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     settings = ("--sampling.temperature", 0.8, "--writing.rows_per_file", 50)
     plain = run(source, *settings, drafter="none", output=tmp_path / "plain")
-    monkeypatch.setattr("pipeline.generate.job.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
     monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
-    monkeypatch.setattr("pipeline.learning.config.training_settings", training_settings)
+    monkeypatch.setattr("drafter.methods.learning.settings.LearnerSettings", quick_settings)
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill_both, tmp_path, over)

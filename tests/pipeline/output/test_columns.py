@@ -10,9 +10,8 @@ import pytest
 from drafter.requests import Generation, Request, SamplingParams, Timing, TokenLogprob
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.output.columns import COLUMNS, RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import WritingConfig
 
-PLAIN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False, drafter="ngram+memory")
+PLAIN = RunTraits(SamplingParams(), rows_have_settings=False, drafter="ngram+memory")
 
 
 MARKS = ("lossless", "verifier", "num_lenient_tokens", "lenient_positions")
@@ -83,14 +82,13 @@ def test_every_value_has_the_type_of_its_column() -> None:
 @pytest.mark.parametrize(
     ("traits", "optional"),
     [
-        (PLAIN, {"per_step_accepted"}),
-        (dataclasses.replace(PLAIN, writing=WritingConfig(per_step_accepted=False)), set()),
-        (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"per_step_accepted", "logprobs"}),
-        (dataclasses.replace(PLAIN, rows_have_settings=True), {"per_step_accepted", "logprobs"}),
-        (dataclasses.replace(PLAIN, learning=True), {"per_step_accepted", "drafter_version"}),
-        (dataclasses.replace(PLAIN, lossless=False), {"per_step_accepted", *MARKS}),
+        (PLAIN, set()),
+        (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"logprobs"}),
+        (dataclasses.replace(PLAIN, rows_have_settings=True), {"logprobs"}),
+        (dataclasses.replace(PLAIN, learning=True), {"drafter_version"}),
+        (dataclasses.replace(PLAIN, lossless=False), {*MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", "drafter_version", *MARKS}
+    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", *MARKS}
     assert names(traits) == always | optional

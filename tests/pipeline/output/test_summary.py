@@ -33,7 +33,7 @@ def test_the_summary_is_what_the_files_say(tmp_path: Path) -> None:
     assert "5 finished, 1 failed" in text
     assert "2.33 tokens a step (plain decoding: 1.00); 100% of the steps speculated" in text
     assert "33% of 60 draft tokens accepted" in text
-    assert "4 tokens/s, 0.6 rows/s (6 rows in 00:10 of generation)" in text
+    assert "4 tokens/s, 0.6 rows/s (6 rows in 10.0 s of generation)" in text
     told = summarise(output, totals, 35, 6, 10, ["The first.", "The second."]).splitlines()
     assert [line for line in told if "The " in line] == ["drafting    The first.", "            The second."]
     assert "speed" not in summarise(output, totals, new_tokens=0, new_rows=0, seconds=0)  # nothing was left to do

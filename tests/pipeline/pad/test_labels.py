@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drafter.methods.pad.training import Rejection
+from drafter.prompt import Prompt, Span
 from drafter.requests import Request, SamplingParams
 from pipeline.errors import InputError
 from pipeline.generate.row_requests import row_sampling
@@ -57,6 +58,15 @@ def test_rejections_are_given_to_the_row_that_they_are_of() -> None:
     # A prompt that is the beginning of another has rejections of its own.
     both = list(tokens_of(ROWS, [rejection([1, 2, 3], 30, 4), rejection([1, 2, 3], 30, 7, prompt=3)], frozenset(), 5))
     assert [(one["request_id"], one["place"]) for one in both] == [("a", 1), ("b", 0)]
+
+
+def test_a_rejection_is_nobodys_where_equal_ids_stand_for_two_images() -> None:
+    rows = [
+        RepeatedRow(Request(Prompt([1, 2], (Span(1, 2, image),)), SamplingParams(6), name), [3, 4, 5])
+        for name, image in (("a", b"one"), ("b", b"other"), ("c", b"one"))
+    ]
+    found = [list(tokens_of(some, [rejection([1, 2, 3], 30, 4)], frozenset(), 5)) for some in (rows, rows[::2])]
+    assert [[one["request_id"] for one in some] for some in found] == [[], ["a", "c"]]
 
 
 class Unread:

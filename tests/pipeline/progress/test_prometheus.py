@@ -27,7 +27,7 @@ from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
 from pipeline.progress.board import LearningReport, Progress, StatusBoard
 from pipeline.progress.prometheus import job_metrics, learner_metrics
-from pipeline.settings import LimitsConfig, WritingConfig
+from pipeline.settings import LimitsConfig
 from tests.support.parts import request_part
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
@@ -81,8 +81,8 @@ def scrape() -> list[Sample]:
 def exported(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(max_num_seqs=4, num_draft_tokens=8), threads=1)
-    traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
-    board, ledger = ray.remote(num_cpus=0)(StatusBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
+    traits = RunTraits(SamplingParams(), rows_have_settings=False)
+    board, ledger = ray.remote(num_cpus=0)(StatusBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote()
     output = OutputFolder(locate(str(tmp_path_factory.mktemp("out"))))
     output.create()
     actor = ray.remote(num_cpus=1)(EngineActor).remote(

@@ -178,7 +178,7 @@ def test_what_drafting_was_worth_is_said(tmp_path: Path) -> None:
     output.status_file.write_text(json.dumps({**now, "submissions": [took]}))
     assert job(tmp_path / "out") == 0
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert "tokens/s, over 00:02; decode steps about 1.31 times as fast as plain decoding" in page.text
+    assert "tokens/s, over 2.0 s; decode steps about 1.31 times as fast as plain decoding" in page.text
     assert "Memory drafts <here>." in page.text
     assert "The decode steps were about 1.31 times as fast as plain decoding of the same rows, by estimate" in page.text
 
@@ -199,7 +199,7 @@ def test_what_a_learner_did_last_is_said(tmp_path: Path) -> None:
             replace(report, version=2, published_beta=3.0),
             "The newest version of the head is 2. On rows held out, its acceptance length was 3.00.",
         ),
-        (report, "The learner was learning at last (it trains for 10% of the time), after 1,200 steps in 01:01."),
+        (report, "The learner was learning at last (it trains for 10% of the time), after 1,200 steps in 61.0 s."),
     ):
         write_run(output, learning=asdict(found))
         assert job(tmp_path / "out") == 0

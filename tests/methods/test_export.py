@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import export_head, load_head, new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.published import TargetOfExport, base_embeddings
+from drafter.heads.published import TargetOfExport
 from drafter.target_model.model import BaseModel
-from tests.drafter.heads.test_eagle3_layout import CASES, DATA, VOCABULARY, WIDTH
+from tests.methods.eagle3.test_eagle3_layout import CASES, DATA, VOCABULARY, WIDTH
 from tests.support.heads import make_head, sequence
 from tests.support.public_heads import base_with_embeddings
 from tests.support.trees import check_same_trees
@@ -89,19 +89,6 @@ def test_an_exported_head_drafts_the_same_when_it_is_read_again(
     ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 5) for one in (head, again))
     assert again.hidden_layers == head.hidden_layers
     check_same_trees(theirs, ours, 4)
-
-
-def test_embeddings_are_read_from_the_bases_files(tiny_base: BaseModel, tmp_path: Path) -> None:
-    """From one file or from several; and not guessed where they have another name."""
-    expected = tiny_base.embed(torch.arange(tiny_base.vocab_size))
-    for name, size in (("whole", "1GB"), ("sharded", "10KB")):
-        tiny_base.model.save_pretrained(tmp_path / name, max_shard_size=size)
-        found = base_embeddings(str(tmp_path / name), tiny_base.model.config)
-        assert found is not None
-        assert torch.equal(found, expected)
-    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
-    save_file({"other": torch.zeros(1)}, tmp_path / "whole" / "model.safetensors")
-    assert base_embeddings(str(tmp_path / "whole"), tiny_base.model.config) is None
 
 
 def test_what_has_no_such_layout_is_refused(tiny_base: BaseModel, tmp_path: Path) -> None:

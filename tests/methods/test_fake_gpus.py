@@ -26,7 +26,6 @@ from drafter.methods.pad.method import BaseOfClassifier, PadVerifier
 from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import SamplingParams
 from drafter.target_model.model import BaseModel
-from drafter.target_model.nodes import LM_HEAD_INPUT
 from tests.methods.pad.test_pad import classifier_folder
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
@@ -173,16 +172,3 @@ def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> Non
         with Tape():
             outcome = step()
         assert outcome.packed.device == base.device
-
-
-def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:
-    base = _llama()
-    with fake_gpus(), torch.inference_mode():
-        move_to_gpus(base, 2)
-        cache, prompt = base.new_cache(2, 32), torch.zeros(5, dtype=torch.long, device=base.device)
-        layers = (0, 2, LM_HEAD_INPUT)
-        hidden = base.prefill(cache, 0, [prompt], [0], layers)
-        logits, last_hidden = base.prefill_last(cache, 0, prompt, 5, layers)
-        assert {hidden.device, logits.device, last_hidden.device} == {base.device}
-        assert hidden.shape == last_hidden.shape == (5, 3 * base.hidden_size)
-        assert base.lm_head(hidden[:, : base.hidden_size]).device == base.device
