@@ -71,7 +71,9 @@ def _on_deep_stack(grammar: str, tokenizer: LLTokenizer, schema: Any) -> tuple[L
 
     def work() -> None:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        found.append((matcher, _refused_place(schema) if schema is not None and matcher.is_error() else None))
+        matcher.compute_bitmask()  # what cannot begin, such as a schema that is only itself, becomes an error
+        refused = schema is not None and matcher.is_error()
+        found.append((matcher, _refused_place(schema, _reason(matcher.get_error())) if refused else None))
 
     before = threading.stack_size(_STACK)
     try:
@@ -83,14 +85,15 @@ def _on_deep_stack(grammar: str, tokenizer: LLTokenizer, schema: Any) -> tuple[L
     return found[0]
 
 
-def _refused_place(schema: Any) -> Place:
-    """Return the deepest place of a schema, among the first ones, that cannot be compiled by itself."""
+def _refused_place(schema: Any, reason: str) -> Place:
+    """Return the deepest place of a schema, among the first ones, that is refused by itself for the same reason."""
     found: Place = ()
     for place in places(schema)[1:_MOST_TRIES]:
         if place[: len(found)] == found:
             # `$ref`s in it still lead into the whole.
             alone = {"$defs": {"whole": {"$id": "urn:whole", **schema}}, "$ref": "urn:whole" + pointer(place)}
-            if LLMatcher.validate_grammar(_by_schema(alone), limits=LIMITS):
+            message = LLMatcher.validate_grammar(_by_schema(alone), limits=LIMITS)
+            if message and _reason(message) == reason:
                 found = place
     return found
 
@@ -109,8 +112,10 @@ def _checked_grammar(grammar: str) -> str:
 def _reason(message: str) -> str:
     """Return what llguidance's message, of several lines with a drawing, says is wrong."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if lines[0].startswith("panic"):
-        return "it becomes too large: make it smaller"
+    if lines[0].startswith("panic") or "too big" in lines[0] or lines[0] == "schema too large":
+        return "it becomes too large when it is compiled: make it smaller"
+    if lines[0].startswith("NoExtension"):
+        return "no output can begin: look for a part that only refers to itself"
     if errors := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
         expression = re.search(r'invalid regex "(.*?)" \(in regex\)', lines[0])
         return f"{errors[0]}, in the regular expression{f' {expression[1][:80]}' if expression else ''}"

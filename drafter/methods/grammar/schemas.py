@@ -41,6 +41,8 @@ _DEEPER = ("properties", "patternProperties", "prefixItems", *_SINGLES)
 _DEEPEST_PLACE = 100  # Python recurses once for each schema in a schema, and JSON parsers stop at 128 brackets
 _DROPPED = ("$schema", "$id", "x-guidance", "uniqueItems")  # x-guidance would set options of the parser
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LARGEST_COUNT = 10**9
 _WRITABLE = "\b\t\n\f\r"  # control characters with an escape of one letter
 
 _CASES = "list the cases in anyOf"
@@ -193,11 +195,14 @@ class _Reading:
                 if isinstance(value, bool) or not isinstance(value, int | float):
                     raise refusal((*place, name), f"{name} must be a number")
                 _check_value(value, (*place, name))
+        for name in _COUNTS:
+            if name in schema and not (type(schema[name]) is int and 0 <= schema[name] <= _LARGEST_COUNT):
+                raise refusal((*place, name), f"{name} must be a whole number from 0 to {_LARGEST_COUNT}")
         if "multipleOf" in schema:
             if not (float(multiple := schema["multipleOf"]).is_integer() and multiple > 0):
                 raise refusal(
                     (*place, "multipleOf"),
-                    "multipleOf must be a whole number from 1: validators divide floats, and to them 0.7 / 0.1 is not 7",
+                    "multipleOf must be a whole number from 1: validators divide floats, and find 0.7 / 0.1 not whole",
                 )
             self.multiple = (
                 math.lcm(self.multiple, int(multiple)) if self.multiple <= LARGEST_MULTIPLE else self.multiple
@@ -210,7 +215,7 @@ class _Reading:
         self.properties += len(properties)
         self.optional += len(properties.keys() - required)
         least = schema.get("minProperties", 0)
-        if isinstance(least, int) and least > len(required) + 1:
+        if least > len(required) + 1:
             # A name that is not listed can be written twice, and counts as one.
             raise refusal(
                 (*place, "minProperties"),
@@ -266,6 +271,6 @@ def _check_value(value: Any, place: Place) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             _check_value(one, place)
     elif isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
-        raise refusal(place, f"numbers are exact up to 2**53, and this is {value}: use a text")
+        raise refusal(place, f"numbers are exact up to 2**53, and this is {value}: use a smaller one, or text")
     elif isinstance(value, str) and any(one < " " and one not in _WRITABLE for one in value):
         raise refusal(place, "control characters other than \\b, \\t, \\n, \\f and \\r cannot be written: remove them")
