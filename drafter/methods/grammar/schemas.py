@@ -31,8 +31,9 @@ MOST_BRANCHES = 100
 """Of a `oneOf`, whose branches are compared in pairs."""
 LARGEST_MULTIPLE = 10_000
 """Of all `multipleOf` together, their least common multiple: an automaton has a state for each remainder."""
-LARGEST_NUMBER = 2**53
-"""Beyond it, whole numbers share floats with their neighbours."""
+LARGEST_NUMBER, SMALLEST_NUMBER = 2**53, 1e-7
+MOST_DIGITS = 15
+"""Beyond these, decimal numbers share floats with their neighbours, and llguidance reads one as another."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -41,6 +42,10 @@ _DEEPER = ("properties", "patternProperties", "prefixItems", *_SINGLES)
 _DEEPEST_PLACE = 100  # Python recurses once for each schema in a schema, and JSON parsers stop at 128 brackets
 _DROPPED = ("$schema", "$id", "x-guidance", "uniqueItems")  # x-guidance would set options of the parser
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_EXCLUSIVE: tuple[tuple[str, str, Callable[[float, float], float], int], ...] = (
+    ("exclusiveMinimum", "minimum", max, 1),
+    ("exclusiveMaximum", "maximum", min, -1),
+)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LARGEST_COUNT = 10**9
 _WRITABLE = "\b\t\n\f\r"  # control characters with an escape of one letter
@@ -252,12 +257,10 @@ class _Reading:
                 )
             joined.append({"anyOf": branches})
         # A reader rounds a fraction of many digits to the bound itself; at 0 it would take more than 300 zeros.
-        if bound := written.get("exclusiveMinimum"):
-            written["minimum"] = max(written.get("minimum", -math.inf), math.nextafter(bound, math.inf))
-            del written["exclusiveMinimum"]
-        if bound := written.get("exclusiveMaximum"):
-            written["maximum"] = min(written.get("maximum", math.inf), math.nextafter(bound, -math.inf))
-            del written["exclusiveMaximum"]
+        for exclusive, inclusive, nearer, step in _EXCLUSIVE:
+            if schema.get("type") != "integer" and (bound := written.get(exclusive)):
+                del written[exclusive]
+                written[inclusive] = nearer(written.get(inclusive, math.inf * -step), _next(bound, step))
         return {**written, "allOf": [*written.get("allOf", []), *joined]} if joined else written
 
 
@@ -265,12 +268,25 @@ def _may_be_text(schema: dict[str, Any]) -> bool:
     return "string" in json.dumps(schema.get("type", "string"))
 
 
+def _next(number: float, step: int) -> float:
+    """Return the nearest number of `MOST_DIGITS` digits that is greater, for `step` 1, or less, for -1."""
+    digits = MOST_DIGITS - 1 - math.floor(math.log10(abs(number)))
+    return round(number + step * 10.0**-digits, digits)
+
+
+def _exact(number: float) -> bool:
+    if isinstance(number, int):
+        return abs(number) <= LARGEST_NUMBER
+    inside = number == 0 or SMALLEST_NUMBER <= abs(number) <= LARGEST_NUMBER
+    return inside and float(f"{number:.{MOST_DIGITS}g}") == number
+
+
 def _check_value(value: Any, place: Place) -> None:
     """Refuse a number or a text that would not come out as it is."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             _check_value(one, place)
-    elif isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
-        raise refusal(place, f"numbers are exact up to 2**53, and this is {value}: use a smaller one, or text")
+    elif isinstance(value, int | float) and not _exact(value):
+        raise refusal(place, f"{value} is not exact: use up to {MOST_DIGITS} digits, from 1e-7 to 2**53, or a text")
     elif isinstance(value, str) and any(one < " " and one not in _WRITABLE for one in value):
         raise refusal(place, "control characters other than \\b, \\t, \\n, \\f and \\r cannot be written: remove them")

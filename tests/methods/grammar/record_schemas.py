@@ -87,9 +87,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "addresses": _record(
         {name: {"type": "string", "format": name, "maxLength": 40} for name in ("ipv4", "ipv6", "uuid", "email")}
     ),
-    "places on the web": _array(
-        {"type": "string", "format": "uri", "maxLength": 30},
-        items={"type": "string", "format": "hostname", "maxLength": 20},
+    "places on the web": _record(
+        {name: {"type": "string", "format": name, "maxLength": 30} for name in ("uri", "hostname")}
     ),
     "integer range": _record({"n": {"type": "integer", "minimum": -15, "maximum": 225}}),
     "number range": _record({"n": {"type": "number", "minimum": -1.5, "maximum": 2.25}}),
