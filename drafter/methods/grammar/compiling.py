@@ -14,6 +14,7 @@ from drafter.methods.grammar.schemas import Place, checked_schema, places, point
 from drafter.structured_outputs import StructuredOutputs
 
 LIMITS = LLParserLimits(
+    max_items_in_row=10_000,  # two for each optional property that may come next
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
@@ -116,7 +117,9 @@ def _reason(message: str) -> str:
         return "it becomes too large when it is compiled: make it smaller"
     if lines[0].startswith("NoExtension"):
         return "no output can begin: look for a part that only refers to itself"
+    if lines[0].startswith("Unable to determine if regex is empty"):
+        return "what its regular expressions and lengths have in common is too much to compile: use fewer of them"
     if errors := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
         expression = re.search(r'invalid regex "(.*?)" \(in regex\)', lines[0])
         return f"{errors[0]}, in the regular expression{f' {expression[1][:80]}' if expression else ''}"
-    return lines[0].removeprefix("Unsatisfiable schema: ")[:300]
+    return lines[0].removeprefix("Unsatisfiable schema: ").replace("json-schema:///", "")[:300]

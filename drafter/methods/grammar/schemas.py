@@ -17,8 +17,8 @@ from drafter.methods.grammar.disjoint import disjoint
 from drafter.methods.grammar.patterns import FORMATS, pattern_problem
 
 MOST_PROPERTIES = 5000
-MOST_OPTIONAL = 2000
-"""llguidance compiles an object in time that goes by the square of its optional properties: 0.4 s for these."""
+MOST_OPTIONAL = 1500
+"""llguidance compiles an object in time that goes by the square of its optional properties: half a second for these."""
 MOST_COUNTED = 64
 """Optional properties of a schema with `minProperties` or `maxProperties`; time goes by their third power."""
 DEEPEST = 10

@@ -61,14 +61,6 @@ def test_the_page_lists_every_refused_keyword_and_every_format() -> None:
         ({"$defs": {"a": {"$ref": "#/$defs/b"}}}, "$defs.a.$ref"),
         ({"$ref": "#/x", "x": {"type": "string"}}, "$ref"),
         ({"properties": {"a": {"patternProperties": {"a": {"type": "null"}, "b": {"type": "null"}}}}}, "properties.a:"),
-        (
-            {
-                "items": {"type": "object", "properties": {"a": False}, "required": ["a"]},
-                "type": "array",
-                "minItems": 1,
-            },
-            "items:",
-        ),
         ({"properties": {"a": {"type": "strin"}}}, "properties.a:"),
     ],
 )
@@ -118,7 +110,7 @@ def test_exclusive_bounds_are_met_after_rounding(given: dict[str, Any], written:
             {"allOf": [objects(MOST_PROPERTIES // 2 + 1, required=[f"p{i}" for i in range(2501)])] * 2},
             "5000 properties",
         ),
-        (objects(MOST_OPTIONAL + 1), "2000 properties"),
+        (objects(MOST_OPTIONAL + 1), "1500 properties"),
         ({"enum": [f"{index}" for index in range(1001)]}, "1000 values of enum"),
         ({"enum": [f"{index:061}" for index in range(251)]}, "15000"),
         ({"allOf": [objects(65), {"minProperties": 1}]}, "64 properties"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -12,10 +13,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from drafter.embedded import EMBEDDED_BASE
+from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.methods.grammar.grammars import Grammars
+from drafter.requests import Generation, Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from tests.methods.grammar.record_schemas import SCHEMAS
 from tests.support.walks import walk
@@ -81,3 +88,42 @@ def test_random_numbers_are_in_their_bounds(
         assume("no integer" not in str(error) and "multiple" not in str(error))
         raise
     assert [text for text in found if problems(schema, text)] == []
+
+
+DRAFTERS = ("forced", "ngram", "auto", str(EMBEDDED_HEADS / "ctc"))
+
+
+@cache
+def base() -> BaseModel:
+    return load_base(EMBEDDED_BASE, dtype="float32", device="cpu")
+
+
+def decoded(drafter: str, temperature: float, prompts: int) -> list[Generation]:
+    """An output for each schema and prompt, schema after schema."""
+    config = EngineConfig(max_num_seqs=16, num_draft_tokens=8, max_model_len=256)
+    engine = Engine(base(), load_drafter(drafter, base(), 8), tokenizer(), config)
+    handles = []
+    for schema, index in product(SCHEMAS.values(), range(prompts)):
+        prompt = tokenizer().encode(f"Question: Anna has {index + 2} apples and {3 * index} pears. Write a record.\n")
+        params = SamplingParams(
+            max_new_tokens=100, temperature=temperature, seed=index, structured_outputs=StructuredOutputs(json=schema)
+        )
+        handles.append(engine.submit(Request(prompt, params)))
+    while not engine.idle:
+        engine.step()
+    return [handle.result(0) for handle in handles]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_records_of_the_embedded_model_are_valid_and_the_same_with_every_drafter(
+    temperature: float, prompts: int = 2
+) -> None:
+    plain = decoded("none", temperature, prompts)
+    schemas = [schema for schema in SCHEMAS.values() for _ in range(prompts)]
+    finished = [(schema, one) for schema, one in zip(schemas, plain, strict=True) if one.finish_reason == "stop"]
+    assert len(finished) > len(plain) / 3
+    assert [(schema, one.text) for schema, one in finished if problems(schema, one.text)] == []
+    for drafter in DRAFTERS:
+        found = decoded(drafter, temperature, prompts)
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain], drafter
