@@ -29,7 +29,7 @@ def walk(guide: Guide, tokenizer: Any, rng: Random, length: int = 400, patience:
         assert allowed, (guide.problem, tokenizer.decode(written))
         closers = [token for token in closing if token in allowed]
         if eos in allowed and (len(allowed) == 1 or rng.random() < 0.5):
-            assert guide.consume(eos)
+            assert guide.consume(eos), guide.problem
             return str(tokenizer.decode(written))
         if closers and rng.random() < (0.9 if step > patience else 0.2):
             token = rng.choice(closers)

@@ -15,18 +15,19 @@ from drafter.acceptance.guide import Guide, Guides
 from drafter.errors import RequestError, first_line
 from drafter.methods.grammar.compiling import compiled
 from drafter.methods.grammar.guide import GrammarGuide
-from drafter.methods.grammar.reasoning import Markers
+from drafter.methods.grammar.reasoning import AfterReasoning
 from drafter.structured_outputs import StructuredOutputs
+from drafter.text.reasoning import Reasoning
 
-_KEPT = 64
-"""Compiled grammars. One takes up to a few MB, and its automaton grows with what is written by it, up to its limit."""
+_KEPT = 32
+"""Compiled grammars: a few MB each, and 90 MB for one whose automaton has grown to its limit."""
 
 
 class Grammars(Guides):
     """Guides for a model with a fast tokeniser of `vocabulary` tokens; the ones in `eos` end its output."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
-        self._hf_tokenizer, self._eos, self._markers = tokenizer, frozenset(eos), Markers.of(tokenizer)
+        self._hf_tokenizer, self._eos, self._reasoning = tokenizer, frozenset(eos), Reasoning.of(tokenizer)
         try:
             self._tokenizer: LLTokenizer = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(eos))
         except Exception as error:  # its Rust code raises what it likes
@@ -37,8 +38,24 @@ class Grammars(Guides):
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        guide = GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
-        return guide if self._markers is None else self._markers.guide(guide, prompt, self._hf_tokenizer, self._eos)
+        guide = GrammarGuide(self._beginning(asked), self._eos)
+        inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
+        if self._reasoning is None or inside is False:
+            return guide
+        return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
+
+    def _beginning(self, asked: StructuredOutputs) -> LLMatcher:
+        """Return a state of its own. All share an automaton, which may grow to its limit and is then of no more use."""
+        matcher = self._compiled(asked).deep_copy()
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            return matcher
+        self._forget(asked)
+        return self._compiled(asked).deep_copy()
+
+    def _forget(self, asked: StructuredOutputs) -> None:
+        with self._lock:
+            self._kept.pop(asked, None)
 
     def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
         """Compile what is new: once, however many threads ask, while those that ask for something else go on."""
@@ -52,5 +69,6 @@ class Grammars(Guides):
             try:
                 matcher.set_result(compiled(asked, self._tokenizer))
             except BaseException as error:
+                self._forget(asked)
                 matcher.set_exception(error)
         return matcher.result()

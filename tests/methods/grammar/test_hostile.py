@@ -121,14 +121,17 @@ def test_what_only_looks_like_much_can_be_written(name: str) -> None:
 
 
 def test_work_that_becomes_too_much_ends_that_output_alone() -> None:
-    tight = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=2000, verbose_errors=False)
-    asked = StructuredOutputs(regex=r"(.*[ab].{40}[cd].{40}.*){3}")
+    tight = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    large, small = StructuredOutputs(regex=r"(.*[ab].{40}[cd].{40}.*){3}"), StructuredOutputs(choice=("yes", "no"))
     with patch.object(compiling, "LIMITS", tight):
         made = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id])
-        other = made.guide(StructuredOutputs(choice=("yes", "no")), [])
-        with pytest.raises((AssertionError, RequestError)):
-            walk(made.guide(asked, []), tokenizer(), Random(0))
-    assert walk(other, tokenizer(), Random(0)) in ("yes", "no")
+        other = made.guide(small, [])
+        guide = made.guide(large, [])
+        with pytest.raises(AssertionError, match="too many states"):
+            walk(guide, tokenizer(), Random(0))
+        assert "too many states" in str(guide.problem)
+        assert walk(other, tokenizer(), Random(0)) in ("yes", "no")
+        walk(made.guide(large, []), tokenizer(), Random(0), length=3)  # by a new automaton: the old one is full
 
 
 def test_a_grammar_that_many_threads_ask_for_is_compiled_once_and_holds_up_no_other() -> None:

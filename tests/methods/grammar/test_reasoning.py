@@ -7,7 +7,8 @@ import torch
 
 from drafter.acceptance.choices import bits
 from drafter.acceptance.guide import Guide
-from drafter.methods.grammar.reasoning import Markers
+from drafter.methods.grammar.reasoning import AfterReasoning
+from drafter.text.reasoning import Reasoning
 from tests.support.guides import RuleGuide
 
 BEGIN, END, EOS, SPACE, VOCABULARY = 63, 64, 2, 9, 70
@@ -21,15 +22,16 @@ class Tokenizer:
         return "".join("\n" if one == SPACE else "a" for one in ids)
 
 
-MARKERS = Markers.of(Tokenizer())
+REASONING = Reasoning.of(Tokenizer())
 ALL = set(range(VOCABULARY))
 
 
 def guide_after(prompt: list[int]) -> Guide:
     """5 and 6, and the end."""
     inner = RuleGuide(lambda output: [[5], [6], [EOS]][len(output)], VOCABULARY, EOS)
-    assert MARKERS is not None
-    return MARKERS.guide(inner, prompt, Tokenizer(), [EOS])
+    assert REASONING is not None
+    inside = REASONING.begun(prompt, Tokenizer())
+    return inner if inside is False else AfterReasoning(inner, REASONING, [EOS], inside=inside is True)
 
 
 def allowed(guide: Guide) -> set[int]:
@@ -43,7 +45,7 @@ def test_a_model_without_such_tokens_does_not_reason() -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 5, "<think>": 7}
 
-    assert Markers.of(Plain()) is None
+    assert Reasoning.of(Plain()) is None
 
 
 def test_where_the_prompt_has_begun_it_the_record_waits_for_its_end() -> None:

@@ -117,8 +117,9 @@ def decoded(drafter: str, temperature: float, prompts: int) -> list[Generation]:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_records_of_the_embedded_model_are_valid_and_the_same_with_every_drafter(
-    temperature: float, prompts: int = 2
+    temperature: float,
 ) -> None:
+    prompts = 2
     plain = decoded("none", temperature, prompts)
     schemas = [schema for schema in SCHEMAS.values() for _ in range(prompts)]
     finished = [(schema, one) for schema, one in zip(schemas, plain, strict=True) if one.finish_reason == "stop"]
