@@ -54,6 +54,13 @@ class StructuredOutputs:
                 f"structured_outputs.{given[0]} may have up to {LONGEST} characters, and has {length}: make it smaller"
             )
 
+        try:
+            "".join(getattr(self, given[0]) if not self.json_object else "").encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"structured_outputs.{given[0]} has {error.object[error.start]!r}, half a character: remove it"
+            ) from error
+
     @property
     def kind(self) -> str:
         """Name of the one that is given."""

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
 import llguidance.hf
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from drafter.acceptance.guide import Guide, Guides
 from drafter.errors import RequestError, first_line
+from drafter.methods.grammar.compiling import compiled
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.reasoning import AfterReasoning
-from drafter.methods.grammar.schemas import checked_schema
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning
 
-_KEPT = 64
-"""Compiled grammars."""
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
-"""Bounds of time and memory; a state of the lexer takes 1 to 2 kB."""
-_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as `json.dumps` writes it: free spacing would be a choice at every comma, and endless for some
-models."""
+_KEPT = 32
+"""Compiled grammars: a few MB each, and 90 MB for one whose automaton has grown to its limit."""
 
 
 class Grammars(Guides):
@@ -46,48 +34,41 @@ class Grammars(Guides):
             raise RequestError(
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
-        self._kept: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        guide = GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
+        guide = GrammarGuide(self._beginning(asked), self._eos)
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
         if self._reasoning is None or inside is False:
             return guide
         return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
 
+    def _beginning(self, asked: StructuredOutputs) -> LLMatcher:
+        """Return a state of its own. All share an automaton, which may grow to its limit and is then of no more use."""
+        matcher = self._compiled(asked).deep_copy()
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            return matcher
+        self._forget(asked)
+        return self._compiled(asked).deep_copy()
+
+    def _forget(self, asked: StructuredOutputs) -> None:
+        with self._lock:
+            self._kept.pop(asked, None)
+
     def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
+        """Compile what is new: once, however many threads ask, while those that ask for something else go on."""
         with self._lock:
-            if (found := self._kept.get(asked)) is not None:
-                self._kept.move_to_end(asked)
-                return found
-        made = self._compile(asked)
-        with self._lock:
-            self._kept[asked] = made
+            known = asked in self._kept
+            matcher = self._kept.setdefault(asked, Future())
+            self._kept.move_to_end(asked)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        return made
-
-    def _compile(self, asked: StructuredOutputs) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, _grammar(asked), log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {matcher.get_error().splitlines()[0]}")
-        return matcher
-
-
-def _grammar(asked: StructuredOutputs) -> str:
-    match asked.kind:
-        case "json":
-            return _by_schema(checked_schema(json.loads(asked.json)))
-        case "json_object":
-            return _by_schema({"type": "object"})
-        case "regex":
-            return LLMatcher.grammar_from_regex(asked.regex or "")
-        case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in asked.choice))
-        case _:
-            return LLMatcher.grammar_from_lark(asked.grammar or "")
-
-
-def _by_schema(schema: Any) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SPACING)
+        if not known:
+            try:
+                matcher.set_result(compiled(asked, self._tokenizer))
+            except BaseException as error:
+                self._forget(asked)
+                matcher.set_exception(error)
+        return matcher.result()

@@ -1,9 +1,292 @@
-"""Checks JSON schemas before they are compiled: limits of size, and options that are not the user's to set."""
+"""Checks JSON schemas before they are compiled, and writes them in the part of the language that llguidance enforces.
+
+A schema is read as draft 2020-12, whatever its `$schema` names. What llguidance would let through although a validator
+rejects it is refused by its place and name, or written as something that llguidance enforces.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from drafter.errors import RequestError, printable
+from drafter.methods.grammar.disjoint import disjoint
+from drafter.methods.grammar.patterns import FORMATS, pattern_problem
 
-def checked_schema(schema: Any) -> Any:
-    return schema
+MOST_PROPERTIES = 5000
+MOST_OPTIONAL = 1500
+"""llguidance compiles an object in time that goes by the square of its optional properties: half a second for these."""
+MOST_COUNTED = 64
+"""Optional properties of a schema with `minProperties` or `maxProperties`; time goes by their third power."""
+DEEPEST = 10
+"""Levels of objects and arrays."""
+MOST_VALUES = 1000
+"""Of all `enum`s."""
+SHORT_ENUM, LONGEST_ENUM = 250, 15_000
+"""An `enum` of more values than the first may have as many characters as the second."""
+MOST_BRANCHES = 100
+"""Of a `oneOf`, whose branches are compared in pairs."""
+LARGEST_MULTIPLE = 10_000
+"""Of all `multipleOf` together, their least common multiple: an automaton has a state for each remainder."""
+LARGEST_NUMBER, SMALLEST_NUMBER = 2**53, 1e-7
+MOST_DIGITS = 15
+"""Beyond these, decimal numbers share floats with their neighbours, and llguidance reads one as another."""
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLES = ("items", "additionalProperties")
+_DEEPER = ("properties", "patternProperties", "prefixItems", *_SINGLES)
+_DEEPEST_PLACE = 100  # Python recurses once for each schema in a schema, and JSON parsers stop at 128 brackets
+_DROPPED = ("$schema", "$id", "x-guidance", "uniqueItems")  # x-guidance would set options of the parser
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_EXCLUSIVE: tuple[tuple[str, str, Callable[[float, float], float], int], ...] = (
+    ("exclusiveMinimum", "minimum", max, 1),
+    ("exclusiveMaximum", "maximum", min, -1),
+)
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LARGEST_COUNT = 10**9
+_WRITABLE = "\b\t\n\f\r"  # control characters with an escape of one letter
+
+_CASES = "list the cases in anyOf"
+_NAMED = "put the schema into $defs, and refer to it by #/$defs/NAME"
+REFUSED = {
+    "not": "say what is allowed instead",
+    **dict.fromkeys(("if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"), _CASES),
+    **dict.fromkeys(("contains", "minContains", "maxContains"), "describe the array by prefixItems and items"),
+    "uniqueItems": "remove it, and check the records that come out",
+    "propertyNames": "use patternProperties with additionalProperties: false",
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
+    "additionalItems": "use prefixItems and items",
+    **dict.fromkeys(("$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"), _NAMED),
+}
+"""Keywords of JSON Schema that are not followed, and what to do instead."""
+
+Place = tuple[str, ...]
+
+
+def checked_schema(schema: Any) -> dict[str, Any]:
+    """Return a schema that allows what the given one allows, of which llguidance enforces every part.
+
+    Raises:
+        RequestError: It is too large, or has a part that cannot be enforced; the message names the place.
+    """
+    reading = _Reading(schema)
+    checked: Any = reading.read(schema, (), 0)
+    reading.finish()
+    return {} if checked is True else dict(checked)
+
+
+def places(schema: Any, place: Place = ()) -> list[Place]:
+    """Return where a schema has schemas, each before those inside it."""
+    found = [place]
+    if isinstance(schema, dict):
+        _mapped(schema, lambda tail, inner: found.extend(places(inner, (*place, *tail))))
+    return found
+
+
+def pointer(place: Place) -> str:
+    """Return how `$ref` names a place."""
+    return "#" + "".join("/" + part.replace("~", "~0").replace("/", "~1") for part in place)
+
+
+def refusal(place: Place, problem: str) -> RequestError:
+    """Return the error for what is wrong at a place of a schema."""
+    where = f" at {printable('.'.join(place))[:200]}" if place else ""
+    return RequestError(f"structured_outputs.json cannot be used{where}: {problem}")
+
+
+def _mapped(schema: Mapping[str, Any], change: Callable[[Place, Any], Any]) -> dict[str, Any]:
+    """Return a schema with `change` of each schema directly inside it; it gets the way there, too."""
+    changed = dict(schema)
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            changed[name] = {key: change((name, key), inner) for key, inner in value.items()}
+        elif name in _LISTS and isinstance(value, list):
+            changed[name] = [change((name, str(index)), inner) for index, inner in enumerate(value)]
+        elif name in _SINGLES:
+            changed[name] = change((name,), value)
+    return changed
+
+
+@dataclass
+class _Reading:
+    """One walk through a schema, and what is known of all its places at the end."""
+
+    root: Any
+    properties: int = 0
+    optional: int = 0
+    values: int = 0
+    multiple: int = 1
+    found: set[str] = field(default_factory=set)
+    references: list[tuple[str, Place]] = field(default_factory=list)
+    counted: list[Place] = field(default_factory=list)
+
+    def read(self, schema: Any, place: Place, level: int) -> Any:
+        """Check a schema that lies `level` objects and arrays deep, and return it as it is to be compiled."""
+        self.found.add(pointer(place))
+        if schema is True or (schema is False and place):
+            return schema
+        if not isinstance(schema, dict):
+            raise refusal(place, "a schema must be an object, or a boolean inside of another, and allow something")
+        if level > DEEPEST or len(place) > _DEEPEST_PLACE:
+            raise refusal(place[:8], f"there may be up to {DEEPEST} levels of objects and arrays: make it flatter")
+        self._check_keywords(schema, place)
+        self._check_texts(schema, place)
+        self._check_numbers(schema, place)
+        self._count(schema, place)
+        read = _mapped(schema, lambda tail, inner: self.read(inner, (*place, *tail), level + (tail[0] in _DEEPER)))
+        return self._written(read, place)
+
+    def finish(self) -> None:
+        """Check what is only known when all places are."""
+        for reference, place in self.references:
+            if reference not in self.found:
+                raise refusal(
+                    (*place, "$ref"), f"{reference!r} is not a place of this schema: give one such as #/$defs/NAME"
+                )
+        limits = [
+            (self.properties, MOST_PROPERTIES, "properties in all"),
+            (self.optional, MOST_OPTIONAL, "properties in all that are not required"),
+            (self.values, MOST_VALUES, "values of enum in all"),
+            (self.multiple, LARGEST_MULTIPLE, "as least common multiple of all multipleOf"),
+        ]
+        for number, most, what in limits:
+            if number > most:
+                raise refusal((), f"there may be up to {most} {what}, and there are {number}: make it smaller")
+        if self.counted and self.optional > MOST_COUNTED:
+            raise refusal(
+                self.counted[0],
+                f"minProperties and maxProperties need a schema of up to {MOST_COUNTED} properties that are not "
+                "required: remove them, or require more",
+            )
+
+    def _check_keywords(self, schema: dict[str, Any], place: Place) -> None:
+        for name, instead in REFUSED.items():
+            if name in schema and not (name == "uniqueItems" and schema[name] is False):
+                raise refusal((*place, name), f"{name} is not supported: {instead}")
+        if "$id" in schema and place:
+            raise refusal((*place, "$id"), f"$id is supported at the root alone: {_NAMED}")
+        for names, kind, called in ((_MAPS, dict, "an object"), (_LISTS, list, "a list"), (("enum",), list, "a list")):
+            for name in names:
+                if name in schema and not (isinstance(schema[name], kind) and (schema[name] or kind is dict)):
+                    raise refusal((*place, name), f"{name} must be {called} that is not empty")
+        if isinstance(schema.get("items"), list):
+            raise refusal((*place, "items"), "items must be one schema: use prefixItems for a list of them")
+        if "$ref" in schema:
+            if not (isinstance(reference := schema["$ref"], str) and reference.startswith("#")):
+                raise refusal((*place, "$ref"), f"$ref must lead to a place of this schema: {_NAMED}")
+            self.references.append((reference, place))
+
+    def _check_texts(self, schema: dict[str, Any], place: Place) -> None:
+        for name in ("pattern", "patternProperties"):
+            for text in [schema[name]] if name == "pattern" and name in schema else schema.get(name, ()):
+                if problem := pattern_problem(text):
+                    raise refusal((*place, name), problem)
+        if "format" in schema and _may_be_text(schema) and schema["format"] not in FORMATS:
+            raise refusal(
+                (*place, "format"),
+                f"format {str(schema['format'])[:80]!r} is not supported: remove it, use pattern, or one of "
+                f"{', '.join(FORMATS)}",
+            )
+
+    def _check_numbers(self, schema: dict[str, Any], place: Place) -> None:
+        for name in _BOUNDS:
+            if name in schema:
+                value = schema[name]
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise refusal((*place, name), f"{name} must be a number")
+                _check_value(value, (*place, name))
+        for name in _COUNTS:
+            if name in schema and not (type(schema[name]) is int and 0 <= schema[name] <= _LARGEST_COUNT):
+                raise refusal((*place, name), f"{name} must be a whole number from 0 to {_LARGEST_COUNT}")
+        if "multipleOf" in schema:
+            if not (float(multiple := schema["multipleOf"]).is_integer() and multiple > 0):
+                raise refusal(
+                    (*place, "multipleOf"),
+                    "multipleOf must be a whole number from 1: validators divide floats, and find 0.7 / 0.1 not whole",
+                )
+            self.multiple = (
+                math.lcm(self.multiple, int(multiple)) if self.multiple <= LARGEST_MULTIPLE else self.multiple
+            )
+
+    def _count(self, schema: dict[str, Any], place: Place) -> None:
+        listed = schema.get("required", [])
+        required = set(listed) if isinstance(listed, list) and all(isinstance(one, str) for one in listed) else set()
+        properties = schema.get("properties", {})
+        self.properties += len(properties)
+        self.optional += len(properties.keys() - required)
+        least = schema.get("minProperties", 0)
+        if least > len(required) + 1:
+            # A name that is not listed can be written twice, and counts as one.
+            raise refusal(
+                (*place, "minProperties"),
+                "minProperties may be one more than the number of required properties, no more: require them by name",
+            )
+        if least or "maxProperties" in schema:
+            self.counted.append(place)
+        for name in ("const", "enum"):
+            if name in schema:
+                _check_value(schema[name], (*place, name))
+        if values := schema.get("enum"):
+            self.values += len(values)
+            length = sum(len(one) for one in values if isinstance(one, str))
+            if len(values) > SHORT_ENUM and length > LONGEST_ENUM:
+                raise refusal(
+                    (*place, "enum"),
+                    f"an enum of more than {SHORT_ENUM} values may have {LONGEST_ENUM} characters, not {length}",
+                )
+
+    def _written(self, schema: dict[str, Any], place: Place) -> dict[str, Any]:
+        """Return a schema by keywords that llguidance enforces."""
+        written = {name: value for name, value in schema.items() if name not in _DROPPED}
+        joined = []
+        if "format" in written and (pattern := FORMATS.get(written["format"])):
+            del written["format"]
+            joined.append({"pattern": pattern})
+        if "oneOf" in written:
+            branches = written.pop("oneOf")
+            if len(branches) > MOST_BRANCHES or not disjoint(branches, self.root):
+                raise refusal(
+                    (*place, "oneOf"),
+                    f"oneOf needs up to {MOST_BRANCHES} branches of different types, or with a required property that "
+                    "has other values in each: use anyOf",
+                )
+            joined.append({"anyOf": branches})
+        # A reader rounds a fraction of many digits to the bound itself; at 0 it would take more than 300 zeros.
+        for exclusive, inclusive, nearer, step in _EXCLUSIVE:
+            if schema.get("type") != "integer" and (bound := written.get(exclusive)):
+                del written[exclusive]
+                written[inclusive] = nearer(written.get(inclusive, math.inf * -step), _next(bound, step))
+        return {**written, "allOf": [*written.get("allOf", []), *joined]} if joined else written
+
+
+def _may_be_text(schema: dict[str, Any]) -> bool:
+    return "string" in json.dumps(schema.get("type", "string"))
+
+
+def _next(number: float, step: int) -> float:
+    """Return the nearest number of `MOST_DIGITS` digits that is greater, for `step` 1, or less, for -1."""
+    digits = MOST_DIGITS - 1 - math.floor(math.log10(abs(number)))
+    return round(number + step * 10.0**-digits, digits)
+
+
+def _exact(number: float) -> bool:
+    if isinstance(number, int):
+        return abs(number) <= LARGEST_NUMBER
+    inside = number == 0 or SMALLEST_NUMBER <= abs(number) <= LARGEST_NUMBER
+    return inside and float(f"{number:.{MOST_DIGITS}g}") == number
+
+
+def _check_value(value: Any, place: Place) -> None:
+    """Refuse a number or a text that would not come out as it is."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_value(one, place)
+    elif isinstance(value, int | float) and not _exact(value):
+        raise refusal(place, f"{value} is not exact: use up to {MOST_DIGITS} digits, from 1e-7 to 2**53, or a text")
+    elif isinstance(value, str) and any(one < " " and one not in _WRITABLE for one in value):
+        raise refusal(place, "control characters other than \\b, \\t, \\n, \\f and \\r cannot be written: remove them")

@@ -1,0 +1,162 @@
+"""Requests that ask for too much: each is refused, or compiled within the bounds, and harms no other.
+
+How long they take is no test's business: what bounds it are limits that count work, and those are tested.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from llguidance import LLParserLimits
+
+from drafter.errors import RequestError
+from drafter.methods.grammar import compiling, grammars
+from drafter.structured_outputs import StructuredOutputs
+from tests.methods.grammar.test_validity import grammars as shared
+from tests.methods.grammar.test_validity import tokenizer
+from tests.support.walks import walk
+
+
+def _objects(count: int, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(count)}, **more}
+
+
+def _chain(count: int, link: Any, end: Any) -> dict[str, Any]:
+    """Definitions of which each leads to the next; `link` makes one from the reference."""
+    links = {f"d{index}": link({"$ref": f"#/$defs/d{index + 1}"}) for index in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": end}}
+
+
+def _nested(depth: int, wrap: Any) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = wrap(schema)
+    return schema
+
+
+def _text(**more: Any) -> dict[str, Any]:
+    return {"type": "string", **more}
+
+
+REFUSED: dict[str, Any] = {
+    "sixty objects in each other": _nested(60, lambda inner: {"type": "object", "properties": {"a": inner}}),
+    "anyOf in anyOf": _nested(60, lambda inner: {"anyOf": [inner]}),
+    "anyOf that doubles": _nested(12, lambda inner: {"anyOf": [inner, inner]}),
+    "an enum of 20,000": {"enum": [f"v{index}" for index in range(20_000)]},
+    "an enum of long texts": {"enum": [f"{index:0100}" for index in range(1000)]},
+    "a product of anyOfs": {
+        "allOf": [
+            {"anyOf": [{"required": [f"{name}{index}"], "type": "object"} for name in "ab"]} for index in range(20)
+        ]
+    },
+    "5,000 optional properties": _objects(5000),
+    "one of 1,000 properties": _objects(1000, additionalProperties=False, minProperties=1),
+    "many multiples": {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]},
+    "a large multiple": {"type": "integer", "multipleOf": 999_983},
+    "bounds of 300 digits": {"type": "number", "minimum": -1.7e308, "maximum": 1.7e308},
+    "a length of 20 digits": _text(maxLength=10**19),
+    "a description of a megabyte": {"description": "x" * 10**6},
+    "itself": {"$ref": "#"},
+    "two that are each other": _chain(1, lambda next_one: next_one, {"$ref": "#/$defs/d0"}),
+    "all of itself": {"allOf": [{"$ref": "#"}]},
+    "all of itself and more": _chain(
+        1, lambda next_one: {"allOf": [next_one, _objects(1)]}, {"allOf": [{"$ref": "#/$defs/d0"}]}
+    ),
+    "a conjunction of counters": {
+        "allOf": [_text(pattern=f"^.{{0,{index}}}x.{{0,{index * 3}}}y") for index in range(1, 14)]
+    },
+    "patterns that overlap": {"type": "object", "patternProperties": {f"^k{index}.*z$": {} for index in range(100)}},
+}
+FOLLOWED: dict[str, Any] = {
+    "a chain of 3,000 references": _chain(3000, lambda next_one: next_one, {"type": "integer"}),
+    "a chain of 2,500 arrays": _chain(2500, lambda next_one: {"items": next_one}, True),
+    "references that double": _chain(60, lambda next_one: {"anyOf": [next_one, next_one]}, {"type": "integer"}),
+    "references that multiply": _chain(40, lambda next_one: {"type": "array", "prefixItems": [next_one] * 4}, True),
+    "an enum of objects": {"enum": [{"a": index, "b": [index]} for index in range(1000)]},
+    "1,500 optional properties": _objects(1500),
+    "1,000 alternatives": {"anyOf": [_objects(1, required=[f"k{index}"]) for index in range(1000)]},
+    "a long repetition": _text(pattern="^a{1,100000}$"),
+    "a repetition of a repetition": _text(pattern="^(a{1,1000}){1,1000}$"),
+    "nested quantifiers": _text(pattern="^((a+)+)+b$"),
+    "2,000 alternations": _text(pattern=f"^({'|'.join(f'a{index}b*c{index % 7}' for index in range(2000))})*$"),
+    "a counter behind anything": _text(pattern="a.{300}b.{30}$"),
+    "classes of Unicode": _text(pattern=r"(\p{L}.*\p{N}.*\p{Greek}.*\p{Cyrillic}){5}"),
+    "at least a million characters": _text(minLength=10**6),
+    "a billion items": {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9},
+    "300 addresses": {"type": "object", "properties": {f"p{index}": _text(format="uri") for index in range(300)}},
+    "a name of 50,000 characters": {"type": "object", "properties": {"n" * 50_000: {}}, "required": ["n" * 50_000]},
+    "a grammar that is many": {
+        "$ref": "#/$defs/a",
+        "$defs": {
+            name: {
+                "anyOf": [
+                    {"type": "array", "items": {"$ref": "#/$defs/a"}},
+                    {"type": "array", "items": {"$ref": "#/$defs/b"}},
+                ]
+            }
+            for name in "ab"
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_too_much_is_refused_on_one_line(name: str) -> None:
+    with pytest.raises(RequestError) as found:
+        shared().guide(StructuredOutputs(json=REFUSED[name]), [])
+    assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 600
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_only_looks_like_much_can_be_written(name: str) -> None:
+    guide = shared().guide(StructuredOutputs(json=FOLLOWED[name]), [])
+    walk(guide, tokenizer(), Random(0), length=40)
+
+
+def test_work_that_becomes_too_much_ends_that_output_alone() -> None:
+    tight = LLParserLimits(max_lexer_states=2000, verbose_errors=False)
+    large, small = StructuredOutputs(regex=r"(.*[ab].{40}[cd].{40}.*){3}"), StructuredOutputs(choice=("yes", "no"))
+    with patch.object(compiling, "LIMITS", tight):
+        made = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id])
+        other = made.guide(small, [])
+        guide = made.guide(large, [])
+        with pytest.raises(AssertionError, match="too many states"):
+            walk(guide, tokenizer(), Random(0))
+        assert "too many states" in str(guide.problem)
+        assert walk(other, tokenizer(), Random(0)) in ("yes", "no")
+        walk(made.guide(large, []), tokenizer(), Random(0), length=3)  # by a new automaton: the old one is full
+
+
+def test_a_grammar_that_many_threads_ask_for_is_compiled_once_and_holds_up_no_other() -> None:
+    made = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id])
+    slow, other = StructuredOutputs(choice=("yes",)), StructuredOutputs(choice=("no",))
+    compiled_ones, go_on = [], threading.Event()
+
+    def compile_slowly(asked: StructuredOutputs, tokens: Any) -> Any:
+        compiled_ones.append(asked)
+        if asked == slow:
+            assert go_on.wait(60)
+        return compiling.compiled(asked, tokens)
+
+    with patch.object(grammars, "compiled", compile_slowly), ThreadPoolExecutor(16) as threads:
+        waiting = [threads.submit(made.guide, slow, []) for _ in range(15)]
+        assert walk(made.guide(other, []), tokenizer(), Random(0)) == "no"
+        go_on.set()
+        assert {walk(one.result(), tokenizer(), Random(0)) for one in waiting} == {"yes"}
+    assert sorted(compiled_ones, key=str) == sorted([slow, other], key=str)
+
+
+def test_a_refusal_is_the_same_for_whoever_asks_again() -> None:
+    messages = set()
+    for _ in range(2):
+        with pytest.raises(RequestError) as found:
+            shared().guide(StructuredOutputs(json=json.dumps({"not": {}})), [])
+        messages.add(str(found.value))
+    assert len(messages) == 1
