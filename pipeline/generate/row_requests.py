@@ -27,7 +27,8 @@ from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.openai.batch import parse_line
-from pipeline.openai.requests import OpenAIError, Prompt
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.requests import Prompt
 from pipeline.settings import TEMPLATE_COLUMNS, ReadingConfig
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")

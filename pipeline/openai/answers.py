@@ -15,7 +15,8 @@ from typing import Any
 
 from drafter.requests import Generation, TokenDelta, TokenLogprob
 from drafter.statistics import statistics_columns
-from pipeline.openai.requests import OpenAIError, ParsedRequest, bad_request, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, bad_request, not_finite, to_json
+from pipeline.openai.requests import ParsedRequest
 
 FIELD = "speculation"
 DONE = "data: [DONE]\n\n"

@@ -8,15 +8,8 @@ from typing import Any
 
 from drafter.requests import Generation
 from pipeline.openai.answers import TokenText, answer_id, lossless_mark, response
-from pipeline.openai.requests import (
-    OpenAIError,
-    ParsedRequest,
-    bad_request,
-    missing,
-    parse_chat,
-    parse_completion,
-    parse_json,
-)
+from pipeline.openai.errors import OpenAIError, bad_request, missing, parse_json
+from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"

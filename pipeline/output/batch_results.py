@@ -18,7 +18,7 @@ from pipeline.io.files import Location
 from pipeline.io.parts import StagedInput, row_name
 from pipeline.openai.answers import TokenText, token_text
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
-from pipeline.openai.requests import OpenAIError, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, not_finite, to_json
 from pipeline.output.columns import logprobs_of
 from pipeline.output.folder import OutputFolder
 

@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse
 
 from drafter.requests import LONGEST_STOP
 from pipeline.openai.answers import FIELD
-from pipeline.openai.requests import MOST_BIASES, MOST_MESSAGES, MOST_STOPS, Body, ChatBody, CompletionBody
+from pipeline.openai.messages import MOST_MESSAGES
+from pipeline.openai.requests import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
 from pipeline.progress.board import LearningReport
 from pipeline.serving.config import LimitsConfig
 

@@ -49,7 +49,8 @@ from pipeline.openai.answers import (
     response,
     token_text,
 )
-from pipeline.openai.requests import OpenAIError, Prompt, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, not_finite, to_json
+from pipeline.openai.requests import Prompt
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.handles import Call, Failure, Reply, Snapshot, interrupted, keep_to_this_machine, overloaded

@@ -19,7 +19,7 @@ from pipeline.errors import InputError
 from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
 from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
-from pipeline.openai.requests import OpenAIError, to_json
+from pipeline.openai.errors import OpenAIError, to_json
 from pipeline.output.batch_results import _error_line
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams
 from drafter.text.conversation import Conversation
-from pipeline.openai.requests import OpenAIError, parse_chat, parse_completion
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.requests import parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
