@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from drafter.acceptance.guide import Guide, Guides
 from drafter.errors import RequestError, first_line
+from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.schemas import checked_schema
 from drafter.structured_outputs import StructuredOutputs
@@ -44,11 +45,16 @@ class Grammars(Guides):
             raise RequestError(
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
+        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token not in eos}
+        self._added = {text: token for text, token in added.items() if self._tokenizer.is_special_token(token)}
         self._kept: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
         return GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
+
+    def ready(self, asked: StructuredOutputs) -> bool:
+        return asked in self._kept
 
     def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
         with self._lock:
@@ -63,10 +69,20 @@ class Grammars(Guides):
         return made
 
     def _compile(self, asked: StructuredOutputs) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, _grammar(asked), log_level=0, limits=_LIMITS)
+        if asked.calls is not None:
+            grammar = LLMatcher.grammar_from_lark(calls_grammar(asked.calls, self._added, _embedded))
+        else:
+            grammar = _grammar(asked)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
+            if asked.calls is not None:  # the schema that is to blame has an error of its own, with its place
+                calls_grammar(asked.calls, self._added, self._alone)
             raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {matcher.get_error().splitlines()[0]}")
         return matcher
+
+    def _alone(self, schema: str) -> str:
+        self._compile(StructuredOutputs(json=schema))
+        return schema
 
 
 def _grammar(asked: StructuredOutputs) -> str:
@@ -85,3 +101,7 @@ def _grammar(asked: StructuredOutputs) -> str:
 
 def _by_schema(schema: Any) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SPACING)
+
+
+def _embedded(schema: str) -> str:
+    return json.dumps(checked_schema(json.loads(schema)) | {"x-guidance": _SPACING})
