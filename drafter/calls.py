@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drafter.errors import RequestError
@@ -22,7 +22,6 @@ class CallForm:
         between: Stands between two calls; None for a form of one call only.
         arguments: Name of the field with the arguments.
         bare: Calls stand in the place of a text and not after one, with the marker or without.
-        hidden: The marker is a special token, which the text of an output leaves out.
     """
 
     marker: str = ""
@@ -31,11 +30,18 @@ class CallForm:
     last: str = ""
     arguments: str = "arguments"
     bare: bool = False
-    hidden: bool = False
 
     def head(self, name: str) -> str:
         """Return what a call begins with, up to its arguments; after these it ends with `}`."""
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments}": '
+
+    def without(self, hidden: Iterable[str]) -> CallForm:
+        """Return the form in texts that leave out these texts, of special tokens."""
+        form = self
+        for text in hidden:
+            parts = {name: getattr(form, name) for name in ("marker", "first", "between", "last")}
+            form = replace(form, **{name: part and part.replace(text, "") for name, part in parts.items()})
+        return form
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _row_request(
 ) -> tuple[str | list[int] | Chat, SamplingParams]:
     prompt: Prompt
     if settings.source.kind == "openai":
-        prompt, sampling = _batch_request(seed_name, row, settings.sampling, sample)
+        prompt, sampling = _batch_request(seed_name, row, settings.sampling, tokenizer, sample)
     else:
         sampling = row_sampling(settings.sampling, seed_name, row, settings.reading.sampling_column, sample)
         prompt = _prompt_of(row, settings, tokenizer)
@@ -140,10 +140,10 @@ def _prompt_of(row: dict[str, Any], settings: PromptSettings, tokenizer: Any) ->
 
 
 def _batch_request(
-    seed_name: str, line: dict[str, Any], defaults: SamplingParams, sample: int
+    seed_name: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any, sample: int
 ) -> tuple[Prompt, SamplingParams]:
     try:
-        asked = parse_line(line)
+        asked = parse_line(line).for_model(tokenizer)
         sampling = asked.sampling(defaults)
     except OpenAIError as error:
         raise RowError("BadRequest", error.message) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from drafter.other_names import NOT_SUPPORTED
@@ -10,6 +12,8 @@ from drafter.other_names import NOT_SUPPORTED
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; a retry would overflow again."""
 _LONGEST_SHOWN = 80
+_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+_KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false"}
 
 
 def to_json(value: Any) -> str:
@@ -114,3 +118,27 @@ def not_supported(name: str) -> OpenAIError:
 def contradiction(message: str, param: str) -> OpenAIError:
     """Return the error for parameters that do not go together."""
     return bad_request(message, param, "invalid_parameter_combination")
+
+
+def checked_fields(given: Any, kinds: Mapping[str, type], path: str) -> dict[str, Any]:
+    """Return the fields of an object in a body that are not null; raises an `OpenAIError` for one of another type."""
+    if not isinstance(given, dict):
+        raise invalid(path, "be an object", given)
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        place = f"{path}.{clipped(name)}"
+        if name not in kinds:
+            raise bad_request(f"Unknown parameter: '{place}'.", place, "unknown_parameter")
+        if not isinstance(value, kinds[name]):
+            raise invalid(place, f"be {_KINDS[kinds[name]]}", value)
+    return found
+
+
+def checked_name(given: Mapping[str, Any], path: str) -> str:
+    """Return the name of a function or a schema; raises an `OpenAIError` for one that OpenAI does not allow."""
+    name = given.get("name")
+    if name is None:
+        raise missing(f"{path}.name")
+    if not _NAME.fullmatch(name):
+        raise invalid(f"{path}.name", "be up to 64 letters, digits, hyphens and underscores", name, "invalid_value")
+    return str(name)

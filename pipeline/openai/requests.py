@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafter.calls import CallForm
 from drafter.errors import RequestError
 from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
+from drafter.structured_outputs import StructuredOutputs
 from drafter.text.conversation import Conversation
+from drafter.text.tokenizers import special_texts
 from pipeline.openai.errors import (
     OpenAIError,
     bad_request,
@@ -24,13 +27,17 @@ from pipeline.openai.errors import (
     not_supported,
     shown,
 )
-from pipeline.openai.messages import chat_messages, is_function
+from pipeline.openai.messages import chat_messages
+from pipeline.openai.output import wanted_output
+from pipeline.openai.tools import Tools, call_form, chat_tools
 
 MOST_STOPS = 4
 """OpenAI's limit; rows of other formats may have more."""
 MOST_BIASES = 1024
 """Tokens of `logit_bias`; each is checked for each choice."""
 _LIMITS = ("min_tokens", "allowed_token_ids", "bad_words")
+_OUTPUT = re.compile(r"structured_outputs\b(?P<calls>\.calls)?(\.\w+)?:? *")
+"""What an error about structured outputs begins with."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -38,15 +45,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -60,7 +64,10 @@ Prompt = str | list[int] | Conversation
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed request body; `settings` are the fields of `SamplingParams` that it sets."""
+    """A parsed request body; `settings` are the fields of `SamplingParams` that it sets.
+
+    `output_field` is the field of the body that says what the output must be.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -69,6 +76,9 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    tools: Tools | None = None  # the functions that may be called
+    output_field: str = "structured_outputs"
+    form: CallForm | None = None  # of calls in the text of an output, once it is known; see `for_model`
 
     @property
     def choices(self) -> int:
@@ -83,19 +93,51 @@ class ParsedRequest:
     def wants_logprobs(self) -> bool:
         return self.settings.get("logprobs") is not None
 
+    def for_model(self, tokenizer: Any) -> ParsedRequest:
+        """Return the request with calls of its tools in the form of the model's chat template.
+
+        Raises:
+            OpenAIError: There must be a call, and the form is not one that output can be held to.
+        """
+        if self.tools is None:
+            return self
+        chat = self.prompts[0]
+        assert isinstance(chat, Conversation)
+        form = call_form(tokenizer, chat.tools or ())
+        if form is None and self.tools.needed:
+            message = "Unsupported value: 'tool_choice' can only be none or auto with this model's form of calls."
+            raise bad_request(message, "tool_choice", "unsupported_value")
+        if form is None:  # calls stay text
+            return replace(self, tools=None)
+        try:
+            calls = self.tools.calls(form, self.settings.get("structured_outputs"))
+        except RequestError as error:
+            raise bad_request(f"Invalid 'tools': {error}.", "tools", "invalid_value") from error
+        shown = form.without(special_texts(tokenizer).values())
+        return replace(
+            self, form=shown, settings=self.settings | {"structured_outputs": StructuredOutputs(calls=calls)}
+        )
+
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` overridden by the body; raises an `OpenAIError` for a value that the engine refuses."""
         try:
-            return dataclasses.replace(defaults, **self.settings)
+            return replace(defaults, **self.settings)
         except RequestError as error:
-            param = str(error).split()[0]
-            raise bad_request(f"Invalid value: {error}", param, "invalid_value") from error
+            message = str(error)
+            refusal = self.unusable_output(message)
+            raise refusal or bad_request(f"Invalid value: {message}", message.split()[0], "invalid_value") from error
+
+    def unusable_output(self, message: str) -> OpenAIError | None:
+        """Return the error for structured outputs that the engine refuses with a message; None for another message."""
+        found = _OUTPUT.match(message)
+        if found is None:
+            return None
+        param = "tools" if found["calls"] else self.output_field
+        return bad_request(f"Invalid '{param}': {message[found.end() :]}", param, "invalid_value")
 
 
 def _conversation(parsed: ChatBody, *, with_tools: bool) -> Conversation:
     said, tools = chat_messages(parsed.messages), parsed.tools
-    if tools is not None and not (isinstance(tools, list) and all(map(is_function, tools))):
-        raise invalid("tools", 'be a list of tools of type "function"', tools)
     asked = (parsed.documents, parsed.chat_template_kwargs, parsed.add_generation_prompt, parsed.continue_final_message)
     try:
         return Conversation(said, tools if tools and with_tools else None, *asked)
@@ -135,7 +177,14 @@ def parse_chat(body: dict[str, Any]) -> ParsedRequest:
         settings["max_new_tokens"] = parsed.max_completion_tokens
     if parsed.logprobs:
         settings["logprobs"] = parsed.top_logprobs or 0
-    return parsed.request((_conversation(parsed, with_tools=body.get("tool_choice") != "none"),), settings)
+    tools = chat_tools(parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls)
+    wanted = settings.get("structured_outputs")
+    if tools is not None and wanted is not None and wanted.kind not in ("json", "json_object"):
+        message = f"'structured_outputs.{wanted.kind}' does not go with 'tools': set 'tool_choice' to none."
+        raise contradiction(message, "structured_outputs")
+    if tools is not None and parsed.ignore_eos:
+        raise contradiction("'ignore_eos' does not go with 'tools': a call ends the output.", "ignore_eos")
+    return parsed.request((_conversation(parsed, with_tools=tools is not None),), settings, tools=tools)
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:
@@ -176,6 +225,7 @@ class Body(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Any = None
+    response_format: Any = None
     # vLLM's parameters, which its clients send in `extra_body`.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -185,6 +235,7 @@ class Body(BaseModel):
     min_tokens: int | None = Field(None, ge=0)
     allowed_token_ids: Any = None
     bad_words: Any = None
+    structured_outputs: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These identify the client and do not affect the answer.
@@ -213,13 +264,20 @@ class Body(BaseModel):
             found["stop"] = _stop(self.stop)
         if self.logit_bias is not None:
             found["logit_bias"] = _logit_bias(self.logit_bias)
+        if (wanted := wanted_output(self.response_format, self.structured_outputs)) is not None:
+            found["structured_outputs"] = wanted
         return found
 
-    def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any], *, echo: bool = False) -> ParsedRequest:
+    def request(
+        self, prompts: tuple[Prompt, ...], settings: dict[str, Any], *, echo: bool = False, tools: Tools | None = None
+    ) -> ParsedRequest:
         if self.stream_options is not None and not self.stream:
             raise contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
         include_usage = self.stream_options is not None and self.stream_options.include_usage
-        return ParsedRequest(self.model, prompts, settings, self.n, self.stream, include_usage, echo)
+        output_field = "response_format" if self.response_format is not None else "structured_outputs"
+        return ParsedRequest(
+            self.model, prompts, settings, self.n, self.stream, include_usage, echo, tools, output_field
+        )
 
 
 class ChatBody(Body):
@@ -227,6 +285,8 @@ class ChatBody(Body):
 
     messages: Any
     tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     # vLLM's parameters for the chat template.
     documents: Any = None
     chat_template_kwargs: Any = None

@@ -223,7 +223,7 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
     asked = {"custom_id": "a", "method": "POST", "url": url, "body": json.dumps(bodies[url])}
     for number, status in ((-0.5, 200), (-math.inf, 200), (math.nan, 500)):
         made = Generation("a#0", [1], "x", "stop", 3, DecodeCounts(), [TokenLogprob(1, number, ())])
-        answer = answer_line(asked, [made], 7, str)
+        answer = answer_line(parse_line(asked), "a", [made], 7, str)
         assert answer["response"]["status_code"] == status
         assert set(answer) == {"id", "custom_id", "response", "error"}
         to_json(answer)
@@ -234,9 +234,10 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
 def test_an_answer_that_was_made_leniently_says_so() -> None:
     asked = {"custom_id": "a", "method": "POST", "url": CHAT, "body": json.dumps({"model": "m", "messages": HELLO})}
     made = [Generation(f"a#{n}", [1, 2], "x", "stop", 3, DecodeCounts()) for n in range(2)]
-    assert "lossless" not in answer_line(asked, made, 7, str)["response"]["body"]
+    request = parse_line(asked)
+    assert "lossless" not in answer_line(request, "a", made, 7, str)["response"]["body"]
     made[1] = replace(made[1], verifier="fly", lossless=False, lenient=[1])
-    body = answer_line(asked, made, 7, str)["response"]["body"]
+    body = answer_line(request, "a", made, 7, str)["response"]["body"]
     assert (body["lossless"], body["verifier"], body["lenient_tokens"]) == (False, "fly", 1)
 
 
