@@ -110,13 +110,12 @@ class ParsedRequest:
         if form is None:  # calls stay text
             return replace(self, tools=None)
         try:
-            calls = self.tools.calls(form, self.settings.get("structured_outputs"))
+            wanted = StructuredOutputs(calls=self.tools.calls(form, self.settings.get("structured_outputs")))
         except RequestError as error:
-            raise bad_request(f"Invalid 'tools': {error}.", "tools", "invalid_value") from error
+            refusal = self.unusable_output(str(error))
+            raise refusal or bad_request(f"Invalid 'tools': {error}.", "tools", "invalid_value") from error
         shown = form.without(special_texts(tokenizer).values())
-        return replace(
-            self, form=shown, settings=self.settings | {"structured_outputs": StructuredOutputs(calls=calls)}
-        )
+        return replace(self, form=shown, settings=self.settings | {"structured_outputs": wanted})
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` overridden by the body; raises an `OpenAIError` for a value that the engine refuses."""

@@ -116,7 +116,7 @@ def test_what_the_engine_refuses_is_said_of_the_bodys_own_field() -> None:
     refusal = parse_chat(chat(**given)).unusable_output("structured_outputs.json cannot be used: why")
     assert refusal is not None
     assert (refusal.message, refusal.param) == (
-        "Invalid 'response_format': json cannot be used: why",
+        "Invalid 'response_format': cannot be used: why",
         "response_format",
     )
     assert parse_chat(chat(**given)).unusable_output("the prompt is too long") is None

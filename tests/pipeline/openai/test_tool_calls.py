@@ -14,16 +14,17 @@ from drafter.calls import CallForm
 from pipeline.openai.tool_calls import CallDelta, CallReader, Delta, call_chunk, call_id, read_message
 
 HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
-MISTRAL = CallForm("[TOOL_CALLS]", "[", ", ", "]", hidden=True)
-LLAMA = CallForm("<|python_tag|>", arguments="parameters", bare=True, hidden=True)
-FORMS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+MISTRAL = CallForm("[TOOL_CALLS]", " [", ", ", "]").without(["[TOOL_CALLS]"])
+HIDDEN = HERMES.without(["<tool_call>", "</tool_call>"])
+LLAMA = CallForm("<|python_tag|>", arguments="parameters", bare=True)
+FORMS = {"hermes": HERMES, "hidden": HIDDEN, "mistral": MISTRAL, "llama": LLAMA}
 NAMES = ("add", "add_all")
 
 
 def written(form: CallForm, *calls: tuple[str, Any]) -> str:
     """The text of an output with calls."""
     texts = [form.head(name) + json.dumps(arguments) + "}" for name, arguments in calls]
-    return ("" if form.hidden else form.marker) + form.first + (form.between or "").join(texts) + form.last
+    return ("" if form.bare else form.marker) + form.first + (form.between or "").join(texts) + form.last
 
 
 def joined(deltas: list[Delta]) -> tuple[str, list[list[str]]]:
@@ -57,7 +58,7 @@ def test_a_call(form: CallForm) -> None:
     assert read(form, "\n\n" + written(form, ("add_all", {}))) == ("", [["add_all", "{}"]], True)
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+@pytest.mark.parametrize("form", [HERMES, HIDDEN, MISTRAL], ids=["hermes", "hidden", "mistral"])
 def test_several_calls_after_a_text(form: CallForm) -> None:
     text = "I add.\n\n" + written(form, ("add", {"x": 1}), ("add_all", {}), ("add", {"x": 2}))
     assert read(form, text) == ("I add.", [["add", '{"x": 1}'], ["add_all", "{}"], ["add", '{"x": 2}']], True)

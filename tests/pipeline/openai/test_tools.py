@@ -85,32 +85,30 @@ QWEN = CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_
 
 
 @pytest.mark.parametrize(
-    ("template", "special", "form"),
+    ("template", "form"),
     [
-        ('within XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}', False, QWEN),
-        ("<tool_call>\n{{ tool_call.arguments | tojson }}\n</tool_call>", True, None),
-        (
-            "<tool_call>[\n{...}, (more calls)\n]</tool_call>",
-            False,
-            CallForm("<tool_call>", "[", ", ", "]</tool_call>"),
-        ),
-        ('{{- "[TOOL_CALLS] [" }}', True, CallForm("[TOOL_CALLS]", " [", ", ", "]", hidden=True)),
-        ('{{- "[TOOL_CALLS][" }}', True, CallForm("[TOOL_CALLS]", "[", ", ", "]", hidden=True)),
-        ("<|tool_call|>", True, CallForm("<|tool_call|>", "[", ", ", "]", hidden=True)),
-        (
-            '"parameters": dictionary ... <|python_tag|>',
-            True,
-            CallForm("<|python_tag|>", arguments="parameters", bare=True, hidden=True),
-        ),
-        ('{"name": function name, "parameters": dictionary}', False, CallForm(arguments="parameters", bare=True)),
-        ("{{ tools }}", False, CallForm(bare=True)),
-        (None, False, CallForm(bare=True)),
+        ('within XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}', QWEN),
+        ("<tool_call>\n{{ tool_call.arguments | tojson }}\n</tool_call>", QWEN),
+        ("<tool_call>[\n{...}, (more calls)\n]</tool_call>", CallForm("<tool_call>", "[", ", ", "]</tool_call>")),
+        ('{{- "[TOOL_CALLS] [" }}', CallForm("[TOOL_CALLS]", " [", ", ", "]")),
+        ('{{- "[TOOL_CALLS][" }}', CallForm("[TOOL_CALLS]", "[", ", ", "]")),
+        ("<|tool_call|>", CallForm("<|tool_call|>", "[", ", ", "]")),
+        ('"parameters": dictionary ... <|python_tag|>', CallForm("<|python_tag|>", arguments="parameters", bare=True)),
+        ('{"name": function name, "parameters": dictionary}', CallForm(arguments="parameters", bare=True)),
+        ("{{ tools }}", CallForm(bare=True)),
+        (None, CallForm(bare=True)),
     ],
 )
-def test_the_form_of_calls_is_that_of_the_chat_template(template: str | None, special: bool, form: Any) -> None:
-    marker = form.marker if form else "<tool_call>"
-    expected = form or CallForm(**{**vars(QWEN), "hidden": True})
-    assert call_form(Tokenizer(template, **({marker: special} if marker else {})), [ADD]) == expected
+def test_the_form_of_calls_is_that_of_the_chat_template(template: str | None, form: CallForm) -> None:
+    assert call_form(Tokenizer(template), [ADD]) == form
+
+
+def test_special_tokens_are_not_in_the_text_of_an_output() -> None:
+    mistral = Tokenizer("[TOOL_CALLS] [", **{"[TOOL_CALLS]": True, "<think>": False})
+    parsed = parse_chat(body(tools=[ADD])).for_model(mistral)
+    assert parsed.form == CallForm("", " [", ", ", "]")
+    assert parsed.settings["structured_outputs"].calls.form.marker == "[TOOL_CALLS]"
+    assert parse_chat(body(tools=[ADD])).for_model(HERMES).form == QWEN
 
 
 @pytest.mark.parametrize("template", ["<tool_call>\n<function=f>", "<｜tool▁calls▁begin｜>", "[TOOL_CALLS]f[ARGS]{}"])
@@ -188,3 +186,11 @@ def test_what_cannot_be_understood_is_refused_by_its_place(
 def test_a_choice_without_effect_is_no_mistake() -> None:
     assert chat_tools(None, "auto", None) is chat_tools([], "none", True) is chat_tools([ADD], "none", False) is None
     assert isinstance(chat_tools([ADD], None, None), Tools)
+
+
+def test_schemas_that_are_too_long_are_refused() -> None:
+    long = {"type": "object", "description": "x" * 120_000}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": long}}]
+    with pytest.raises(OpenAIError, match="up to 120000 characters") as caught:
+        parse_chat(body(tools=tools, tool_choice="required")).for_model(HERMES)
+    assert caught.value.param == "tools"

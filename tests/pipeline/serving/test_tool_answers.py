@@ -1,0 +1,250 @@
+"""Calls of tools in answers, whole and streamed, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai.types.chat import ChatCompletionMessage
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafter import EngineConfig, SpeculativeLM
+from pipeline.serving.replica import Answers
+from tests.pipeline.serving.conftest import NAME
+from tests.support.local_endpoint import served
+from tests.support.waiting import PATIENCE
+
+TEMPLATE = """{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+<tool_call>
+{"name": NAME, "arguments": ARGUMENTS}
+</tool_call><|end|>{% endif %}{% for message in messages %}<|{{ 'user' if message.role == 'tool' else message.role }}|>
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+MARKERS = ["<tool_call>", "</tool_call>"]
+
+
+@pytest.fixture(scope="module", params=["text", "tokens"])
+def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model with a chat template for tools, whose marks are text, or tokens of their own."""
+    folder = Path(shutil.copytree(model, tmp_path_factory.mktemp("calling") / request.param))
+    tokenizer, base = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    if request.param == "tokens":
+        tokenizer.add_tokens(MARKERS)
+        base.resize_token_embeddings(len(tokenizer))
+    base.config.max_position_embeddings = 4096
+    base.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plainly(calling: Path) -> Iterator[SpeculativeLM]:
+    with SpeculativeLM.from_pretrained(calling, "none", config=EngineConfig(max_num_seqs=4)) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def address(calling: Path) -> Iterator[str]:
+    config = EngineConfig(max_num_seqs=4, num_draft_tokens=8)
+    with (
+        SpeculativeLM.from_pretrained(calling, "ngram", config=config) as lm,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
+    ):
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+
+class Buy(BaseModel):
+    """Buy fruit."""
+
+    fruit: Literal["apple", "pear"]
+    ripe: bool
+
+
+class Look(BaseModel):
+    """Look at something."""
+
+    at: Literal["tree", "sky"]
+
+
+TOOLS: list[Any] = [openai.pydantic_function_tool(Buy), openai.pydantic_function_tool(Look)]
+KINDS: dict[str, type[BaseModel]] = {"Buy": Buy, "Look": Look}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "Look"}}
+HOW_MANY: list[Any] = [{"role": "user", "content": "how many apples"}]
+ASKED: dict[str, Any] = {"model": NAME, "messages": HOW_MANY, "tools": TOOLS, "seed": 5, "max_tokens": 300}
+
+
+def check_calls(message: ChatCompletionMessage) -> list[str]:
+    """Check that all calls are of functions there are, with arguments that fit; return their names."""
+    assert message.content is None
+    assert message.tool_calls
+    names = []
+    for call in message.tool_calls:
+        assert call.type == "function"
+        KINDS[call.function.name].model_validate_json(call.function.arguments, strict=True)
+        names.append(call.function.name)
+    assert len({call.id for call in message.tool_calls}) == len(names)
+    return names
+
+
+def test_a_call_that_is_required(client: OpenAI) -> None:
+    several = set()
+    for seed in range(4):
+        asked = {**ASKED, "seed": seed, "tool_choice": "required"}
+        choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+        assert len(check_calls(choice.message)) == 1
+        assert choice.finish_reason == "tool_calls"
+        choice = client.chat.completions.create(**asked).choices[0]
+        several.add(len(check_calls(choice.message)) > 1)
+    assert several == {True, False}
+
+
+def test_a_call_of_a_named_function(client: OpenAI) -> None:
+    choice = client.chat.completions.create(**ASKED, tool_choice=NAMED, parallel_tool_calls=False).choices[0]
+    assert check_calls(choice.message) == ["Look"]
+
+
+def test_parse_gives_instances(client: OpenAI, address: str) -> None:
+    asked = {**ASKED, "tool_choice": "required"}
+    message = client.chat.completions.parse(**asked).choices[0].message
+    assert message.tool_calls
+    for call in message.tool_calls:
+        assert isinstance(call.function.parsed_arguments, KINDS[call.function.name])
+
+    async def ask() -> Any:
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as other:
+            return (await other.chat.completions.parse(**asked)).choices[0].message
+
+    again = asyncio.run(ask())
+    assert [call.function for call in again.tool_calls] == [call.function for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", NAMED], ids=str)
+def test_a_stream_adds_up_to_the_answer(client: OpenAI, choice: Any) -> None:
+    asked = {**ASKED, "tool_choice": choice, "n": 2, "logprobs": True}
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    for one, other in zip(whole.choices, final.choices, strict=True):
+        assert one.finish_reason == other.finish_reason
+        assert (one.message.content or "") == (other.message.content or "")
+        calls = [[call.function for call in choice.message.tool_calls or []] for choice in (one, other)]
+        assert [(f.name, f.arguments) for f in calls[0]] == [(f.name, f.arguments) for f in calls[1]]
+        assert one.logprobs == other.logprobs
+    if choice != "auto":
+        assert "tool_calls.function.arguments.delta" in events
+        assert "tool_calls.function.arguments.done" in events
+
+
+def test_chunks_of_a_call_are_openais(client: OpenAI) -> None:
+    """First its index, id and name; then its arguments piece by piece."""
+    chunks = client.chat.completions.create(**ASKED, tool_choice=NAMED, parallel_tool_calls=False, stream=True)
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", None)
+    assert not any(delta.content for delta in deltas)
+    begun, *rest = [call for delta in deltas for call in delta.tool_calls or []]
+    assert (begun.index, begun.type, len(begun.id or "")) == (0, "function", 9)
+    assert begun.function is not None
+    assert (begun.function.name, begun.function.arguments) == ("Look", "")
+    assert all((call.index, call.id, call.type) == (0, None, None) for call in rest)
+    assert len(rest) > 1
+    Look.model_validate_json("".join((call.function and call.function.arguments) or "" for call in rest))
+
+
+def test_without_a_call_the_text_is_that_of_plain_decoding(client: OpenAI, plainly: SpeculativeLM) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": HOW_MANY, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+    wanted = plainly.chat([HOW_MANY], tools=TOOLS, max_new_tokens=60)[0]
+    for choice in ("auto", "none"):
+        found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+        if choice == "none":
+            wanted = plainly.chat([HOW_MANY], max_new_tokens=60)[0]
+        assert (found.message.content, found.finish_reason) == (wanted.text, wanted.finish_reason)
+        assert found.message.tool_calls is None
+
+
+def test_a_call_after_a_text(client: OpenAI, plainly: SpeculativeLM) -> None:
+    """Random models do not call: what an answer begins with is asked for by bias, where the mark is a token."""
+    if "<tool_call>" not in plainly.tokenizer.get_vocab():
+        pytest.skip("the mark is no token")
+    mark = plainly.tokenizer.convert_tokens_to_ids("<tool_call>")
+    asked = {**ASKED, "logit_bias": {str(mark): 14}, "extra_body": {"min_tokens": 3}}
+    found = []
+    for seed in range(6):
+        choice = client.chat.completions.create(**{**asked, "seed": seed}).choices[0]
+        if choice.message.tool_calls:
+            found.append(choice)
+            assert choice.finish_reason == "tool_calls"
+            for call in choice.message.tool_calls:
+                assert call.type == "function"
+                KINDS[call.function.name].model_validate_json(call.function.arguments, strict=True)
+    assert any(choice.message.content for choice in found)
+
+
+def test_a_call_that_is_cut_short_has_the_arguments_until_there(client: OpenAI) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert whole
+    lengths = set()
+    for tokens in range(1, 60):
+        choice = client.chat.completions.create(**asked | {"max_tokens": tokens}).choices[0]
+        if choice.finish_reason == "tool_calls":
+            break
+        assert choice.finish_reason == "length"
+        for call, other in zip(choice.message.tool_calls or [], whole, strict=False):
+            assert call.type == other.type == "function"
+            assert other.function.arguments.startswith(call.function.arguments)
+            lengths.add(len(call.function.arguments))
+    assert len(lengths) > 2
+
+
+def test_a_conversation_goes_on_with_what_the_tool_said(client: OpenAI) -> None:
+    first = client.chat.completions.create(**ASKED, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert first.message.tool_calls
+    result = {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "7"}
+    messages = [*HOW_MANY, first.message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(**ASKED | {"messages": messages}, tool_choice="none")
+    assert answer.choices[0].message.content
+
+
+def test_an_answer_without_a_call_may_have_to_be_a_record(client: OpenAI) -> None:
+    seen = set()
+    for seed in range(8):
+        answer = client.chat.completions.parse(**ASKED | {"seed": seed}, response_format=Look).choices[0].message
+        assert isinstance(answer.parsed, Look) != bool(answer.tool_calls)
+        seen.add(bool(answer.tool_calls))
+    assert False in seen
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", **parameters}}}
+
+
+def test_the_schema_of_a_function_that_cannot_be_followed_is_named(client: OpenAI) -> None:
+    odd = tool(properties={"x": {"unevaluatedProperties": False}})
+    with pytest.raises(BadRequestError, match=r"'odd'.*unevaluatedProperties") as refusal:
+        client.chat.completions.create(**ASKED | {"tools": [*TOOLS, odd]}, tool_choice="required")
+    assert refusal.value.param == "tools"
+    # Its arguments are only told to the model where it need not be called, and it is not strict.
+    assert client.chat.completions.create(**ASKED | {"tools": [odd], "max_tokens": 3}).choices
+
+
+def test_tools_that_the_template_does_not_show_are_refused(local: str) -> None:
+    client = OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    for choice in ("auto", "required"):
+        with pytest.raises(BadRequestError, match="it reads no tools"):
+            client.chat.completions.create(**ASKED, tool_choice=choice)
