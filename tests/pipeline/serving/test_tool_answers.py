@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -11,40 +10,21 @@ from typing import Any, Literal
 import openai
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
-from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
+from tests.support.calling import with_tools
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
-
-TEMPLATE = """{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-<tool_call>
-{"name": NAME, "arguments": ARGUMENTS}
-</tool_call><|end|>{% endif %}{% for message in messages %}<|{{ 'user' if message.role == 'tool' else message.role }}|>
-{{ message.content or '' }}{% for call in message.tool_calls or [] %}
-<tool_call>
-{{ call.function | tojson }}
-</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-MARKERS = ["<tool_call>", "</tool_call>"]
 
 
 @pytest.fixture(scope="module", params=["text", "tokens"])
 def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the model with a chat template for tools, whose marks are text, or tokens of their own."""
-    folder = Path(shutil.copytree(model, tmp_path_factory.mktemp("calling") / request.param))
-    tokenizer, base = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    if request.param == "tokens":
-        tokenizer.add_tokens(MARKERS)
-        base.resize_token_embeddings(len(tokenizer))
-    base.config.max_position_embeddings = 4096
-    base.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    """Folder of a model that calls tools, whose marks are text, or tokens of their own."""
+    return with_tools(model, tmp_path_factory.mktemp("calling"), tokens=request.param == "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -88,38 +68,39 @@ HOW_MANY: list[Any] = [{"role": "user", "content": "how many apples"}]
 ASKED: dict[str, Any] = {"model": NAME, "messages": HOW_MANY, "tools": TOOLS, "seed": 5, "max_tokens": 300}
 
 
-def check_calls(message: ChatCompletionMessage) -> list[str]:
+def check_calls(choice: Choice) -> list[str]:
     """Check that all calls are of functions there are, with arguments that fit; return their names."""
-    assert message.content is None
-    assert message.tool_calls
+    calls = choice.message.tool_calls or []
+    assert calls
+    assert choice.finish_reason in ("tool_calls", "length")
     names = []
-    for call in message.tool_calls:
+    for call in calls[:-1] if choice.finish_reason == "length" else calls:
         assert call.type == "function"
         KINDS[call.function.name].model_validate_json(call.function.arguments, strict=True)
         names.append(call.function.name)
-    assert len({call.id for call in message.tool_calls}) == len(names)
+    assert len({call.id for call in calls}) == len(calls)
     return names
 
 
 def test_a_call_that_is_required(client: OpenAI) -> None:
     several = set()
     for seed in range(4):
-        asked = {**ASKED, "seed": seed, "tool_choice": "required"}
-        choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
-        assert len(check_calls(choice.message)) == 1
-        assert choice.finish_reason == "tool_calls"
-        choice = client.chat.completions.create(**asked).choices[0]
-        several.add(len(check_calls(choice.message)) > 1)
-    assert several == {True, False}
+        asked: dict[str, Any] = {**ASKED, "seed": seed, "tool_choice": "required"}
+        choice = client.chat.completions.create(**asked | {"parallel_tool_calls": False}).choices[0]
+        assert len(check_calls(choice)) == 1
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        several.add(len(check_calls(client.chat.completions.create(**asked).choices[0])) > 1)
+    assert True in several
 
 
 def test_a_call_of_a_named_function(client: OpenAI) -> None:
-    choice = client.chat.completions.create(**ASKED, tool_choice=NAMED, parallel_tool_calls=False).choices[0]
-    assert check_calls(choice.message) == ["Look"]
+    asked: Any = {**ASKED, "tool_choice": NAMED, "parallel_tool_calls": False}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert check_calls(choice) == ["Look"]
 
 
 def test_parse_gives_instances(client: OpenAI, address: str) -> None:
-    asked = {**ASKED, "tool_choice": "required"}
+    asked: dict[str, Any] = {**ASKED, "tool_choice": "required"}
     message = client.chat.completions.parse(**asked).choices[0].message
     assert message.tool_calls
     for call in message.tool_calls:
@@ -153,7 +134,8 @@ def test_a_stream_adds_up_to_the_answer(client: OpenAI, choice: Any) -> None:
 
 def test_chunks_of_a_call_are_openais(client: OpenAI) -> None:
     """First its index, id and name; then its arguments piece by piece."""
-    chunks = client.chat.completions.create(**ASKED, tool_choice=NAMED, parallel_tool_calls=False, stream=True)
+    asked: Any = {**ASKED, "tool_choice": NAMED, "parallel_tool_calls": False}
+    chunks = client.chat.completions.create(**asked, stream=True)
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert (deltas[0].role, deltas[0].content) == ("assistant", None)
     assert not any(delta.content for delta in deltas)
@@ -188,10 +170,7 @@ def test_a_call_after_a_text(client: OpenAI, plainly: SpeculativeLM) -> None:
         choice = client.chat.completions.create(**{**asked, "seed": seed}).choices[0]
         if choice.message.tool_calls:
             found.append(choice)
-            assert choice.finish_reason == "tool_calls"
-            for call in choice.message.tool_calls:
-                assert call.type == "function"
-                KINDS[call.function.name].model_validate_json(call.function.arguments, strict=True)
+            check_calls(choice)
     assert any(choice.message.content for choice in found)
 
 
