@@ -34,11 +34,7 @@ def refusal(where: str, mode: instructor.Mode) -> str:
 
 free = instructor.from_openai(openai.OpenAI(base_url=f"{address}/v1", api_key="any"), mode=instructor.Mode.MD_JSON)
 whole = free.chat.completions.create(**asked | {"max_tokens": 20}, response_model=None, temperature=0)
-ways = [
-    (calling, instructor.Mode.JSON_SCHEMA),
-    (calling, instructor.Mode.TOOLS),
-    (calling, instructor.Mode.TOOLS_STRICT),
-]
+modes = (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT)
 print(
     json.dumps(
         {
