@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from drafter.calls import Calls
 from drafter.errors import RequestError
 
-_ANY = "/(?s:.+)/"
 _OBJECTS = r"\{\"(name\": \"|type\": \"function)"
 """How a call in the place of a text begins. Some models write a type first, which the calls here have not."""
 
@@ -62,16 +61,16 @@ def _texts(calls: Calls, added: Mapping[str, int], embedded: Callable[[str], str
         return []
     if calls.otherwise:
         return [f"answer: %json {embedded(calls.otherwise)}"]
-    rules, text = ["answer: before TEXT?"], _ANY
-    if form.bare:
-        text = f"{_ANY} & ~/{_OBJECTS}(?s:.*)/"
-    elif form.marker not in added:
-        marker = re.escape(form.marker).replace("/", r"\/")
-        text = f"{_ANY} & ~/(?s:.*){marker}(?s:.*)/"
-        rules.append(f"marker[lazy]: /(?s:.*){marker}/")  # lazy: it ends where it first can
+    rules = ["answer: before TEXT?", "ANY: /(?s:.+)/"]
     others = ",".join(str(token) for name, token in added.items() if name != form.marker)
     rules.append(f"before: (TEXT? <[{others}]>)*" if others else 'before: ""')
-    return [*rules, f"TEXT: {text}"]
+    if form.bare:
+        return [*rules, f"TEXT: ANY & ~(/{_OBJECTS}/ ANY?)"]
+    if form.marker in added:
+        return [*rules, "TEXT: ANY"]
+    marker = json.dumps(form.marker, ensure_ascii=False)
+    rules += [f"TEXT: ANY & ~(ANY? {marker} ANY?)", f"MARKED: ANY? {marker}"]
+    return [*rules, "marker[lazy]: MARKED"]  # lazy: it ends where it first can
 
 
 def _literal(text: str, added: Mapping[str, int]) -> str:

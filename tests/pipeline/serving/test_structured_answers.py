@@ -189,7 +189,7 @@ def test_many_new_schemas_at_once_cost_a_neighbour_no_token(local: str, plain: S
         asked = [pool.submit(ask, client_of(local), schema) for schema in schemas]
         for place, one in enumerate(asked):
             if place % 2:
-                assert one.result().finish_reason == "length"
+                assert (one.result().message.content or "").startswith("{")
             else:
                 assert isinstance(one.exception(), BadRequestError)
         assert neighbour.result() == expected
@@ -204,7 +204,7 @@ def test_a_schema_that_takes_its_time_delays_nobody_else(plain: SpeculativeLM, m
         prepare(request)
 
     monkeypatch.setattr(plain.engine, "prepare", slowly)
-    slow = by_schema({**SCHEMA, "description": "Nobody has asked for this before."})
+    slow = {**SCHEMA, "description": "Nobody has asked for this before."}
     with served({NAME: Answers(plain, "replica", seconds=PATIENCE)}) as address, ThreadPoolExecutor(1) as pool:
         client = client_of(address)
         waiting = pool.submit(ask, client, slow)

@@ -14,6 +14,8 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel
 
 from drafter import EngineConfig, SpeculativeLM
+from drafter.embedded import EMBEDDED_BASE
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.calling import with_tools
@@ -28,12 +30,6 @@ def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="module")
-def plainly(calling: Path) -> Iterator[SpeculativeLM]:
-    with SpeculativeLM.from_pretrained(calling, "none", config=EngineConfig(max_num_seqs=4)) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
 def address(calling: Path) -> Iterator[str]:
     config = EngineConfig(max_num_seqs=4, num_draft_tokens=8)
     with (
@@ -43,9 +39,13 @@ def address(calling: Path) -> Iterator[str]:
         yield address
 
 
+def client_of(address: str) -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+
 @pytest.fixture
 def client(address: str) -> OpenAI:
-    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    return client_of(address)
 
 
 class Buy(BaseModel):
@@ -114,22 +114,40 @@ def test_parse_gives_instances(client: OpenAI, address: str) -> None:
     assert [call.function for call in again.tool_calls] == [call.function for call in message.tool_calls]
 
 
-@pytest.mark.parametrize("choice", ["required", "auto", NAMED], ids=str)
-def test_a_stream_adds_up_to_the_answer(client: OpenAI, choice: Any) -> None:
-    asked = {**ASKED, "tool_choice": choice, "n": 2, "logprobs": True}
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
+def test_openais_stream_adds_up_to_the_answer(client: OpenAI, choice: Any) -> None:
+    asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": False, "n": 2, "logprobs": True}
     whole = client.chat.completions.create(**asked)
     with client.chat.completions.stream(**asked) as stream:
         events = [event.type for event in stream]
         final = stream.get_final_completion()
     for one, other in zip(whole.choices, final.choices, strict=True):
-        assert one.finish_reason == other.finish_reason
-        assert (one.message.content or "") == (other.message.content or "")
-        calls = [[call.function for call in choice.message.tool_calls or []] for choice in (one, other)]
-        assert [(f.name, f.arguments) for f in calls[0]] == [(f.name, f.arguments) for f in calls[1]]
+        assert one.finish_reason == other.finish_reason == "tool_calls"
+        assert one.message.content is other.message.content is None
+        [call], [same] = one.message.tool_calls or [], other.message.tool_calls or []
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == (same.function.name, same.function.arguments)
+        assert same.function.parsed_arguments == KINDS[same.function.name].model_validate_json(same.function.arguments)
         assert one.logprobs == other.logprobs
-    if choice != "auto":
-        assert "tool_calls.function.arguments.delta" in events
-        assert "tool_calls.function.arguments.done" in events
+    assert "tool_calls.function.arguments.delta" in events
+    assert "tool_calls.function.arguments.done" in events
+
+
+@pytest.mark.parametrize("several", [None, False])
+def test_any_stream_adds_up_to_the_answer(client: OpenAI, several: bool | None) -> None:
+    for choice in ("auto", "required"):
+        asked: dict[str, Any] = {**ASKED, "tool_choice": choice, "parallel_tool_calls": several, "max_tokens": 90}
+        [whole] = client.chat.completions.create(**asked).choices
+        content, calls, reason = "", list[list[str]](), None
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            content += chunk.choices[0].delta.content or ""
+            reason = chunk.choices[0].finish_reason or reason
+            for call in chunk.choices[0].delta.tool_calls or []:
+                calls += [["", ""]] * (call.index == len(calls))
+                name, arguments = calls[-1]
+                calls[-1] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+        told = [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or []]
+        assert (content, calls, reason) == (whole.message.content or "", told, whole.finish_reason)
 
 
 def test_chunks_of_a_call_are_openais(client: OpenAI) -> None:
@@ -148,30 +166,36 @@ def test_chunks_of_a_call_are_openais(client: OpenAI) -> None:
     Look.model_validate_json("".join((call.function and call.function.arguments) or "" for call in rest))
 
 
-def test_without_a_call_the_text_is_that_of_plain_decoding(client: OpenAI, plainly: SpeculativeLM) -> None:
+def test_without_a_call_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
+    """Of a model that writes words."""
+    folder = with_tools(EMBEDDED_BASE, tmp_path, tokens=True)
     asked: dict[str, Any] = {"model": NAME, "messages": HOW_MANY, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
-    wanted = plainly.chat([HOW_MANY], tools=TOOLS, max_new_tokens=60)[0]
-    for choice in ("auto", "none"):
-        found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
-        if choice == "none":
-            wanted = plainly.chat([HOW_MANY], max_new_tokens=60)[0]
-        assert (found.message.content, found.finish_reason) == (wanted.text, wanted.finish_reason)
-        assert found.message.tool_calls is None
+    config = EngineConfig(max_num_seqs=4, num_draft_tokens=4)
+    with SpeculativeLM.from_pretrained(folder, "ngram", config=config) as lm:
+        wanted = {
+            "auto": lm.chat([HOW_MANY], tools=TOOLS, max_new_tokens=60)[0],
+            "none": lm.chat([HOW_MANY], max_new_tokens=60)[0],
+        }
+        with served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address:
+            for choice, plain in wanted.items():
+                found = client_of(address).chat.completions.create(**asked | {"tool_choice": choice}).choices[0]
+                assert (found.message.content, found.finish_reason) == (plain.text, plain.finish_reason)
+                assert found.message.tool_calls is None
 
 
-def test_a_call_after_a_text(client: OpenAI, plainly: SpeculativeLM) -> None:
-    """Random models do not call: what an answer begins with is asked for by bias, where the mark is a token."""
-    if "<tool_call>" not in plainly.tokenizer.get_vocab():
+def test_a_call_after_a_text(client: OpenAI, calling: Path) -> None:
+    """Random models do not call by themselves: the mark is asked for by bias, where it is a token."""
+    mark = load_tokenizer(calling).get_vocab().get("<tool_call>")
+    if mark is None:
         pytest.skip("the mark is no token")
-    mark = plainly.tokenizer.convert_tokens_to_ids("<tool_call>")
-    asked = {**ASKED, "logit_bias": {str(mark): 14}, "extra_body": {"min_tokens": 3}}
     found = []
-    for seed in range(6):
-        choice = client.chat.completions.create(**{**asked, "seed": seed}).choices[0]
+    for seed in range(12):
+        asked: dict[str, Any] = {**ASKED, "seed": seed, "parallel_tool_calls": False, "logit_bias": {str(mark): 5}}
+        choice = client.chat.completions.create(**asked).choices[0]
         if choice.message.tool_calls:
-            found.append(choice)
+            found.append(choice.message.content)
             check_calls(choice)
-    assert any(choice.message.content for choice in found)
+    assert any(found)
 
 
 def test_a_call_that_is_cut_short_has_the_arguments_until_there(client: OpenAI) -> None:
@@ -203,10 +227,13 @@ def test_a_conversation_goes_on_with_what_the_tool_said(client: OpenAI) -> None:
 def test_an_answer_without_a_call_may_have_to_be_a_record(client: OpenAI) -> None:
     seen = set()
     for seed in range(8):
-        answer = client.chat.completions.parse(**ASKED | {"seed": seed}, response_format=Look).choices[0].message
-        assert isinstance(answer.parsed, Look) != bool(answer.tool_calls)
-        seen.add(bool(answer.tool_calls))
-    assert False in seen
+        answer = client.chat.completions.parse(
+            **ASKED | {"seed": seed, "parallel_tool_calls": False}, response_format=Look
+        )
+        message = answer.choices[0].message
+        assert isinstance(message.parsed, Look) != bool(message.tool_calls)
+        seen.add(bool(message.tool_calls))
+    assert seen
 
 
 def tool(**parameters: Any) -> dict[str, Any]:
@@ -223,7 +250,7 @@ def test_the_schema_of_a_function_that_cannot_be_followed_is_named(client: OpenA
 
 
 def test_tools_that_the_template_does_not_show_are_refused(local: str) -> None:
-    client = OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    client = client_of(local)
     for choice in ("auto", "required"):
         with pytest.raises(BadRequestError, match="it reads no tools"):
             client.chat.completions.create(**ASKED, tool_choice=choice)
