@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-_CONSTRAINED = "output is not constrained by a schema, a regular expression or a grammar"
-_TOOLS = "an answer is text, in which no calls of tools are looked for"
+_TOOLS = "an endpoint's chats have tools and tool_choice, also in a batch; elsewhere a call is text"
 _BEAMS = "each sample is decoded by itself; ask for several, and choose"
 _FILTERS = "the filters are top_k, top_p and min_p"
 _LORA = "merge the adapter into the weights, and load these"
@@ -16,6 +15,9 @@ _STAGES = "the engine does it: give messages, prompt or prompt_token_ids"
 
 OURS = {
     # of a request
+    **dict.fromkeys(("guided_choice", "guided_decoding", "guided_grammar"), "structured_outputs"),
+    **dict.fromkeys(("guided_json", "guided_regex"), "structured_outputs"),
+    **dict.fromkeys(("json_schema", "response_format"), "structured_outputs"),
     "best_of": "n",
     "bad_words_ids": "bad_words",
     "do_sample": "temperature",
@@ -63,10 +65,6 @@ ELSEWHERE = {
 """Names that are ours, too, but not settings of a request: where they belong."""
 
 NOT_SUPPORTED = {
-    **dict.fromkeys(
-        ("guided_choice", "guided_decoding", "guided_grammar", "guided_json", "guided_regex"), _CONSTRAINED
-    ),
-    **dict.fromkeys(("json_schema", "response_format", "structured_outputs"), _CONSTRAINED),
     **dict.fromkeys(("function_call", "functions", "parallel_tool_calls", "tool_choice"), _TOOLS),
     **dict.fromkeys(("early_stopping", "length_penalty", "num_beams", "use_beam_search"), _BEAMS),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "mirostat", "top_h", "typical_p"), _FILTERS),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from drafter.calls import Calls
 from drafter.errors import RequestError, shown, unknown_setting
 
 MOST_CHOICES = 1000
@@ -24,6 +25,7 @@ class StructuredOutputs:
         regex: A regular expression that matches the whole output.
         choice: Texts of which the output is one.
         grammar: A context-free grammar in Lark's notation.
+        calls: Calls of functions, which the endpoint makes of `tools`.
 
     Raises:
         RequestError: None or several are given, or one is of the wrong type or too long.
@@ -34,6 +36,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
+    calls: Calls | None = None
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -45,21 +48,25 @@ class StructuredOutputs:
             if text is not None and not (isinstance(text, str) and text):
                 raise RequestError(f"structured_outputs.{name} must be a text that is not empty, not {shown(text)}")
         object.__setattr__(self, "choice", _choices(self.choice))
+        object.__setattr__(self, "calls", Calls.of(self.calls))
         given = [one.name for one in fields(self) if getattr(self, one.name)]
         if len(given) != 1:
             named = ", ".join(one.name for one in fields(self))
             raise RequestError(f"structured_outputs must have one of {named}, not {' and '.join(given) or 'none'}")
-        if (length := len("".join(getattr(self, given[0]))) if not self.json_object else 0) > LONGEST:
+        if (length := self._length(given[0])) > LONGEST:
             raise RequestError(
                 f"structured_outputs.{given[0]} may have up to {LONGEST} characters, and has {length}: make it smaller"
             )
-
         try:
-            "".join(getattr(self, given[0]) if not self.json_object else "").encode()
+            "".join(self.choice or self.regex or self.grammar or "").encode()
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"structured_outputs.{given[0]} has {error.object[error.start]!r}, half a character: remove it"
             ) from error
+
+    def _length(self, kind: str) -> int:
+        value = getattr(self, kind)
+        return sum(map(len, value)) if isinstance(value, tuple) else 0 if value is True else len(value)
 
     @property
     def kind(self) -> str:

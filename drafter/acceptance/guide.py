@@ -52,6 +52,10 @@ class Guides(ABC):
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
         """Return a guide for the output of a request; raise `RequestError` for what cannot be followed."""
 
+    def ready(self, asked: StructuredOutputs) -> bool:
+        """Return whether `guide` takes no time, because it has been asked for the same."""
+        return False
+
 
 def make_guides(tokenizer: Any, vocabulary: int, eos: Collection[int]) -> Guides:
     """Return what makes guides for a model; raise `RequestError` if no method does."""

@@ -468,6 +468,15 @@ class Engine:
             slot = self.scheduler.active.index(sequence)
             self._tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
+    def ready(self, request: Request) -> bool:
+        """Return whether `submit` will take no time for the request's structured outputs."""
+        asked = request.sampling.structured_outputs
+        return asked is None or (self._guides is not None and self._guides.ready(asked))
+
+    def prepare(self, request: Request) -> None:
+        """Do what takes time in `submit`, which is to compile structured outputs; raises its `RequestError`."""
+        self._guide(request)
+
     def _guide(self, request: Request) -> Guide | None:
         asked = request.sampling.structured_outputs
         if asked is None:

@@ -27,7 +27,8 @@ from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.openai.batch import parse_line
-from pipeline.openai.requests import OpenAIError, Prompt
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.requests import Prompt
 from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
@@ -113,7 +114,7 @@ def _row_request(
 ) -> tuple[str | list[int] | Chat, SamplingParams]:
     prompt: Prompt
     if settings.source.kind == "openai":
-        prompt, sampling = _batch_request(seed_name, row, settings.sampling, sample)
+        prompt, sampling = _batch_request(seed_name, row, settings.sampling, tokenizer, sample)
     else:
         sampling = row_sampling(settings.sampling, seed_name, row, SAMPLING_COLUMN, sample)
         prompt = _prompt_of(row, settings, tokenizer)
@@ -139,10 +140,10 @@ def _prompt_of(row: dict[str, Any], settings: PromptSettings, tokenizer: Any) ->
 
 
 def _batch_request(
-    seed_name: str, line: dict[str, Any], defaults: SamplingParams, sample: int
+    seed_name: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any, sample: int
 ) -> tuple[Prompt, SamplingParams]:
     try:
-        asked = parse_line(line)
+        asked = parse_line(line).for_model(tokenizer)
         sampling = asked.sampling(defaults)
     except OpenAIError as error:
         raise RowError("BadRequest", error.message) from error

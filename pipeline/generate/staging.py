@@ -38,7 +38,7 @@ from pipeline.io.listing import NAME_ROWS, InputListing, PromptSource, check_typ
 from pipeline.io.parts import Part, StagedInput, problem_column, row_name, with_problems, with_row_type
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
 from pipeline.openai.batch import LINE_FIELDS, parse_line
-from pipeline.openai.requests import OpenAIError
+from pipeline.openai.errors import OpenAIError
 from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 
 PART_BYTES = 32 << 20

@@ -15,7 +15,9 @@ from typing import Any
 
 from drafter.requests import Generation, TokenDelta, TokenLogprob
 from drafter.statistics import statistics_columns
-from pipeline.openai.requests import OpenAIError, ParsedRequest, bad_request, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, bad_request, not_finite, to_json
+from pipeline.openai.requests import ParsedRequest
+from pipeline.openai.tool_calls import CallReader, Delta, call_chunk, read_message
 
 FIELD = "speculation"
 DONE = "data: [DONE]\n\n"
@@ -116,15 +118,9 @@ def response(
     logprobs_of = logprobs_format(request)
     choices = []
     for index, generation in enumerate(generations):
-        message = {"role": "assistant", "content": generation.text, "refusal": None}
-        choices.append(
-            {
-                "index": index,
-                **({"message": message} if request.is_chat else {"text": generation.text}),
-                "logprobs": logprobs_of(generation.logprobs, token_text, 0),
-                "finish_reason": generation.finish_reason,
-            }
-        )
+        said, reason = _said(request, generation, f"{name}:{index}")
+        logprobs = logprobs_of(generation.logprobs, token_text, 0)
+        choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason})
     return {
         "id": name,
         "object": "chat.completion" if request.is_chat else "text_completion",
@@ -134,6 +130,22 @@ def response(
         "usage": usage(generations, request.n),
         "system_fingerprint": None,
     }
+
+
+def _said(request: ParsedRequest, generation: Generation, choice: str) -> tuple[dict[str, Any], str]:
+    """Return the text or the message of a choice, and its finish reason."""
+    if not request.is_chat:
+        return {"text": generation.text}, generation.finish_reason
+    if request.tools is None or request.form is None:
+        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        return {"message": message}, generation.finish_reason
+    message, called = read_message(request.form, request.tools.names, generation.text, choice)
+    return {"message": message}, _reason(generation, called=called)
+
+
+def _reason(generation: Generation, *, called: bool) -> str:
+    """Return a choice's finish reason; `called` if it calls functions, with all of their arguments."""
+    return "tool_calls" if called and generation.finish_reason == "stop" else generation.finish_reason
 
 
 def echoed(generation: Generation, prompt: str) -> Generation:
@@ -285,24 +297,47 @@ class Chunks:
         self._token_text, self._speculation = token_text, speculation
         self._logprobs_of, self._offsets = logprobs_format(request), [0] * request.choices
         self._begun: set[int] = set()
+        self._readers: list[CallReader] = []
+        if request.tools is not None and request.form is not None:
+            self._readers = [CallReader(request.form, request.tools.names) for _ in range(request.choices)]
 
     def step(self, index: int, delta: TokenDelta) -> str:
         """Return the chunk of one decode step of choice `index`; raises as `response` does."""
-        content = {"delta": {"content": delta.text}} if self._request.is_chat else {"text": delta.text}
+        said = self._said(index, delta.text)
         logprobs = self._logprobs_of(delta.logprobs, self._token_text, self._offsets[index])
         if logprobs is not None and not self._request.is_chat:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         statistics = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
         extension = {FIELD: statistics} if self._speculation else {}
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
-        return self._begin(index) + self._chunk([choice], **extension)
+        events = self._begin(index)
+        for content in said or [{"delta": {}}]:
+            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+            events += self._chunk([choice], **extension)
+            logprobs, extension = None, {}  # they are the step's, whose first chunk has them
+        return events
+
+    def _said(self, index: int, text: str) -> list[dict[str, Any]]:
+        """Return what each chunk of a choice has of its new text."""
+        if not self._request.is_chat:
+            return [{"text": text}]
+        if not self._readers:
+            return [{"delta": {"content": text}}]
+        return self._deltas(index, self._readers[index].push(text))
+
+    def _deltas(self, index: int, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+        return [{"delta": call_chunk(delta, f"{self._name}:{index}")} for delta in deltas]
 
     def finish(self, index: int, generation: Generation) -> str:
         """Return the last chunk of choice `index`."""
         content: dict[str, Any] = {"delta": {}} if self._request.is_chat else {"text": ""}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": generation.finish_reason}
+        events, reason = self._begin(index), str(generation.finish_reason)
+        if self._readers:
+            for rest in self._deltas(index, self._readers[index].close()):
+                events += self._chunk([{"index": index, **rest, "logprobs": None, "finish_reason": None}])
+            reason = _reason(generation, called=self._readers[index].whole)
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
         extension = {FIELD: generation_statistics(generation)} if self._speculation else {}
-        return self._begin(index) + self._chunk([choice], **extension, **lossless_mark(generation))
+        return events + self._chunk([choice], **extension, **lossless_mark(generation))
 
     def end(self, generations: Sequence[Generation]) -> str:
         """Return the end of the stream, with the usage if it was asked for."""
@@ -315,7 +350,7 @@ class Chunks:
         if not self._request.is_chat or index in self._begun:
             return ""
         self._begun.add(index)
-        delta = {"role": "assistant", "content": "", "refusal": None}
+        delta = {"role": "assistant", "content": None if self._readers else "", "refusal": None}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:

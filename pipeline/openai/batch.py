@@ -8,15 +8,8 @@ from typing import Any
 
 from drafter.requests import Generation
 from pipeline.openai.answers import TokenText, answer_id, lossless_mark, response
-from pipeline.openai.requests import (
-    OpenAIError,
-    ParsedRequest,
-    bad_request,
-    missing,
-    parse_chat,
-    parse_completion,
-    parse_json,
-)
+from pipeline.openai.errors import OpenAIError, bad_request, missing, parse_json
+from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -45,16 +38,16 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
 
 
 def answer_line(
-    line: Mapping[str, Any], generations: Sequence[Generation], created: int, token_text: TokenText
+    request: ParsedRequest, custom_id: str, generations: Sequence[Generation], created: int, token_text: TokenText
 ) -> dict[str, Any]:
     """Return the line that answers a request, or an error line for numbers that are not finite; see `response`."""
-    request, name = parse_line(line), _name(line["custom_id"], created)
+    name = _name(custom_id, created)
     try:
         body = response(request, generations, answer_id(request, name), created, token_text)
     except OpenAIError as error:
-        return refusal_line(line["custom_id"], created, error)
+        return refusal_line(custom_id, created, error)
     body |= lossless_mark(*generations)
-    return _line(line["custom_id"], name, {"status_code": 200, "request_id": f"req_{name}", "body": body}, None)
+    return _line(custom_id, name, {"status_code": 200, "request_id": f"req_{name}", "body": body}, None)
 
 
 def refusal_line(custom_id: str, created: int, error: OpenAIError) -> dict[str, Any]:

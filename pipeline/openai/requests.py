@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafter.calls import CallForm
 from drafter.errors import RequestError
 from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
+from drafter.structured_outputs import StructuredOutputs
 from drafter.text.conversation import Conversation
+from drafter.text.tokenizers import special_texts
+from pipeline.openai.errors import (
+    OpenAIError,
+    bad_request,
+    can_only_be,
+    clipped,
+    contradiction,
+    invalid,
+    missing,
+    not_supported,
+    shown,
+)
+from pipeline.openai.messages import chat_messages
+from pipeline.openai.output import wanted_output
+from pipeline.openai.tools import Tools, call_form, chat_tools
 
-NOT_FINITE = "not_finite"
-"""Code of the error for a model that overflows; a retry would overflow again."""
 MOST_STOPS = 4
 """OpenAI's limit; rows of other formats may have more."""
 MOST_BIASES = 1024
 """Tokens of `logit_bias`; each is checked for each choice."""
-MOST_MESSAGES = 2048
-"""Messages of a chat. Each becomes several tokens, even if it is empty."""
-_LONGEST_SHOWN = 80
 _LIMITS = ("min_tokens", "allowed_token_ids", "bad_words")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
+_OUTPUT = re.compile(r"structured_outputs\b(?P<calls>\.calls)?(\.\w+)?:? *")
+"""What an error about structured outputs begins with."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -33,102 +45,16 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
     "verbosity": (),
     "web_search_options": (),
 }
 """OpenAI's parameters that are not supported, with their harmless values."""
-
-
-def to_json(value: Any) -> str:
-    """Return a value as compact JSON text; raises `ValueError` for a number that is not finite."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def parse_json(body: bytes) -> Any:
-    """Parse standard JSON: UTF-8, no NaN or infinities, and only text that can be encoded.
-
-    Raises:
-        OpenAIError: 400, it is not JSON.
-    """
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=int, parse_float=_number)  # no NaN is an int
-        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
-    return value
-
-
-def _number(text: str) -> float | int:
-    value = float(text)
-    return int(value) if value.is_integer() else value  # JSON does not tell 1.0 from 1, and some clients write 1.0
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at line {error.lineno}, column {error.colno}"
-    if isinstance(error, UnicodeError):
-        return "it is not valid UTF-8"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "it has a number that cannot be read"
-
-
-class OpenAIError(Exception):
-    """A request that cannot be answered, as an error that OpenAI's clients know.
-
-    Args:
-        status: HTTP status; 400 for a mistake in the request.
-        param: The wrong parameter, as a path such as `messages[0].content`; None for the request as a whole.
-    """
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
-    return OpenAIError(400, message, param, code)
-
-
-def _invalid(param: str, must: str, value: Any, code: str = "invalid_type") -> OpenAIError:
-    return bad_request(f"Invalid '{param}': it must {must}, not {shown(value)}.", param, code)
-
-
-def missing(param: str) -> OpenAIError:
-    return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-
-
-def not_finite() -> OpenAIError:
-    """Return the error for a request on which the model's numbers overflow."""
-    message = "The model's numbers are not finite for this request: its activations overflow."
-    return OpenAIError(500, message, code=NOT_FINITE)
-
-
-def shown(value: Any) -> str:
-    """Return a value as JSON, clipped for a message."""
-    text = ""
-    pieces = json.JSONEncoder(ensure_ascii=False, default=str)
-    for piece in pieces.iterencode(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value):
-        text += piece
-        if len(text) > _LONGEST_SHOWN:
-            break
-    return clipped(text)
-
-
-def clipped(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
 AnyBody = TypeVar("AnyBody", bound="Body")
@@ -138,7 +64,10 @@ Prompt = str | list[int] | Conversation
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed request body; `settings` are the fields of `SamplingParams` that it sets."""
+    """A parsed request body; `settings` are the fields of `SamplingParams` that it sets.
+
+    `output_field` is the field of the body that says what the output must be.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -147,6 +76,9 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    tools: Tools | None = None  # the functions that may be called
+    output_field: str = "structured_outputs"
+    form: CallForm | None = None  # of calls in the text of an output, once it is known; see `for_model`
 
     @property
     def choices(self) -> int:
@@ -161,93 +93,55 @@ class ParsedRequest:
     def wants_logprobs(self) -> bool:
         return self.settings.get("logprobs") is not None
 
+    def for_model(self, tokenizer: Any) -> ParsedRequest:
+        """Return the request with calls of its tools in the form of the model's chat template.
+
+        Raises:
+            OpenAIError: There must be a call, and the form is not one that output can be held to.
+        """
+        if self.tools is None:
+            return self
+        chat = self.prompts[0]
+        assert isinstance(chat, Conversation)
+        form = call_form(tokenizer, chat.tools or ())
+        if form is None and self.tools.needed:
+            message = "Unsupported value: 'tool_choice' can only be none or auto with this model's form of calls."
+            raise bad_request(message, "tool_choice", "unsupported_value")
+        if form is None:  # calls stay text
+            return replace(self, tools=None)
+        try:
+            wanted = StructuredOutputs(calls=self.tools.calls(form, self.settings.get("structured_outputs")))
+        except RequestError as error:
+            refusal = self.unusable_output(str(error))
+            raise refusal or bad_request(f"Invalid 'tools': {error}.", "tools", "invalid_value") from error
+        shown = form.without(special_texts(tokenizer).values())
+        return replace(self, form=shown, settings=self.settings | {"structured_outputs": wanted})
+
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` overridden by the body; raises an `OpenAIError` for a value that the engine refuses."""
         try:
-            return dataclasses.replace(defaults, **self.settings)
+            return replace(defaults, **self.settings)
         except RequestError as error:
-            param = str(error).split()[0]
-            raise bad_request(f"Invalid value: {error}", param, "invalid_value") from error
+            message = str(error)
+            refusal = self.unusable_output(message)
+            raise refusal or bad_request(f"Invalid value: {message}", message.split()[0], "invalid_value") from error
+
+    def unusable_output(self, message: str) -> OpenAIError | None:
+        """Return the error for structured outputs that the engine refuses with a message; None for another message."""
+        found = _OUTPUT.match(message)
+        if found is None:
+            return None
+        param = "tools" if found["calls"] else self.output_field
+        return bad_request(f"Invalid '{param}': {message[found.end() :]}", param, "invalid_value")
 
 
 def _conversation(parsed: ChatBody, *, with_tools: bool) -> Conversation:
-    messages, tools = parsed.messages, parsed.tools
-    if not isinstance(messages, list):
-        raise _invalid("messages", "be a list of messages", messages)
-    if not 1 <= len(messages) <= MOST_MESSAGES:
-        must = f"have at least 1 and at most {MOST_MESSAGES} messages"
-        raise _invalid("messages", must, len(messages), "invalid_value")
-    said = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-    if tools is not None and not (isinstance(tools, list) and all(map(_is_function, tools))):
-        raise _invalid("tools", 'be a list of tools of type "function"', tools)
+    said, tools = chat_messages(parsed.messages), parsed.tools
     asked = (parsed.documents, parsed.chat_template_kwargs, parsed.add_generation_prompt, parsed.continue_final_message)
     try:
         return Conversation(said, tools if tools and with_tools else None, *asked)
     except RequestError as error:
         raise bad_request(f"Invalid value: {error}.", str(error).split()[0], "invalid_value") from error
-
-
-def _is_function(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
-
-
-def _message(message: Any, path: str) -> dict[str, Any]:
-    """Return a message in the form of chat templates: with a known role, and arguments of tools as objects."""
-    if not isinstance(message, dict):
-        raise _invalid(path, "be an object", message)
-    given = {name: value for name, value in message.items() if value is not None and value != []}
-    role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _invalid(f"{path}.role", f"be one of {', '.join(_ROLES)}", role, "invalid_value")
-    own = {"assistant": "tool_calls", "tool": "tool_call_id"}.get(role)
-    for name, value in given.items():
-        if name not in ("role", "content", "name", own):
-            raise _not_supported(f"{path}.{clipped(name)}")
-        if name in ("name", "tool_call_id") and not isinstance(value, str):
-            raise bad_request(f"Invalid '{path}.{name}': it must be text.", f"{path}.{name}", "invalid_type")
-    given["role"] = _ROLES[role]
-    if "tool_calls" not in given or "content" in given:
-        given["content"] = _content(given.get("content"), f"{path}.content")
-    if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given["tool_calls"], f"{path}.tool_calls")
-    return {name: value for name, value in given.items() if value != "" or name == "content"}
-
-
-def _content(content: Any, path: str) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise missing(path)
-    if not isinstance(content, list):
-        raise _invalid(path, "be text or a list of parts", content)
-    return [{"type": "text", "text": _part(part, f"{path}[{place}]")} for place, part in enumerate(content)]
-
-
-def _part(part: Any, path: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        raise _can_only_be(path, 'a part of type "text"', kind)
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
-    return str(part["text"])
-
-
-def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(map(_is_function, calls)):
-        raise _invalid(path, 'be a list of calls of type "function"', calls)
-    return [call | {"function": _called(call["function"], f"{path}[{n}].function")} for n, call in enumerate(calls)]
-
-
-def _called(function: dict[str, Any], path: str) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):  # OpenAI's are JSON text, and those of templates objects
-        try:
-            arguments = parse_json(arguments.encode()) if arguments.strip() else {}
-        except OpenAIError:
-            arguments = None
-    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-        raise _invalid(path, "have a name, and arguments that are an object as JSON text", function)
-    return {**function, "arguments": arguments}
 
 
 def _completion_prompts(value: Any) -> tuple[Prompt, ...]:
@@ -257,7 +151,7 @@ def _completion_prompts(value: Any) -> tuple[Prompt, ...]:
     several = value if isinstance(value, list) else []
     if several and (all(isinstance(one, str) for one in several) or all(map(_is_tokens, several))):
         return tuple(several)
-    raise _invalid("prompt", "be text, a list of texts, or (lists of) token ids", value)
+    raise invalid("prompt", "be text, a list of texts, or (lists of) token ids", value)
 
 
 def _is_tokens(value: Any) -> bool:
@@ -274,15 +168,22 @@ def parse_chat(body: dict[str, Any]) -> ParsedRequest:
     """
     parsed = _validated(ChatBody, body)
     if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
-        raise _contradiction("Set 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
+        raise contradiction("Set 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
     if parsed.top_logprobs is not None and not parsed.logprobs:
-        raise _contradiction("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+        raise contradiction("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     settings = parsed.settings()
     if parsed.max_completion_tokens is not None:
         settings["max_new_tokens"] = parsed.max_completion_tokens
     if parsed.logprobs:
         settings["logprobs"] = parsed.top_logprobs or 0
-    return parsed.request((_conversation(parsed, with_tools=body.get("tool_choice") != "none"),), settings)
+    tools = chat_tools(parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls)
+    wanted = settings.get("structured_outputs")
+    if tools is not None and wanted is not None and wanted.kind not in ("json", "json_object"):
+        message = f"'structured_outputs.{wanted.kind}' does not go with 'tools': set 'tool_choice' to none."
+        raise contradiction(message, "structured_outputs")
+    if tools is not None and parsed.ignore_eos:
+        raise contradiction("'ignore_eos' does not go with 'tools': a call ends the output.", "ignore_eos")
+    return parsed.request((_conversation(parsed, with_tools=tools is not None),), settings, tools=tools)
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:
@@ -292,7 +193,7 @@ def parse_completion(body: dict[str, Any]) -> ParsedRequest:
     if parsed.logprobs is not None:
         settings["logprobs"] = parsed.logprobs
     if parsed.echo and parsed.stream:
-        raise _contradiction("'echo' needs 'stream' to be false.", "echo")
+        raise contradiction("'echo' needs 'stream' to be false.", "echo")
     return parsed.request(_completion_prompts(parsed.prompt), settings, echo=parsed.echo)
 
 
@@ -323,6 +224,7 @@ class Body(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Any = None
+    response_format: Any = None
     # vLLM's parameters, which its clients send in `extra_body`.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -332,6 +234,7 @@ class Body(BaseModel):
     min_tokens: int | None = Field(None, ge=0)
     allowed_token_ids: Any = None
     bad_words: Any = None
+    structured_outputs: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These identify the client and do not affect the answer.
@@ -360,13 +263,20 @@ class Body(BaseModel):
             found["stop"] = _stop(self.stop)
         if self.logit_bias is not None:
             found["logit_bias"] = _logit_bias(self.logit_bias)
+        if (wanted := wanted_output(self.response_format, self.structured_outputs)) is not None:
+            found["structured_outputs"] = wanted
         return found
 
-    def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any], *, echo: bool = False) -> ParsedRequest:
+    def request(
+        self, prompts: tuple[Prompt, ...], settings: dict[str, Any], *, echo: bool = False, tools: Tools | None = None
+    ) -> ParsedRequest:
         if self.stream_options is not None and not self.stream:
-            raise _contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
+            raise contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
         include_usage = self.stream_options is not None and self.stream_options.include_usage
-        return ParsedRequest(self.model, prompts, settings, self.n, self.stream, include_usage, echo)
+        output_field = "response_format" if self.response_format is not None else "structured_outputs"
+        return ParsedRequest(
+            self.model, prompts, settings, self.n, self.stream, include_usage, echo, tools, output_field
+        )
 
 
 class ChatBody(Body):
@@ -374,6 +284,8 @@ class ChatBody(Body):
 
     messages: Any
     tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     # vLLM's parameters for the chat template.
     documents: Any = None
     chat_template_kwargs: Any = None
@@ -398,14 +310,14 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     given = {name: value for name, value in body.items() if value is not None}
     for name in given:
         if name not in kind.model_fields and name not in _UNSUPPORTED:
-            raise _not_supported(name) if name in NOT_SUPPORTED else _unknown(name, kind)
+            raise not_supported(name) if name in NOT_SUPPORTED else _unknown(name, kind)
     for name in [name for name in given if name in _UNSUPPORTED]:
         value, harmless = given.pop(name), _UNSUPPORTED[name]
         if any(type(value) is type(one) and value == one for one in harmless):
             continue
         if not harmless or harmless == ([],):
-            raise _not_supported(name)
-        raise _can_only_be(name, " or ".join(json.dumps(one) for one in harmless), value)
+            raise not_supported(name)
+        raise can_only_be(name, " or ".join(json.dumps(one) for one in harmless), value)
     options = given.get("stream_options")
     if isinstance(options, dict):
         given["stream_options"] = options = {
@@ -443,24 +355,10 @@ def _unknown(name: str, kind: type[Body]) -> OpenAIError:
     return bad_request(f"Unknown parameter: '{name}'{use}.", name, "unknown_parameter")
 
 
-def _can_only_be(name: str, only: str, value: Any) -> OpenAIError:
-    message = f"Unsupported value: '{name}' can only be {only}, not {shown(value)}."
-    return bad_request(message, name, "unsupported_value")
-
-
-def _not_supported(name: str) -> OpenAIError:
-    why = f": {NOT_SUPPORTED[name]}" if name in NOT_SUPPORTED else ""
-    return bad_request(f"Unsupported parameter: '{name}' is not supported{why}.", name, "unsupported_parameter")
-
-
-def _contradiction(message: str, param: str) -> OpenAIError:
-    return bad_request(message, param, "invalid_parameter_combination")
-
-
 def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _invalid("stop", "be a non-empty string or a list of such", value, "invalid_value")
+        raise invalid("stop", "be a non-empty string or a list of such", value, "invalid_value")
     if len(texts) > MOST_STOPS:
         message = f"Invalid 'stop': up to {MOST_STOPS} strings are allowed, not {len(texts)}."
         raise bad_request(message, "stop", "array_above_max_length")
@@ -472,7 +370,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise _invalid("logit_bias", "be an object", value)
+        raise invalid("logit_bias", "be an object", value)
     if len(value) > MOST_BIASES:
         message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
         raise bad_request(message, "logit_bias", "object_above_max_properties")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from itertools import groupby
@@ -18,7 +18,7 @@ from pipeline.io.files import Location
 from pipeline.io.parts import StagedInput, row_name
 from pipeline.openai.answers import TokenText, token_text
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
-from pipeline.openai.requests import OpenAIError, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, not_finite, to_json
 from pipeline.output.columns import logprobs_of
 from pipeline.output.folder import OutputFolder
 
@@ -43,7 +43,7 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
     """
 
     @cache
-    def tokenizer() -> Any:  # only answers with log-probabilities need it
+    def tokenizer() -> Any:  # only answers with log-probabilities or tools need it
         from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import
 
         return load_tokenizer(model)
@@ -55,7 +55,7 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
     with ExitStack() as files:
         answers = files.enter_context(output.batch_output.open_whole())
         errors = None
-        for line in _lines(output, staged, text):
+        for line in _lines(output, staged, text, tokenizer):
             if line["response"] is not None and line["response"]["status_code"] == 200:
                 stream = answers
             else:
@@ -63,7 +63,9 @@ def write_batch(output: OutputFolder, staged: StagedInput, model: str) -> None:
             stream.write(to_json(line).encode() + b"\n")
 
 
-def _lines(output: OutputFolder, staged: StagedInput, text: TokenText) -> Iterator[dict[str, Any]]:
+def _lines(
+    output: OutputFolder, staged: StagedInput, text: TokenText, tokenizer: Callable[[], Any]
+) -> Iterator[dict[str, Any]]:
     created = staged.created
     for _, rows in groupby(_committed(output, staged), key=lambda row: row_name(row["request_id"])):
         choices = list(rows)
@@ -71,7 +73,11 @@ def _lines(output: OutputFolder, staged: StagedInput, text: TokenText) -> Iterat
         if failed:
             yield _error_line(failed[0], created)
         else:
-            yield answer_line(choices[0], [_generation(row) for row in choices], created, text)
+            request = parse_line(choices[0])
+            if request.tools is not None:
+                request = request.for_model(tokenizer())
+            generations = [_generation(row) for row in choices]
+            yield answer_line(request, choices[0]["custom_id"], generations, created, text)
 
 
 def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
@@ -130,7 +136,8 @@ def _error_line(row: Row, created: int) -> dict[str, Any]:
     if row["error_type"] not in _REFUSED:
         return failure_line(custom_id, place, created, _CODES[row["error_type"]], row["message"])
     try:
-        parse_line(line)
+        request = parse_line(line)
     except OpenAIError as error:
         return refusal_line(custom_id, created, error)
-    return refusal_line(custom_id, created, OpenAIError(400, row["message"]))
+    refusal = request.unusable_output(row["message"]) or OpenAIError(400, row["message"])
+    return refusal_line(custom_id, created, refusal)

@@ -24,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import InputError
 from pipeline.openai.answers import wants_speculation
-from pipeline.openai.requests import OpenAIError, ParsedRequest, clipped, parse_chat, parse_completion, parse_json
+from pipeline.openai.errors import OpenAIError, clipped, parse_json
+from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi

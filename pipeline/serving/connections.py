@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.openai.requests import OpenAIError, shown
+from pipeline.openai.errors import OpenAIError, shown
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.keys import Keys
 from pipeline.serving.work_limits import Turns

@@ -20,7 +20,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.openai.answers import error_event
-from pipeline.openai.requests import NOT_FINITE, OpenAIError, ParsedRequest
+from pipeline.openai.errors import NOT_FINITE, OpenAIError
+from pipeline.openai.requests import ParsedRequest
 from pipeline.progress.board import LearningReport
 
 _RETRY_LATER = {"Retry-After": "1"}

@@ -11,8 +11,11 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
 from drafter.requests import LONGEST_STOP
+from drafter.structured_outputs import MOST_CHOICES
 from pipeline.openai.answers import FIELD
-from pipeline.openai.requests import MOST_BIASES, MOST_MESSAGES, MOST_STOPS, Body, ChatBody, CompletionBody
+from pipeline.openai.messages import MOST_MESSAGES
+from pipeline.openai.requests import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
+from pipeline.openai.tools import MOST_TOOLS
 from pipeline.progress.board import LearningReport
 from pipeline.serving.config import LimitsConfig
 
@@ -104,6 +107,80 @@ _MESSAGE = {
     "required": ["role"],
     "additionalProperties": False,
 }
+_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_OPTIONAL_TEXT = {"type": ["string", "null"]}
+_STRICT = {"type": ["boolean", "null"]}
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": _NAME,
+        "description": _OPTIONAL_TEXT,
+        "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+        "strict": _STRICT,
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_TOOLS = {
+    "type": "array",
+    "maxItems": MOST_TOOLS,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+        "required": ["type", "function"],
+    },
+}
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": _NAME,
+        "description": _OPTIONAL_TEXT,
+        "schema": {"type": ["object", "null"], "description": "The JSON schema."},
+        "strict": _STRICT,
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_RESPONSE_FORMAT = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_schema"}, "json_schema": _SCHEMA},
+            "required": ["type", "json_schema"],
+            "additionalProperties": False,
+        },
+    ]
+}
+_STRUCTURED_OUTPUTS = {
+    "type": "object",
+    "properties": {
+        "json": {"type": ["object", "boolean", "string", "null"], "description": "A JSON schema, or its text."},
+        "json_object": {"type": ["boolean", "null"]},
+        "regex": _OPTIONAL_TEXT,
+        "choice": {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "maxItems": MOST_CHOICES},
+        "grammar": _OPTIONAL_TEXT | {"description": "In Lark's notation."},
+    },
+    "additionalProperties": False,
+}
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MOST_MESSAGES}
 _METADATA = {"type": "object", "additionalProperties": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -122,13 +199,13 @@ _LOGIT_BIAS = {
 
 def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
     """Return the description of `/v1/chat/completions`."""
-    tools = {"type": "array", "items": _TOOL}
     body = _body(
         ChatBody,
         models,
         limits,
         messages=_MESSAGES,
-        tools=tools,
+        tools=_TOOLS,
+        tool_choice=_TOOL_CHOICE,
         documents=_OBJECTS,
         chat_template_kwargs={"type": "object"},
     )
@@ -173,6 +250,8 @@ def _body(
         "n": {"type": "integer", "minimum": 1, "maximum": limits.choices},
         "stop": _STOP,
         "logit_bias": _LOGIT_BIAS,
+        "response_format": _RESPONSE_FORMAT,
+        "structured_outputs": _STRUCTURED_OUTPUTS,
         "metadata": _METADATA,
         "stream_options": definitions["StreamOptions"],
         FIELD: {"type": "boolean", "description": "Say what became of the draft."},
@@ -180,10 +259,15 @@ def _body(
     required = schema["required"]
     schema["properties"] = {
         # A property that is null is not set.
-        name: value if name in required or "null" in str(value) else {"anyOf": [value, {"type": "null"}]}
+        name: value if name in required or _may_be_null(value) else {"anyOf": [value, {"type": "null"}]}
         for name, value in given.items()
     }
     return schema | {"allOf": [_needs("stream_options", "object", "stream")]}
+
+
+def _may_be_null(value: dict[str, Any]) -> bool:
+    kinds = [value, *value.get("anyOf", ())]
+    return any("null" in kind.get("type", ()) for kind in kinds)
 
 
 def _needs(name: str, kind: str, other: str) -> dict[str, Any]:

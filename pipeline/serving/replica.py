@@ -49,7 +49,8 @@ from pipeline.openai.answers import (
     response,
     token_text,
 )
-from pipeline.openai.requests import OpenAIError, Prompt, not_finite, to_json
+from pipeline.openai.errors import OpenAIError, not_finite, to_json
+from pipeline.openai.requests import ParsedRequest, Prompt
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.handles import Call, Failure, Reply, Snapshot, interrupted, keep_to_this_machine, overloaded
@@ -157,7 +158,7 @@ class Answers:
 
     def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
-        self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
+        self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
@@ -184,7 +185,12 @@ class Answers:
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
             self._lm.engine.scheduler.waiting.refuse_full(call.client)  # before any work is done for it
-            for each in await self._encoded(call):
+            request = request.for_model(self._lm.tokenizer)
+            call = replace(call, request=request)
+            requests = await self._encoded(call)
+            if not self._lm.engine.ready(requests[0]):  # of all of them the output must be the same
+                await self._compiling.run(call.client, partial(self._lm.engine.prepare, requests[0]))
+            for each in requests:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 chunks = Chunks(request, name, created, self._token_text, speculation=call.speculation)
@@ -197,7 +203,7 @@ class Answers:
                     yield part
         except Exception as error:
             # Once a chunk is out so is the status: then the stream itself must say that it failed.
-            refusal = self._client_error(error)
+            refusal = self._client_error(error, request)
             yield error_event(refusal) if sent else Failure.of(refusal)
         finally:
             # However this ended, none of its requests keeps a slot: the client may have left.
@@ -293,7 +299,7 @@ class Answers:
         self._metrics.finished(generation)
         return generation
 
-    def _client_error(self, error: Exception) -> OpenAIError:
+    def _client_error(self, error: Exception, request: ParsedRequest) -> OpenAIError:
         """The error as clients see it: with details only of their own mistakes."""
         self._metrics.failed(type(error).__name__)
         match error:
@@ -307,7 +313,8 @@ class Answers:
             case PromptTooLongError():
                 return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
             case RequestError():
-                return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
+                unusable = request.unusable_output(str(error))
+                return unusable or OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
             case QueueFullError():
                 return overloaded()
             case EngineError():

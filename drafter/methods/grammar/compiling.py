@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from drafter.errors import RequestError
+from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.schemas import Place, checked_schema, places, pointer, refusal
 from drafter.structured_outputs import StructuredOutputs
 
@@ -40,8 +43,11 @@ _LARK_SKIPPED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\
 _LARK_REFUSED = re.compile(r"%llguidance|%json|\b(?:max_tokens|temperature|stop)(?=\s*=)|@\w+")
 
 
-def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return the state at the beginning of an output; raise `RequestError` for what cannot be compiled."""
+def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[str, int]) -> LLMatcher:
+    """Return the state at the beginning of an output; raise `RequestError` for what cannot be compiled.
+
+    `added` are the tokens that no text of a grammar matches, by their text.
+    """
     schema: Any = None
     match asked.kind:
         case "json":
@@ -53,10 +59,15 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
             grammar = LLMatcher.grammar_from_regex(asked.regex or "")
         case "choice":
             grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in asked.choice))
+        case "calls":
+            assert asked.calls is not None
+            grammar = LLMatcher.grammar_from_lark(calls_grammar(asked.calls, added, _embedded))
         case _:
             grammar = LLMatcher.grammar_from_lark(_checked_grammar(asked.grammar or ""))
     matcher, place = _on_deep_stack(grammar, tokenizer, schema)
     if matcher.is_error():
+        if asked.calls is not None:  # the schema that is to blame has an error of its own, with its place
+            calls_grammar(asked.calls, added, partial(_alone, tokenizer=tokenizer))
         reason = _reason(matcher.get_error())
         raise (
             RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
@@ -101,6 +112,15 @@ def _refused_place(schema: Any, reason: str) -> Place:
 
 def _by_schema(schema: Any) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_STYLE)
+
+
+def _embedded(schema: str) -> str:
+    return json.dumps(checked_schema(json.loads(schema)) | {"x-guidance": _STYLE})
+
+
+def _alone(schema: str, tokenizer: LLTokenizer) -> str:
+    compiled(StructuredOutputs(json=schema), tokenizer, {})
+    return schema
 
 
 def _checked_grammar(grammar: str) -> str:

@@ -35,6 +35,8 @@ class Grammars(Guides):
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
         self._kept: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
+        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token not in eos}
+        self._added = {text: token for text, token in added.items() if self._tokenizer.is_special_token(token)}
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
@@ -57,6 +59,10 @@ class Grammars(Guides):
         with self._lock:
             self._kept.pop(asked, None)
 
+    def ready(self, asked: StructuredOutputs) -> bool:
+        found = self._kept.get(asked)
+        return found is not None and found.done()
+
     def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
         """Compile what is new: once, however many threads ask, while those that ask for something else go on."""
         with self._lock:
@@ -67,7 +73,7 @@ class Grammars(Guides):
                 self._kept.popitem(last=False)
         if not known:
             try:
-                matcher.set_result(compiled(asked, self._tokenizer))
+                matcher.set_result(compiled(asked, self._tokenizer, self._added))
             except BaseException as error:
                 self._forget(asked)
                 matcher.set_exception(error)

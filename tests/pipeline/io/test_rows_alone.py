@@ -21,7 +21,8 @@ from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_sampling
 from pipeline.io.reading import without_nulls
 from pipeline.openai.batch import parse_line
-from pipeline.openai.requests import OpenAIError, parse_chat, parse_completion, parse_json
+from pipeline.openai.errors import OpenAIError, parse_json
+from pipeline.openai.requests import parse_chat, parse_completion
 from tests.support.staging import staged_table
 
 FEW, MANY = settings(max_examples=15), settings(max_examples=400)

@@ -19,10 +19,11 @@ from pipeline.errors import InputError
 from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
 from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
-from pipeline.openai.requests import OpenAIError, to_json
+from pipeline.openai.errors import OpenAIError, to_json
 from pipeline.output.batch_results import _error_line
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
+from tests.support.calling import with_tools
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "how many apples"}]
@@ -44,6 +45,18 @@ def lm(model: Path) -> Any:
         yield lm
 
 
+RECORD = {
+    "type": "object",
+    "properties": {"fruit": {"enum": ["apple", "pear"]}, "ripe": {"type": "boolean"}},
+    "required": ["fruit", "ripe"],
+    "additionalProperties": False,
+}
+
+
+def by_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "fruit", "schema": schema, "strict": True}}
+
+
 BATCH_LINES: list[Any] = [
     line("greedy", temperature=0, max_tokens=6),
     line("sampled", n=3, seed=5, max_completion_tokens=5, logprobs=True, top_logprobs=2),
@@ -59,6 +72,8 @@ BATCH_LINES: list[Any] = [
     line(""),
     {"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}},
     {"custom_id": "bodyless", "method": "POST", "url": CHAT},
+    line("record", temperature=0, max_tokens=60, response_format=by_schema(RECORD)),
+    line("unclear", response_format=by_schema({"type": "object", "unevaluatedProperties": False})),
     line("parts", temperature=0, messages=[{"role": "user", "content": [{"type": "text", "text": "how many apples"}]}]),
 ]
 
@@ -70,7 +85,15 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     output, errors = (read_lines(done.folder / name) for name in ("batch_output.jsonl", "batch_errors.jsonl"))
 
     # Every line is answered or explained, in the order of the input.
-    assert [one["custom_id"] for one in output] == ["greedy", "sampled", "unseeded", "texts", "tokens", "parts"]
+    assert [one["custom_id"] for one in output] == [
+        "greedy",
+        "sampled",
+        "unseeded",
+        "texts",
+        "tokens",
+        "record",
+        "parts",
+    ]
     assert [one["custom_id"] for one in errors] == [
         "tools",
         "long",
@@ -81,6 +104,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
         None,
         "url",
         "bodyless",
+        "unclear",
     ]
     assert len({one["id"] for one in output + errors}) == len(BATCH_LINES)
     answers = {one["custom_id"]: one["response"]["body"] for one in output}
@@ -135,6 +159,9 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     assert rows["tokens#0"]["prompt_token_ids"] == [7, 8, 9]
     assert answers["parts"]["choices"][0]["message"]["content"] == lm.generate([HELLO], max_new_tokens=12)[0].text
 
+    record = json.loads(answers["record"]["choices"][0]["message"]["content"])
+    assert record in [{"fruit": fruit, "ripe": ripe} for fruit in ("apple", "pear") for ripe in (True, False)]
+
     # Errors in OpenAI's shape, by name.
     failed = {one["custom_id"]: one for one in errors}
     refused = failed["tools"]["response"]
@@ -143,6 +170,9 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     assert "it reads no tools, which would have no effect" in refused["body"]["error"]["message"]
     assert "tokens" in failed["long"]["response"]["body"]["error"]["message"]
     assert "tokens" in failed["partly"]["response"]["body"]["error"]["message"]
+    unclear = failed["unclear"]["response"]
+    assert (unclear["status_code"], unclear["body"]["error"]["param"]) == (400, "response_format")
+    assert "unevaluatedProperties" in unclear["body"]["error"]["message"]
     assert failed["url"]["response"]["body"]["error"]["param"] == "url"
     assert failed["bodyless"]["response"]["body"]["error"]["param"] == "body"
     nameless = [one["error"] for one in errors if one["custom_id"] is None]
@@ -195,6 +225,34 @@ def test_how_a_batch_is_known(tmp_path: Path) -> None:
         source([{"custom_id": "a", "prompts": "x"}])
 
 
+def test_a_batch_with_tools(run: Run, model: Path, tmp_path: Path) -> None:
+    function = {"name": "pick", "parameters": RECORD, "strict": True}
+    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 80}
+    lines = [
+        line("required", **tools, tool_choice="required", parallel_tool_calls=False, n=2),
+        line("free", **tools, tool_choice="none"),
+        line("other", **tools, tool_choice={"type": "function", "function": {"name": "drop"}}),
+    ]
+    base = with_tools(model, tmp_path / "calling", tokens=True)
+    done = run(write_jsonl(tmp_path / "batch.jsonl", lines), base=base)
+    assert done.code == 0, done.stderr
+    required, free = read_lines(done.folder / "batch_output.jsonl")
+    chat = ChatCompletion.model_validate(required["response"]["body"], strict=True)
+    assert [choice.finish_reason for choice in chat.choices] == ["tool_calls", "tool_calls"]
+    for choice in chat.choices:
+        assert choice.message.content is None
+        [call] = choice.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "pick"
+        assert set(json.loads(call.function.arguments)) == {"fruit", "ripe"}
+    assert "tool_calls" not in free["response"]["body"]["choices"][0]["message"]
+    [refused] = read_lines(done.folder / "batch_errors.jsonl")
+    assert refused["response"]["body"]["error"]["param"] == "tool_choice"
+    before = (done.folder / "batch_output.jsonl").read_bytes()
+    run(tmp_path / "batch.jsonl", base=base)
+    assert (done.folder / "batch_output.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -223,7 +281,7 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
     asked = {"custom_id": "a", "method": "POST", "url": url, "body": json.dumps(bodies[url])}
     for number, status in ((-0.5, 200), (-math.inf, 200), (math.nan, 500)):
         made = Generation("a#0", [1], "x", "stop", 3, DecodeCounts(), [TokenLogprob(1, number, ())])
-        answer = answer_line(asked, [made], 7, str)
+        answer = answer_line(parse_line(asked), "a", [made], 7, str)
         assert answer["response"]["status_code"] == status
         assert set(answer) == {"id", "custom_id", "response", "error"}
         to_json(answer)
@@ -234,9 +292,10 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
 def test_an_answer_that_was_made_leniently_says_so() -> None:
     asked = {"custom_id": "a", "method": "POST", "url": CHAT, "body": json.dumps({"model": "m", "messages": HELLO})}
     made = [Generation(f"a#{n}", [1, 2], "x", "stop", 3, DecodeCounts()) for n in range(2)]
-    assert "lossless" not in answer_line(asked, made, 7, str)["response"]["body"]
+    request = parse_line(asked)
+    assert "lossless" not in answer_line(request, "a", made, 7, str)["response"]["body"]
     made[1] = replace(made[1], verifier="fly", lossless=False, lenient=[1])
-    body = answer_line(asked, made, 7, str)["response"]["body"]
+    body = answer_line(request, "a", made, 7, str)["response"]["body"]
     assert (body["lossless"], body["verifier"], body["lenient_tokens"]) == (False, "fly", 1)
 
 

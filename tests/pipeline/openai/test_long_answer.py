@@ -14,7 +14,8 @@ from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.text.conversation import Conversation
 from pipeline.openai.answers import logprobs_format, long_answer, response
-from pipeline.openai.requests import OpenAIError, ParsedRequest, Prompt
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.requests import ParsedRequest, Prompt
 
 
 def generation(tokens: int, logprob: float = -0.25) -> Generation:

@@ -23,7 +23,8 @@ from pipeline.openai.answers import (
     response,
     token_text,
 )
-from pipeline.openai.requests import OpenAIError, ParsedRequest, to_json
+from pipeline.openai.errors import OpenAIError, to_json
+from pipeline.openai.requests import ParsedRequest
 
 
 def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int) -> Generation:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.openai.requests import OpenAIError, parse_json
+from pipeline.openai.errors import OpenAIError, parse_json
 
 
 def test_json_is_read() -> None:

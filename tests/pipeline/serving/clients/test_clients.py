@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from drafter import SpeculativeLM
+from drafter import EngineConfig, SpeculativeLM
 from drafter.native.build import cache_folder
+from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
+from tests.support.calling import with_tools
+from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
 
 HERE = Path(__file__).parent
@@ -26,6 +30,8 @@ PACKAGES = {
     "distilabel": ["distilabel[openai]==1.5.3", "requests"],
     "lmeval": ["lm-eval[api]==0.4.13", "transformers"],
 }
+RECORDS = [{"number": number, "exact": exact} for number in ("one", "two", "many") for exact in (True, False)]
+"""What clients may get for a `Count`."""
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
 
 pytestmark = pytest.mark.slow
@@ -45,11 +51,22 @@ def environment(name: str) -> Path:
     return python
 
 
+@pytest.fixture(scope="module")
+def calling(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a model that calls tools."""
+    folder = with_tools(model, tmp_path_factory.mktemp("calling"), tokens=True)
+    with (
+        SpeculativeLM.from_pretrained(folder, "ngram", config=EngineConfig(max_num_seqs=4, num_draft_tokens=8)) as lm,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
+    ):
+        yield address
+
+
 @pytest.fixture
-def run(local: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+def run(local: str, calling: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Run a client's script; return the JSON that it prints."""
     name = request.param
-    command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT, str(model)]
+    command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT, str(model), calling]
     settings = QUIET | {"HOME": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
@@ -78,14 +95,18 @@ def test_litellm(run: dict[str, Any], chat: str, text: str) -> None:
 @pytest.mark.parametrize("run", ["langchain"], indirect=True)
 def test_langchain(run: dict[str, Any], chat: str, text: str) -> None:
     assert (run["chat"], run["text"]) == ([chat] * 4, text)
-    assert "Unsupported value: 'response_format'" in run["error"]
+    assert run["record"] in RECORDS
+    assert run["called"] == run["streamed"]
+    assert run["called"][0]["name"] == "Count"
+    assert run["called"][0]["args"] in RECORDS
 
 
 @pytest.mark.parametrize("run", ["instructor"], indirect=True)
 def test_instructor(run: dict[str, Any], chat: str) -> None:
     assert run["chat"] == [chat]
-    assert "'tool_choice'" in run["error"]
-    assert "'response_format'" in run["schema"]
+    assert len(run["records"]) == 3
+    assert all(record in RECORDS for record in run["records"])
+    assert "it reads no tools" in run["error"]
 
 
 @pytest.mark.parametrize("run", ["distilabel"], indirect=True)

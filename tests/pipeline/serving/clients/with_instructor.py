@@ -1,41 +1,46 @@
-"""instructor: structured output is refused by name; the client that it wraps answers."""
+"""instructor: records in three of its ways; the client that it wraps answers; tools that the template does not read."""
 
 import json
 import sys
+from typing import Literal
 
 import instructor
 import openai
 from pydantic import BaseModel
 
-address, model, prompt = sys.argv[1:4]
-messages = [{"role": "user", "content": prompt}]
-client = openai.OpenAI(base_url=f"{address}/v1", api_key="any")
+address, model, prompt, _, calling = sys.argv[1:6]
+asked = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 200}
 
 
 class Count(BaseModel):
     """A number of things."""
 
-    number: int
+    number: Literal["one", "two", "many"]
+    exact: bool
 
 
-def refusal(mode: instructor.Mode) -> str:
-    """Ask for structured output in one of instructor's ways; return the refusal."""
-    asked = instructor.from_openai(client, mode=mode)
+def record(where: str, mode: instructor.Mode) -> Count:
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{where}/v1", api_key="any"), mode=mode)
+    return client.chat.completions.create(**asked, response_model=Count, max_retries=0)
+
+
+def refusal(where: str, mode: instructor.Mode) -> str:
     try:
-        asked.chat.completions.create(model=model, messages=messages, response_model=Count, max_retries=0)
+        record(where, mode)
     except Exception as error:
         return str(error)
     return ""
 
 
-free = instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
-whole = free.chat.completions.create(model=model, messages=messages, response_model=None, temperature=0, max_tokens=20)
+free = instructor.from_openai(openai.OpenAI(base_url=f"{address}/v1", api_key="any"), mode=instructor.Mode.MD_JSON)
+whole = free.chat.completions.create(**asked | {"max_tokens": 20}, response_model=None, temperature=0)
+modes = (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT)
 print(
     json.dumps(
         {
             "chat": [whole.choices[0].message.content],
-            "error": refusal(instructor.Mode.TOOLS),
-            "schema": refusal(instructor.Mode.JSON_SCHEMA),
+            "records": [record(calling, mode).model_dump() for mode in modes],
+            "error": refusal(address, instructor.Mode.TOOLS),
         }
     )
 )

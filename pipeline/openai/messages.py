@@ -1,0 +1,98 @@
+"""Messages of a chat, in the form that chat templates read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.openai.errors import (
+    OpenAIError,
+    bad_request,
+    can_only_be,
+    clipped,
+    invalid,
+    missing,
+    not_supported,
+    parse_json,
+)
+
+MOST_MESSAGES = 2048
+"""Messages of a chat. Each becomes several tokens, even if it is empty."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
+
+
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of a body, with known roles, and with arguments of tools as objects.
+
+    Raises:
+        OpenAIError: A message is not of OpenAI's form, or says something else than text.
+    """
+    if not isinstance(messages, list):
+        raise invalid("messages", "be a list of messages", messages)
+    if not 1 <= len(messages) <= MOST_MESSAGES:
+        must = f"have at least 1 and at most {MOST_MESSAGES} messages"
+        raise invalid("messages", must, len(messages), "invalid_value")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def is_function(tool: Any) -> bool:
+    """Return whether a tool, or a call of one, is of type `function`."""
+    return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise invalid(path, "be an object", message)
+    given = {name: value for name, value in message.items() if value is not None and value != []}
+    role = given.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise invalid(f"{path}.role", f"be one of {', '.join(_ROLES)}", role, "invalid_value")
+    own = {"assistant": "tool_calls", "tool": "tool_call_id"}.get(role)
+    for name, value in given.items():
+        if name not in ("role", "content", "name", own):
+            raise not_supported(f"{path}.{clipped(name)}")
+        if name in ("name", "tool_call_id") and not isinstance(value, str):
+            raise bad_request(f"Invalid '{path}.{name}': it must be text.", f"{path}.{name}", "invalid_type")
+    given["role"] = _ROLES[role]
+    if "tool_calls" not in given or "content" in given:
+        given["content"] = _content(given.get("content"), f"{path}.content")
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given["tool_calls"], f"{path}.tool_calls")
+    return {name: value for name, value in given.items() if value != "" or name == "content"}
+
+
+def _content(content: Any, path: str) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise missing(path)
+    if not isinstance(content, list):
+        raise invalid(path, "be text or a list of parts", content)
+    return [{"type": "text", "text": _part(part, f"{path}[{place}]")} for place, part in enumerate(content)]
+
+
+def _part(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise can_only_be(path, 'a part of type "text"', kind)
+    if not isinstance(part.get("text"), str):
+        raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
+    return str(part["text"])
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(map(is_function, calls)):
+        raise invalid(path, 'be a list of calls of type "function"', calls)
+    return [call | {"function": _called(call["function"], f"{path}[{n}].function")} for n, call in enumerate(calls)]
+
+
+def _called(function: dict[str, Any], path: str) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # OpenAI's are JSON text, and those of templates objects
+        try:
+            arguments = parse_json(arguments.encode()) if arguments.strip() else {}
+        except OpenAIError:
+            arguments = None
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise invalid(path, "have a name, and arguments that are an object as JSON text", function)
+    return {**function, "arguments": arguments}
