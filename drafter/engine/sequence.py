@@ -268,6 +268,7 @@ class Sequence:
             lossless=self.verifier.lossless,
             lenient=self.lenient,
             forced=self.forced,
+            valid=None if self.guide is None else self.guide.ended,
             drafter_versions=self.versions,
         )
 
