@@ -15,6 +15,8 @@ _STAGES = "the engine does it: give messages, prompt or prompt_token_ids"
 
 OURS = {
     # of a request
+    **dict.fromkeys(("guided_choice", "guided_decoding", "guided_grammar"), "structured_outputs"),
+    **dict.fromkeys(("guided_json", "guided_regex"), "structured_outputs"),
     "best_of": "n",
     "bad_words_ids": "bad_words",
     "do_sample": "temperature",
@@ -62,10 +64,7 @@ ELSEWHERE = {
 """Names that are ours, too, but not settings of a request: where they belong."""
 
 NOT_SUPPORTED = {
-    **dict.fromkeys(
-        ("guided_choice", "guided_decoding", "guided_grammar", "guided_json", "guided_regex"), _CONSTRAINED
-    ),
-    **dict.fromkeys(("json_schema", "response_format", "structured_outputs"), _CONSTRAINED),
+    **dict.fromkeys(("json_schema", "response_format"), _CONSTRAINED),
     **dict.fromkeys(("function_call", "functions", "parallel_tool_calls", "tool_choice"), _TOOLS),
     **dict.fromkeys(("early_stopping", "length_penalty", "num_beams", "use_beam_search"), _BEAMS),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "mirostat", "top_h", "typical_p"), _FILTERS),

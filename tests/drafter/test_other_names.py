@@ -35,7 +35,7 @@ def test_our_names_exist_and_theirs_do_not() -> None:
     [
         ("n", "unknown setting n: it is an argument of generate and chat"),
         ("prompt_logprobs", "unknown setting prompt_logprobs: it is a field of Request"),
-        ("structured_outputs", "unknown setting structured_outputs: not supported: output is not constrained"),
+        ("guided_json", "unknown setting guided_json: use structured_outputs"),
         ("max_tokens", "unknown setting max_tokens: use max_new_tokens"),
         ("temprature", "unknown setting temprature: use temperature"),
         ("colour", "unknown setting colour; there are max_new_tokens, temperature"),
