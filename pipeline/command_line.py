@@ -103,7 +103,9 @@ class JobParser(ArgumentParser):
 
     def settings(self) -> dict[str, Action]:
         """Return all options by name, except help options and whole groups."""
-        actions = {action.dest: action for action in self._actions if not isinstance(action, _HelpAction)}
+        # A group that may be left out has a help option of its own.
+        helps = {action.dest for action in self._actions if isinstance(action, _HelpAction)}
+        actions = {action.dest: action for action in self._actions if action.dest.rpartition(".")[2] not in helps}
         groups = {name.rpartition(".")[0] for name in actions}
         return {name: action for name, action in actions.items() if name not in groups}
 
@@ -211,15 +213,29 @@ def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -
         raise InputError(_readable(str(error), parser)) from error
 
 
-def parse(config_class: type[Config], parser: JobParser, arguments: Sequence[str] | None = None) -> Config:
+def parse(
+    config_class: type[Config],
+    parser: JobParser,
+    arguments: Sequence[str] | None = None,
+    prepare: Callable[[Namespace], None] = lambda settings: None,
+) -> Config:
     """Read a configuration from a command line (`sys.argv` by default).
+
+    Args:
+        prepare: Changes settings before they are checked: it reads files that stand for them, for one.
 
     Raises:
         InputError: A setting is unknown, a value is of the wrong type or out of range, or a file cannot be read.
         SystemExit: After `--help` or `--print_config`.
     """
     given = _spelled_out(config_class, parser, sys.argv[1:] if arguments is None else arguments)
-    return _checked(config_class, parser, lambda: parser.parse_args(given))
+
+    def read() -> Namespace:
+        settings = parser.parse_args(given)
+        prepare(settings)
+        return settings
+
+    return _checked(config_class, parser, read)
 
 
 def parse_object(config_class: type[Config], parser: JobParser, settings: Mapping[str, Any]) -> Config:
@@ -269,6 +285,8 @@ def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]
     values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
     for name, inner in get_type_hints(kind).items():
         if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
+            if isinstance(values[name], Namespace):  # a group that may be left out, which its owner makes of a mapping
+                values[name] = vars(values[name])
             continue
         if not isinstance(values[name], Namespace):
             raise InputError(f"{prefix}{name} must be a group of settings, not {values[name]!r}")
@@ -313,14 +331,25 @@ def _unknown_option(message: str, parser: JobParser) -> str | None:
     return None
 
 
+def _of_group(message: str) -> str:
+    # What is wrong inside of a group that may be left out, which jsonargparse tells beside the other choice: null.
+    found = re.search(r'Parser key "([^"]+)":.* Problem with given class_path \S+: (.*?) - Expected a ', message)
+    if not found:
+        return message
+    group, inner = found.groups()
+    return re.sub(r"^(Parser key \"|Option ')", rf"\1{group}.", inner)
+
+
 def _readable(message: str, parser: JobParser) -> str:
-    message = one_line(message)
+    message = _of_group(one_line(message))
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
     key = re.search(r'Parser key "([^"]+)":', message)
     if key and "Unable to load config" in message:
         return f"{key[1]} must be a group of settings, such as {{name: …}}"
     given = re.search(r"(?:Given value|Got value): (.*)$", message)
+    if key and given and "Expected a dot import path" in message:
+        return f"{key[1]} must be a group of settings or null, not {given[1]}"
     expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal(\[[^\]]*\]))", message)
     if key and given and expected:
         names = {
