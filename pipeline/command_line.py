@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import shlex
@@ -10,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter, _HelpAction
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -27,6 +29,7 @@ Config = TypeVar("Config")
 _SETTINGS = """\
 Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
 _MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
+_LONGEST_MESSAGE = 10_000  # of jsonargparse
 _ALIKE = 0.7  # similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one
 
 
@@ -229,6 +232,7 @@ def parse(
         SystemExit: After `--help` or `--print_config`.
     """
     given = _spelled_out(config_class, parser, sys.argv[1:] if arguments is None else arguments)
+    given = _joined(config_class, given)
 
     def read() -> Namespace:
         settings = parser.parse_args(given)
@@ -269,6 +273,43 @@ def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]
         if found[-1] in switches and (not given or given.startswith("--")):
             found.append("true")
     return found
+
+
+def _joined(config_class: type, arguments: Sequence[str]) -> list[str]:
+    # The settings of a group that may be left out become one object: by themselves jsonargparse takes the text `[a-z]`
+    # for a list.
+    fields = {
+        f"--{name}.{group}.{field.name}": (f"--{name}.{group}", field.name, get_type_hints(of_group)[field.name])
+        for name, kind in get_type_hints(config_class).items()
+        if dataclasses.is_dataclass(kind)
+        for group, hint in get_type_hints(kind).items()
+        for of_group in get_args(hint)
+        if dataclasses.is_dataclass(of_group)
+        for field in dataclasses.fields(of_group)
+    }
+    found: list[str] = []
+    groups: dict[str, dict[str, Any]] = {}
+    rest = deque(arguments)
+    while rest:
+        option, equals, value = (argument := rest.popleft()).partition("=")
+        if option not in fields:
+            found.append(argument)
+            continue
+        group, name, kind = fields[option]
+        if not equals:
+            value = (
+                "true" if kind is bool and (not rest or rest[0].startswith("--")) else rest.popleft() if rest else ""
+            )
+        is_text = kind is Any or str in (kind, *get_args(kind))
+        groups.setdefault(group, {})[name] = value if is_text else _json_or_text(value)
+    return [*found, *(f"{group}={json.dumps(values, ensure_ascii=False)}" for group, values in groups.items())]
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def _checked(config_class: type[Config], parser: JobParser, read: Callable[[], Namespace]) -> Config:
@@ -341,14 +382,14 @@ def _of_group(message: str) -> str:
 
 
 def _readable(message: str, parser: JobParser) -> str:
-    message = _of_group(one_line(message))
+    message = _of_group(one_line(message, _LONGEST_MESSAGE))
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
     key = re.search(r'Parser key "([^"]+)":', message)
     if key and "Unable to load config" in message:
         return f"{key[1]} must be a group of settings, such as {{name: …}}"
     given = re.search(r"(?:Given value|Got value): (.*)$", message)
-    if key and given and "Expected a dot import path" in message:
+    if key and given and ("Expected a dot import path" in message or "accepted by the base class" in message):
         return f"{key[1]} must be a group of settings or null, not {given[1]}"
     expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal(\[[^\]]*\]))", message)
     if key and given and expected:
