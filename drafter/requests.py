@@ -364,6 +364,9 @@ class TokenDelta:
     text: str  # without characters with missing bytes, and possible beginnings of a stop string: they are held back
     accepted: int  # number of draft tokens among `token_ids`
     logprobs: list[TokenLogprob] | None = None
+    forced: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (start, end) of parts of `text`, as `Generation.forced`
 
 
 def read_generation_file(folder: Path, name: str) -> dict[str, Any]:

@@ -292,7 +292,9 @@ class Chunks:
         logprobs = self._logprobs_of(delta.logprobs, self._token_text, self._offsets[index])
         if logprobs is not None and not self._request.is_chat:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
-        statistics = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
+        statistics: dict[str, Any] = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
+        if delta.forced:
+            statistics["forced"] = delta.forced
         extension = {FIELD: statistics} if self._speculation else {}
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
         return self._begin(index) + self._chunk([choice], **extension)
