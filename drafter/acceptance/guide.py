@@ -37,7 +37,7 @@ class Guide(ABC):
 
     @abstractmethod
     def fill(self, mask: Tensor) -> None:
-        """Set the bits of the tokens that may follow in `mask` `[ceil(V / 32)]` int32, on the host, to 1; others to 0."""
+        """Set the bits of `mask` `[ceil(V / 32)]` int32, on the host: 1 for tokens that may follow, 0 for others."""
 
     @property
     @abstractmethod

@@ -45,6 +45,7 @@ class Engine:
         budget: By default as `config.num_draft_tokens` says.
         tap: Receives rows that have ended, with the hidden states that the drafter reads.
         drafter_name: Key of step times in the cache folder; None measures them again.
+        guides: Make guides for `structured_outputs`. By default those of a method, at the first such request.
 
     Attributes:
         last_step: When it last made progress, in monotonic seconds: it hangs if it is not idle and this is long ago.
@@ -66,6 +67,7 @@ class Engine:
         budget: Budget | None = None,
         tap: RowTap | None = None,
         drafter_name: str | None = None,
+        guides: Guides | None = None,
     ) -> None:
         config, verifier = config or EngineConfig(), verifier or ExactVerifier()
         _refuse_mismatch(drafter, verifier)
@@ -74,7 +76,7 @@ class Engine:
         self.config, self.verifier, self._tap = config, verifier, tap
         self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
-        self._guides: Guides | None = None
+        self._guides = guides
         self._guides_lock = Lock()
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_model_len is not None and config.max_model_len > limit:
@@ -115,8 +117,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: The prompt is empty, too long, or not of token ids in the vocabulary, or its structured outputs
-                cannot be followed. To find that out takes up to some seconds.
+            RequestError: The prompt is empty, too long, or not of token ids in the vocabulary, or there is no guide for
+                its `structured_outputs`, of which the first one takes a second.
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """

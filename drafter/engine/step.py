@@ -166,7 +166,8 @@ class Outcome:
             for place, row in enumerate(rows):
                 own = self.on_path[row, forced[row] :][: ask.nodes]
                 accepted[place, : len(own)] = own
-            trees = ScoredTrees(ask.member, (np.array(self.drafted) - forced)[rows].clip(0), accepted)
+            drafted = np.array([self.drafted[row] - forced[row] for row in rows])
+            trees = ScoredTrees(ask.member, drafted, accepted)
         seconds = None
         if clock.rest is not None and not any(forced):
             seconds = StepSeconds(clock.reading, clock.drafting, clock.rest)

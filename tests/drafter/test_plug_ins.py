@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from threading import Thread
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
+from drafter.acceptance.guide import Guides
 from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, PlainDecoding
 from drafter.drafters.late import LateDrafter
@@ -26,11 +26,13 @@ from drafter.engine.handle import Handle
 from drafter.errors import LoadError, RequestError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
+from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.caches import tree_nodes
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
+from tests.support.guides import RuleGuides
+from tests.support.models import EOS, VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 
 LAYERS = 3
 
@@ -49,10 +51,15 @@ def requests_of(count: int) -> list[Request]:
 
 
 def decode(
-    base: BaseModel, drafter: Drafter, requests: list[Request], verifier: Verifier | None = None, slots: int = 3
+    base: BaseModel,
+    drafter: Drafter,
+    requests: list[Request],
+    verifier: Verifier | None = None,
+    slots: int = 3,
+    guides: Guides | None = None,
 ) -> list[Generation]:
     config = EngineConfig(max_num_seqs=slots, num_draft_tokens=4, max_model_len=96)
-    engine = Engine(base, drafter, SpellingTokenizer(), config, verifier=verifier)
+    engine = Engine(base, drafter, SpellingTokenizer(), config, verifier=verifier, guides=guides)
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
@@ -405,28 +412,32 @@ class Uncertain(Verifier):
         return lenient_walk(verified.tree, views.choices, possible, views.log_probs, verified.depth)
 
 
-class EvenOdd(Verifier):
-    """A grammar: after an even token comes an odd one, and the other way round. It forbids tokens at each node."""
-
-    name = "guided"
-
-    def __init__(self, inner: Verifier) -> None:
-        self.inner, self.lossless = inner, inner.lossless  # type: ignore[misc]
-
-    def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        vocabulary = torch.arange(verified.logits.shape[-1])
-        allowed = vocabulary % 2 != (verified.tree.tokens % 2)[..., None]
-        return self.inner.accept(replace(verified, allowed=allowed), sampling)
+def rising_and_falling(output: tuple[int, ...]) -> range | list[int]:
+    """A grammar with a memory of the whole output: it begins below 10, an even number of tokens is followed by a larger
+    token and an odd one by a smaller one, and after a 3 comes 20. The end is allowed after a 20.
+    """
+    if not output:
+        return range(3, 10)
+    if output[-1] == 3:
+        return [20]
+    some = range(output[-1] + 1, VOCABULARY) if len(output) % 2 else range(3, max(output[-1], 4))
+    return [EOS, *some] if output[-1] == 20 else some
 
 
-@pytest.mark.parametrize("requests", [requests_of(8), requests_of(8)[::2]], ids=["some drawn", "all greedy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("drafter", [AdversarialDrafter(3, nodes=4), WrongDrafter()])
 @pytest.mark.parametrize("verifier", [ExactVerifier(), Uncertain()])
-def test_a_grammar_forbids_nodes(drafter: Drafter, verifier: Verifier, requests: list[Request]) -> None:
-    base, guided = base_of("llama"), EvenOdd(verifier)
-    found = decode(base, drafter, requests, guided)
+def test_a_grammar_says_what_may_follow(drafter: Drafter, verifier: Verifier, temperature: float) -> None:
+    base, asked = base_of("llama"), StructuredOutputs(regex="what the rule says")
+    requests = [
+        Request(prompt, SamplingParams(18, temperature, seed=row, structured_outputs=asked if row % 3 else None))
+        for row, prompt in enumerate(random_prompts(9, seed=5))
+    ]
+    guides = RuleGuides(rising_and_falling, VOCABULARY, EOS)
+    found = decode(base, drafter, requests, verifier, guides=guides)
     if verifier.lossless:
-        check_identity(found, decode(base, PlainDecoding(), requests, guided))
-    for request, one in zip(requests, found, strict=True):
-        text = [request.prompt_ids[-1], *one.token_ids]
-        assert all((a + b) % 2 == 1 for a, b in itertools.pairwise(text))
+        check_identity(found, decode(base, PlainDecoding(), requests, verifier, guides=guides))
+    for one in (one for row, one in enumerate(found) if row % 3):
+        for place, token in enumerate(one.token_ids):
+            assert token in rising_and_falling(tuple(one.token_ids[:place]))
+        assert one.forced == [place for place, before in enumerate(one.token_ids, 1) if before == 3 and place < 18]

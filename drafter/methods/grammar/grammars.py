@@ -14,8 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from drafter.acceptance.guide import Guide, Guides
 from drafter.errors import RequestError, first_line
 from drafter.methods.grammar.guide import GrammarGuide
+from drafter.methods.grammar.reasoning import AfterReasoning
 from drafter.methods.grammar.schemas import checked_schema
 from drafter.structured_outputs import StructuredOutputs
+from drafter.text.reasoning import Reasoning
 
 _KEPT = 64
 """Compiled grammars."""
@@ -37,7 +39,7 @@ class Grammars(Guides):
     """Guides for a model with a fast tokeniser of `vocabulary` tokens; the ones in `eos` end its output."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
-        self._eos = frozenset(eos)
+        self._hf_tokenizer, self._eos, self._reasoning = tokenizer, frozenset(eos), Reasoning.of(tokenizer)
         try:
             self._tokenizer: LLTokenizer = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(eos))
         except Exception as error:  # its Rust code raises what it likes
@@ -48,7 +50,11 @@ class Grammars(Guides):
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        return GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
+        guide = GrammarGuide(self._compiled(asked).deep_copy(), self._eos)
+        inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
+        if self._reasoning is None or inside is False:
+            return guide
+        return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
 
     def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The state of one output under a grammar, and the reasoning that may come before it."""
+"""The state of one output under a grammar."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from drafter.acceptance.guide import Guide
-
-_WORD = 32  # bits
+from drafter.methods.grammar.bits import allow
 
 
 class GrammarGuide(Guide):
     """A state of llguidance's parser. `eos` ends the output wherever the grammar accepts it."""
 
     def __init__(self, matcher: LLMatcher, eos: Collection[int]) -> None:
-        self._matcher, self._eos, self._first_eos = matcher, frozenset(eos), min(eos, default=None)
+        self._matcher, self._eos = matcher, frozenset(eos)
         self._ended = False
         self._run: list[int] | None = None  # the forced tokens; None if not known
 
@@ -52,8 +51,7 @@ class GrammarGuide(Guide):
     def fill(self, mask: Tensor) -> None:
         mask.zero_()
         if self._ended:  # what comes now is not output
-            for token in self._eos:
-                mask[token // _WORD] |= _bit(token)
+            allow(mask, self._eos)
         elif not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
 
@@ -64,9 +62,3 @@ class GrammarGuide(Guide):
     @property
     def problem(self) -> str | None:
         return self._matcher.get_error() if self._matcher.is_error() else None
-
-
-def _bit(token: int) -> int:
-    """Return the bit of a token in its word, as int32."""
-    place = token % _WORD
-    return -(1 << place) if place == _WORD - 1 else 1 << place

@@ -1,0 +1,132 @@
+"""The state of an output under a grammar."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.acceptance.choices import bits
+from drafter.acceptance.guide import Guide
+from drafter.embedded import EMBEDDED_BASE
+from drafter.methods.grammar.grammars import Grammars
+from drafter.structured_outputs import StructuredOutputs
+from drafter.text.tokenizers import load_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer"},
+        "kind": {"enum": ["a", "b"]},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+RECORD = '{"name": "x y", "count": -12, "kind": "b"}'
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(str(EMBEDDED_BASE))
+
+
+def vocabulary() -> int:
+    return len(tokenizer())
+
+
+def eos() -> int:
+    return int(tokenizer().eos_token_id)
+
+
+def guide_of(**asked: Any) -> Guide:
+    return Grammars(tokenizer(), vocabulary(), [eos()]).guide(StructuredOutputs(**asked), [5])
+
+
+def allowed(guide: Guide) -> set[int]:
+    mask = torch.full(((vocabulary() + 31) // 32,), 7, dtype=torch.int32)
+    guide.fill(mask)
+    return set(bits(mask[None], vocabulary())[0].nonzero()[:, 0].tolist())
+
+
+def encoded(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+
+def test_a_record_is_followed_to_its_end_and_no_further() -> None:
+    guide = guide_of(json=SCHEMA)
+    for token in encoded(RECORD):
+        assert token in allowed(guide)
+        assert not guide.consume(eos())
+        assert guide.consume(token)
+    assert (list(guide.forced()), allowed(guide)) == ([eos()], {eos()})
+    assert not guide.consume(encoded("x")[0])
+    assert guide.consume(eos())
+    assert (list(guide.forced()), guide.consume(eos())) == ([], False)
+
+
+def test_what_is_taken_back_may_come_again() -> None:
+    guide = guide_of(json=SCHEMA)
+    states = []
+    for token in [*encoded(RECORD), eos()]:
+        states.append((list(guide.forced()), allowed(guide)))
+        assert guide.consume(token)
+    for count in (1, 2, 5, len(states) - 8):
+        guide.rewind(count)
+        gone, states = states[-count:], states[:-count]
+        assert (list(guide.forced()), allowed(guide)) == gone[0]
+    assert states == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["json", "regex", "choice", "grammar"]))
+def test_masks_tokens_and_forced_runs_agree(random: Any, kind: str) -> None:
+    """Along a random text, what is consumed is what the mask has, and what is forced may follow."""
+    asked = {
+        "json": SCHEMA,
+        "regex": r"[a-c]{2,5}(\.[0-9]+)?",
+        "choice": ["yes", "no", "yes, of course"],
+        "grammar": 'start: "[" (word ("," word)*)? "]"\nword: /[a-z]{1,3}/',
+    }
+    guide = guide_of(**{kind: asked[kind]})
+    for _ in range(20):
+        mask = allowed(guide)
+        for token in random.sample(range(vocabulary()), 20):
+            consumed = guide.consume(token)
+            # A mask also leaves out other tokenisations of what is forced.
+            assert consumed or token not in mask
+            guide.rewind(int(consumed))
+        run = list(guide.forced())
+        assert not run or mask == {run[0]}
+        taken = 0
+        for token in run:
+            assert token in allowed(guide)
+            taken += guide.consume(token)
+        assert taken == len(run)
+        guide.rewind(taken)
+        token = random.choice(sorted(mask))
+        assert guide.consume(token)
+        if token == eos():
+            break
+
+
+def test_a_forced_run_gets_shorter_as_it_comes() -> None:
+    guide = guide_of(json=SCHEMA)
+    run = list(guide.forced())
+    assert tokenizer().decode(run) == '{"name": "'
+    for place, token in enumerate(run):
+        assert list(guide.forced())[: len(run) - place] == run[place:]
+        assert guide.consume(token)
+
+
+@pytest.mark.parametrize("asked", [{"json": SCHEMA}, {"json_object": True}, {"choice": ["a", "b"]}])
+def test_guides_of_one_grammar_are_apart(asked: dict[str, Any]) -> None:
+    grammars = Grammars(tokenizer(), vocabulary(), [eos()])
+    first, second = (grammars.guide(StructuredOutputs(**asked), [5]) for _ in range(2))
+    before = allowed(second)
+    assert first.consume(min(allowed(first)))
+    assert allowed(second) == before
