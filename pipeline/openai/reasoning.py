@@ -25,7 +25,7 @@ class ReasoningReader:
         self._held = ""  # what may be part of a mark, or white space before one
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """Take more text; return the reasoning and the answer as far as they are sure: wholly after the `last` piece."""
+        """Take more text; return the reasoning and the answer as far as they are sure, all after the `last` piece."""
         self._held += text
         reasoning = answer = ""
         if self._place is _Place.START:
