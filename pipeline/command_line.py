@@ -276,8 +276,8 @@ def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]
 
 
 def _joined(config_class: type, arguments: Sequence[str]) -> list[str]:
-    # The settings of a group that may be left out become one object: by themselves jsonargparse takes the text `[a-z]`
-    # for a list.
+    # The settings of a group that may be left out become one object: jsonargparse would take the text `[a-z]` of one
+    # of them for a list.
     fields = {
         f"--{name}.{group}.{field.name}": (f"--{name}.{group}", field.name, get_type_hints(of_group)[field.name])
         for name, kind in get_type_hints(config_class).items()
@@ -296,11 +296,11 @@ def _joined(config_class: type, arguments: Sequence[str]) -> list[str]:
             found.append(argument)
             continue
         group, name, kind = fields[option]
-        if not equals:
-            value = (
-                "true" if kind is bool and (not rest or rest[0].startswith("--")) else rest.popleft() if rest else ""
-            )
-        is_text = kind is Any or str in (kind, *get_args(kind))
+        if kind is bool and not equals and (not rest or rest[0].startswith("--")):
+            value = "true"
+        elif not equals and rest:
+            value = rest.popleft()
+        is_text = kind is Any or str in get_args(kind)
         groups.setdefault(group, {})[name] = value if is_text else _json_or_text(value)
     return [*found, *(f"{group}={json.dumps(values, ensure_ascii=False)}" for group, values in groups.items())]
 
