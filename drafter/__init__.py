@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
     from drafter.llm import SpeculativeLM
     from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
+    from drafter.structured_outputs import StructuredOutputs
     from drafter.text.conversation import Conversation
 
 # Threads of an operation that wait for each other sleep, and do not spin. If another process has one of the cores, a
@@ -30,6 +31,7 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "SpeculativeLM",
+    "StructuredOutputs",
     "TokenLogprob",
     "__version__",
 ]
@@ -40,6 +42,11 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     rest = "errors" if name.endswith("Error") else "requests"
-    elsewhere = {"Conversation": "text.conversation", "EngineConfig": "engine.config", "SpeculativeLM": "llm"}
+    elsewhere = {
+        "Conversation": "text.conversation",
+        "EngineConfig": "engine.config",
+        "SpeculativeLM": "llm",
+        "StructuredOutputs": "structured_outputs",
+    }
     module = elsewhere.get(name, rest)
     return getattr(import_module(f"drafter.{module}"), name)

@@ -131,7 +131,8 @@ class SamplingParams:
         allowed_token_ids: Choose from these tokens alone; empty, the default, is all.
         bad_words: Words that the output does not contain: after all tokens of one but the last, that is not chosen.
             They are tokenised as they are and after a space. Up to 1024, of up to 32 tokens each.
-        structured_outputs: What the output must be: a JSON schema or the like; see there. A mapping will do.
+        structured_outputs: What the output must be, by one of `json` (a JSON schema), `json_object`, `regex`, `choice`
+            and `grammar`: `StructuredOutputs`, or a mapping.
 
     Raises:
         RequestError: A value is of the wrong type, not finite or out of range.
@@ -345,6 +346,7 @@ class Generation:
     lossless: bool = True  # that verifier guarantees the tokens of plain decoding
     lenient: list[int] = field(default_factory=list)  # indices of tokens that the target model would not have chosen
     forced: list[int] = field(default_factory=list)  # indices of tokens that `structured_outputs` left no choice about
+    valid: bool | None = None  # the output is whole, as `structured_outputs` ask for it; None without these
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
     error: str | None = None  # reason for a missing text
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
@@ -362,6 +364,9 @@ class TokenDelta:
     text: str  # without characters with missing bytes, and possible beginnings of a stop string: they are held back
     accepted: int  # number of draft tokens among `token_ids`
     logprobs: list[TokenLogprob] | None = None
+    forced: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (start, end) of parts of `text`, as `Generation.forced`
 
 
 def read_generation_file(folder: Path, name: str) -> dict[str, Any]:

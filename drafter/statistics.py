@@ -199,6 +199,27 @@ def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
     return result
 
 
+@dataclass(frozen=True)
+class RecordSums:
+    """Sums over requests with `structured_outputs`."""
+
+    records: int = 0
+    valid: int = 0  # those whose output is whole
+    tokens: int = 0  # new tokens
+    forced: int = 0  # those of them about which there was no choice
+
+    def plus(self, other: RecordSums) -> RecordSums:
+        return RecordSums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    @property
+    def valid_share(self) -> float:
+        return _ratio(self.valid, self.records)
+
+    @property
+    def forced_share(self) -> float:
+        return _ratio(self.forced, self.tokens)
+
+
 def mean_acceptance_length(counts: DecodeCounts) -> float:
     """β: new tokens per target-model decode forward; bonus token in, prefill out; 0.0 without steps."""
     return _ratio(counts.num_output_tokens, counts.num_decode_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import shlex
@@ -10,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter, _HelpAction
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -27,6 +29,7 @@ Config = TypeVar("Config")
 _SETTINGS = """\
 Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
 _MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
+_LONGEST_MESSAGE = 10_000  # of jsonargparse
 _ALIKE = 0.7  # similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one
 
 
@@ -103,7 +106,9 @@ class JobParser(ArgumentParser):
 
     def settings(self) -> dict[str, Action]:
         """Return all options by name, except help options and whole groups."""
-        actions = {action.dest: action for action in self._actions if not isinstance(action, _HelpAction)}
+        # A group that may be left out has a help option of its own.
+        helps = {action.dest for action in self._actions if isinstance(action, _HelpAction)}
+        actions = {action.dest: action for action in self._actions if action.dest.rpartition(".")[2] not in helps}
         groups = {name.rpartition(".")[0] for name in actions}
         return {name: action for name, action in actions.items() if name not in groups}
 
@@ -211,15 +216,30 @@ def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -
         raise InputError(_readable(str(error), parser)) from error
 
 
-def parse(config_class: type[Config], parser: JobParser, arguments: Sequence[str] | None = None) -> Config:
+def parse(
+    config_class: type[Config],
+    parser: JobParser,
+    arguments: Sequence[str] | None = None,
+    prepare: Callable[[Namespace], None] = lambda settings: None,
+) -> Config:
     """Read a configuration from a command line (`sys.argv` by default).
+
+    Args:
+        prepare: Changes settings before they are checked: it reads files that stand for them, for one.
 
     Raises:
         InputError: A setting is unknown, a value is of the wrong type or out of range, or a file cannot be read.
         SystemExit: After `--help` or `--print_config`.
     """
     given = _spelled_out(config_class, parser, sys.argv[1:] if arguments is None else arguments)
-    return _checked(config_class, parser, lambda: parser.parse_args(given))
+    given = _joined(config_class, given)
+
+    def read() -> Namespace:
+        settings = parser.parse_args(given)
+        prepare(settings)
+        return settings
+
+    return _checked(config_class, parser, read)
 
 
 def parse_object(config_class: type[Config], parser: JobParser, settings: Mapping[str, Any]) -> Config:
@@ -255,6 +275,43 @@ def _spelled_out(config_class: type, parser: JobParser, arguments: Sequence[str]
     return found
 
 
+def _joined(config_class: type, arguments: Sequence[str]) -> list[str]:
+    # The settings of a group that may be left out become one object: jsonargparse would take the text `[a-z]` of one
+    # of them for a list.
+    fields = {
+        f"--{name}.{group}.{field.name}": (f"--{name}.{group}", field.name, get_type_hints(of_group)[field.name])
+        for name, kind in get_type_hints(config_class).items()
+        if dataclasses.is_dataclass(kind)
+        for group, hint in get_type_hints(kind).items()
+        for of_group in get_args(hint)
+        if dataclasses.is_dataclass(of_group)
+        for field in dataclasses.fields(of_group)
+    }
+    found: list[str] = []
+    groups: dict[str, dict[str, Any]] = {}
+    rest = deque(arguments)
+    while rest:
+        option, equals, value = (argument := rest.popleft()).partition("=")
+        if option not in fields:
+            found.append(argument)
+            continue
+        group, name, kind = fields[option]
+        if kind is bool and not equals and (not rest or rest[0].startswith("--")):
+            value = "true"
+        elif not equals and rest:
+            value = rest.popleft()
+        is_text = kind is Any or str in get_args(kind)
+        groups.setdefault(group, {})[name] = value if is_text else _json_or_text(value)
+    return [*found, *(f"{group}={json.dumps(values, ensure_ascii=False)}" for group, values in groups.items())]
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 def _checked(config_class: type[Config], parser: JobParser, read: Callable[[], Namespace]) -> Config:
     try:
         return config_class(**_values(config_class, read()))
@@ -269,6 +326,8 @@ def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]
     values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
     for name, inner in get_type_hints(kind).items():
         if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
+            if isinstance(values[name], Namespace):  # a group that may be left out, which its owner makes of a mapping
+                values[name] = vars(values[name])
             continue
         if not isinstance(values[name], Namespace):
             raise InputError(f"{prefix}{name} must be a group of settings, not {values[name]!r}")
@@ -315,14 +374,25 @@ def _unknown_option(message: str, parser: JobParser) -> str | None:
     return None
 
 
+def _of_group(message: str) -> str:
+    # What is wrong inside of a group that may be left out, which jsonargparse tells beside the other choice: null.
+    found = re.search(r'Parser key "([^"]+)":.* Problem with given class_path \S+: (.*?) - Expected a ', message)
+    if not found:
+        return message
+    group, inner = found.groups()
+    return re.sub(r"^(Parser key \"|Option ')", rf"\1{group}.", inner)
+
+
 def _readable(message: str, parser: JobParser) -> str:
-    message = one_line(message)
+    message = _of_group(one_line(message, _LONGEST_MESSAGE))
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
     key = re.search(r'Parser key "([^"]+)":', message)
     if key and "Unable to load config" in message:
         return f"{key[1]} must be a group of settings, such as {{name: …}}"
     given = re.search(r"(?:Given value|Got value): (.*)$", message)
+    if key and given and ("Expected a dot import path" in message or "accepted by the base class" in message):
+        return f"{key[1]} must be a group of settings or null, not {given[1]}"
     expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal(\[[^\]]*\]))", message)
     if key and given and expected:
         names = {

@@ -40,6 +40,11 @@ class Guide(ABC):
         """Set the bits of `mask` `[ceil(V / 32)]` int32, on the host: 1 for tokens that may follow, 0 for others."""
 
     @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """True after an end-of-sequence token: the output is whole."""
+
+    @property
     def problem(self) -> str | None:
         """Why nothing may follow, if its work became too much for its limits."""
         return None

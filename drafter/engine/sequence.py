@@ -92,6 +92,7 @@ class Sequence:
         self._stops = StopSearch(sampling.stop)
         self._special_texts = special_texts(tokenizer) if sampling.stop else {}
         self._shown, self._unshown = 0, ""  # characters that the caller has, and those that came after them
+        self._forced_parts: list[tuple[int, int]] = []  # (start, end) of the forced tokens' characters
 
     @property
     def sampling(self) -> SamplingParams:
@@ -174,6 +175,9 @@ class Sequence:
                     self.finish_reason = "stop"
                 if self.handle.streams:
                     self._unshown += piece
+                    if self.forced and self.forced[-1] == len(self.output) - 1:
+                        end = self._shown + len(self._unshown)
+                        self._forced_parts.append((end - len(piece), end))
             if token in self.eos:
                 self.finish_reason = "stop"
             if self.finish_reason is None and len(self.output) == self.limit:
@@ -189,7 +193,9 @@ class Sequence:
             logprobs = logprobs[:emitted]
             self.logprobs += logprobs
         if emitted and self.handle.streams:
-            self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
+            shown, text = self._shown, self._new_text()
+            forced = self._forced_within(shown, shown + len(text))
+            self.handle.push(TokenDelta(self.output[before:], text, accepted, logprobs, forced))
         return emitted
 
     def _permits(self, token: int) -> bool:
@@ -268,8 +274,15 @@ class Sequence:
             lossless=self.verifier.lossless,
             lenient=self.lenient,
             forced=self.forced,
+            valid=None if self.guide is None else self.guide.ended,
             drafter_versions=self.versions,
         )
+
+    def _forced_within(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return which of the characters from `begin` to `end` were forced, counted from `begin`, and forget these."""
+        parts = [(max(start, begin), min(stop, end)) for start, stop in self._forced_parts]
+        self._forced_parts = [part for part in self._forced_parts if part[1] > end]
+        return [(start - begin, stop - begin) for start, stop in parts if start < stop]
 
     def _new_text(self) -> str:
         if self.finish_reason is not None:

@@ -26,6 +26,7 @@ from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, engine_spec
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_conversation, row_sampling
+from pipeline.generate.staging import refuse_schema_of_table
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, LoadingConfig, ResourcesConfig
@@ -172,6 +173,7 @@ class Answers(EngineProcess):
                     if isinstance(value, UnreadableValueError):
                         raise RowError("BadPrompt", f"column {name!r} cannot be read: {value}")
                 refuse_half_characters(row)
+                refuse_schema_of_table(row.get(_SETTINGS), _SETTINGS)
                 ids = self._encode(row, kind)
                 name = self._name(row, ids, prompts)
                 sampling = row_sampling(self._sampling, name, row, _SETTINGS)

@@ -92,6 +92,7 @@ def checked_job(config: GenerateConfig) -> Job:
     say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     reads_clock = _check_tokenizer(config, prompts)
     check_verifier(config)
+    _check_structured_outputs(config)
     heads = head_fingerprints(config.model, config.drafter) | verifier_fingerprints(config.verifier)
     if config.learning.enabled and (given := config.learning.given_head) is not None:
         heads |= head_fingerprints(config.model, given)
@@ -178,6 +179,19 @@ def check_verifier(config: GenerateConfig) -> None:
         make_verifier(config.verifier).refuse(config.sampling)
     except (LoadError, RequestError) as error:
         raise InputError(str(error)) from error
+
+
+def _check_structured_outputs(config: GenerateConfig) -> None:
+    from drafter.acceptance.guide import make_guides
+    from drafter.text.tokenizers import load_tokenizer
+
+    if (asked := config.sampling.structured_outputs) is None:
+        return
+    tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
+    try:
+        make_guides(tokenizer, len(tokenizer), {tokenizer.eos_token_id} - {None}).guide(asked, ())
+    except RequestError as error:
+        raise InputError(f"sampling.{error}") from error
 
 
 def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jsonargparse import Namespace
+
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
+from drafter.errors import one_line
 from drafter.requests import SamplingParams
 from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.errors import InputError
+from pipeline.io.files import locate
 from pipeline.learning.config import LearningConfig
 from pipeline.settings import LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig, WritingConfig
 
@@ -85,6 +90,7 @@ COMMON = (
     "sampling.min_p",
     "sampling.seed",
     "sampling.stop",
+    "sampling.structured_outputs",
     "sampling.logprobs",
     "reading.prompt_column",
     "reading.messages_column",
@@ -117,6 +123,7 @@ Submitting the same command again goes on where the job stopped.
   drafter generate --input prompts.jsonl --output out
   drafter generate --input 'data/*.parquet' --reading.prompt_column question --output out \\
       --model meta-llama/Llama-3.2-1B-Instruct --sampling.temperature 0.7
+  drafter generate --input letters.jsonl --output out --sampling.structured_outputs.json schema.json
   drafter generate --config examples/demo.yaml --output elsewhere"""
 
 
@@ -131,6 +138,40 @@ submitting the same command again goes on where the job stopped. drafter train t
   drafter distill --config examples/distill.yaml"""
 
 
+_STRUCTURED = "sampling.structured_outputs"
+_START = re.compile(r"\bstart\b[^\n]*:")
+"""Every grammar has a rule of this name."""
+
+
+def read_files(settings: Namespace) -> None:
+    """Put a schema, or a grammar, in the place of the name of its file.
+
+    Raises:
+        InputError: There is no such file, or it is not text, or a schema's is not JSON.
+    """
+    asked = settings.sampling.structured_outputs
+    if asked is None:
+        return
+    if isinstance(asked.json, str) and not asked.json.lstrip().startswith("{") and asked.json not in ("true", "false"):
+        asked.json = _file_text("json", asked.json, "a schema")
+    if asked.grammar is not None and "\n" not in asked.grammar and not _START.search(asked.grammar):
+        asked.grammar = _file_text("grammar", asked.grammar, "a grammar, with a rule start")
+
+
+def _file_text(setting: str, name: str, wanted: str) -> str:
+    try:
+        text = locate(name).read_text().removeprefix("\ufeff")
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"the file {name} cannot be read: {one_line(error)}"
+        raise InputError(f"{_STRUCTURED}.{setting} must be {wanted}, or the name of a file with it: {why}") from error
+    try:
+        if setting == "json":
+            json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{_STRUCTURED}.{setting}: the file {name} is not JSON: {one_line(error)}") from error
+    return text
+
+
 def generate_parser(job: str = "generate", description: str = _GENERATE) -> JobParser:
     """Make the command line of the generation job, or of the same job by another name."""
     return make_parser(GenerateConfig, job, "--input PATH --output DIR", description, COMMON)
@@ -138,11 +179,11 @@ def generate_parser(job: str = "generate", description: str = _GENERATE) -> JobP
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
     """Parse the generation job's command line; see `command_line.parse`."""
-    return parse(GenerateConfig, generate_parser(), arguments)
+    return parse(GenerateConfig, generate_parser(), arguments, read_files)
 
 
 def parse_distill_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
     """Parse the command line of the distillation job: the generation job, with longer answers by default."""
     parser = generate_parser("distill", _DISTILL)
     parser.set_defaults({"sampling.max_new_tokens": 1024})
-    return parse(GenerateConfig, parser, arguments)
+    return parse(GenerateConfig, parser, arguments, read_files)

@@ -21,7 +21,7 @@ import ray
 
 from drafter.errors import one_line
 from pipeline.command_line import say
-from pipeline.errors import InputError, JobError, ProblemType, RowProblem
+from pipeline.errors import InputError, JobError, ProblemType, RowError, RowProblem
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
@@ -218,11 +218,27 @@ def _asked(chunk: Chunk, prompts: PromptSource, problems: dict[int, RowProblem])
             message = f"column {SAMPLING_COLUMN!r} has {len(settings) >> 20} MiB, and up to 1 MiB are read"
             problems.setdefault(index, RowProblem("BadSampling", message))
         try:
+            if chunk.records is None:
+                refuse_schema_of_table(settings, SAMPLING_COLUMN)
             text = json.dumps(row, ensure_ascii=False, default=_json_text)
+        except RowError as error:
+            problems.setdefault(index, error.problem)
         except TypeError as error:
             problems.setdefault(index, RowProblem("BadPrompt", f"the row cannot be read: {error}"))
         found.append(None if index in problems else text)
     return found
+
+
+def refuse_schema_of_table(settings: Any, column: str) -> None:
+    """Raise `RowError` if a row's sampling settings, in a table, have a schema that is not JSON text.
+
+    An object of a table has the keys of all rows, in one order, and null where a row has none: `{"const": null}` and
+    `{}` are the same there, and are not the same schema.
+    """
+    asked = settings.get("structured_outputs") if isinstance(settings, dict) else None
+    if isinstance(asked, dict) and isinstance(asked.get("json"), dict):
+        why = "objects of a table have the keys of all rows"
+        raise RowError("BadSampling", f"column {column!r}: give structured_outputs.json as JSON text, because {why}")
 
 
 def _json_text(value: Any) -> str:

@@ -307,7 +307,9 @@ class Chunks:
         logprobs = self._logprobs_of(delta.logprobs, self._token_text, self._offsets[index])
         if logprobs is not None and not self._request.is_chat:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
-        statistics = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
+        statistics: dict[str, Any] = {"tokens": len(delta.token_ids), "accepted": delta.accepted}
+        if delta.forced:
+            statistics["forced"] = delta.forced
         extension = {FIELD: statistics} if self._speculation else {}
         events = self._begin(index)
         for content in said or [{"delta": {}}]:

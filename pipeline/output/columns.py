@@ -71,6 +71,10 @@ def _lenient(run: RunTraits) -> bool:
     return not run.lossless
 
 
+def _structured(run: RunTraits) -> bool:
+    return run.sampling.structured_outputs is not None or run.rows_have_settings
+
+
 _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.list_(pa.int64())
 
 COLUMNS = (
@@ -78,6 +82,7 @@ COLUMNS = (
     OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r, run: list(r.prompt_ids)),
     OutputColumn("token_ids", _INTEGERS, lambda g, r, run: g.token_ids),
     OutputColumn("finish_reason", _TEXT, lambda g, r, run: g.finish_reason),
+    OutputColumn("valid", pa.bool_(), lambda g, r, run: g.valid, wanted=_structured),
     OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r, run: g.num_prompt_tokens),
     OutputColumn("num_output_tokens", _INTEGER, lambda g, r, run: len(g.token_ids)),
     OutputColumn("seed", _INTEGER, lambda g, r, run: r.sampling.seed),
@@ -87,6 +92,7 @@ COLUMNS = (
     OutputColumn("num_accepted_draft_tokens", _INTEGER, lambda g, r, run: g.counts.num_accepted_draft_tokens),
     OutputColumn("acceptance_histogram", _INTEGERS, lambda g, r, run: g.counts.acceptance_histogram),
     OutputColumn("per_step_accepted", _INTEGERS, lambda g, r, run: g.counts.per_step_accepted),
+    OutputColumn("num_forced_tokens", _INTEGER, lambda g, r, run: g.counts.num_forced_tokens, wanted=_structured),
     OutputColumn("mean_acceptance_length", _FLOAT, lambda g, r, run: mean_acceptance_length(g.counts)),
     OutputColumn("draft_acceptance_rate", _FLOAT, lambda g, r, run: draft_acceptance_rate(g.counts)),
     OutputColumn("generation_seconds", _FLOAT, lambda g, r, run: slot_seconds(g)),
@@ -97,6 +103,7 @@ COLUMNS = (
         lambda g, r, run: _logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
     ),
+    OutputColumn("forced_positions", _INTEGERS, lambda g, r, run: g.forced, wanted=_structured),
     OutputColumn("drafter", _TEXT, lambda g, r, run: run.drafter),
     OutputColumn(
         "drafter_version",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -18,6 +18,7 @@ from drafter.statistics import (
     BatchChoice,
     DecodeCounts,
     MemberView,
+    RecordSums,
     StepSums,
     draft_acceptance_rate,
     mean_acceptance_length,
@@ -30,6 +31,8 @@ from pipeline.output.folder import OutputFolder
 
 COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 """Columns of a row's counts; `acceptance_histogram` comes with them."""
+RECORDS = ("num_output_tokens", "valid", "num_forced_tokens")
+"""Columns of which `records_of` are sums. An output without the last has no records, and a `valid` of its input's."""
 _BAR = 40
 _LONG = 100.0  # seconds from which tenths are not shown
 _ALIKE = 0.995  # relative speed from which a member counts as equally fast
@@ -40,12 +43,17 @@ class OutputTotals:
     rows: int
     errors: int
     counts: DecodeCounts
+    records: RecordSums = field(default_factory=RecordSums)
 
 
 def read_totals(output: OutputFolder) -> OutputTotals:
-    batches = parquet_dataset(output.data).to_batches(columns=[*COUNTS, "acceptance_histogram"])
-    counts = total(counts_of(pa.Table.from_batches([batch])) for batch in batches)
-    return OutputTotals(*count_rows(output), counts)
+    rows = parquet_dataset(output.data)
+    columns = dict.fromkeys([*COUNTS, "acceptance_histogram", *record_columns(rows)])
+    counts, records = DecodeCounts(), RecordSums()
+    for batch in rows.to_batches(columns=list(columns)):
+        table = pa.Table.from_batches([batch])
+        counts, records = total([counts, counts_of(table)]), records.plus(records_of(table))
+    return OutputTotals(*count_rows(output), counts, records)
 
 
 def count_rows(output: OutputFolder) -> tuple[int, int]:
@@ -70,6 +78,19 @@ def counts_of(table: pa.Table) -> DecodeCounts:
     return counts
 
 
+def record_columns(rows: pyarrow.dataset.Dataset) -> tuple[str, ...]:
+    return RECORDS if RECORDS[-1] in rows.schema.names else ()
+
+
+def records_of(table: pa.Table) -> RecordSums:
+    """Sum over those rows of a table that have structured outputs."""
+    if RECORDS[-1] not in table.column_names:
+        return RecordSums()
+    found = table.select(RECORDS).filter(pc.is_valid(table["valid"]))
+    tokens, valid, forced = (pc.sum(found[name]).as_py() or 0 for name in RECORDS)
+    return RecordSums(found.num_rows, valid, tokens, forced)
+
+
 def summarise(
     output: OutputFolder,
     found: OutputTotals,
@@ -88,6 +109,9 @@ def summarise(
         rates = f"{per_second(new_tokens, seconds):,.0f} tokens/s, {per_second(new_rows, seconds):,.1f} rows/s"
         lines.append(f"speed       {rates} ({new_rows:,} rows in {time_span(seconds)} of generation)")
     lines += acceptance_lines(counts)
+    if (records := found.records).records:
+        share, forced = f"{records.valid_share:.0%}", f"{records.forced_share:.0%} of their tokens forced"
+        lines.append(f"records     {records.valid:,} of {records.records:,} valid ({share}); {forced}")
     lines += [f"{'' if place else 'drafting':<12}{sentence}" for place, sentence in enumerate(sentences)]
     lines.append(f"results     {output.data.path}")
     if found.errors:

@@ -94,7 +94,7 @@ class DifferingRow:
 
 def _marked(tokenizer: Any, row: Row, spans: Sequence[Span]) -> list[MarkedText]:
     pieces = text_pieces(tokenizer, row["token_ids"])
-    return [MarkedText("".join(pieces[start:stop]), differs) for start, stop, differs in spans]
+    return [MarkedText("".join(pieces[start:stop]), "differs" if differs else "") for start, stop, differs in spans]
 
 
 @dataclass

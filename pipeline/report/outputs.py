@@ -17,12 +17,12 @@ import pyarrow.dataset
 from pyarrow import fs
 
 from drafter.errors import one_line
-from drafter.statistics import DecodeCounts, per_second, total
+from drafter.statistics import DecodeCounts, RecordSums, per_second, total
 from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import locate
 from pipeline.output.folder import OutputFolder, read_run
-from pipeline.output.summary import COUNTS, counts_of, parquet_dataset
+from pipeline.output.summary import COUNTS, counts_of, parquet_dataset, record_columns, records_of
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1 << 16
@@ -189,6 +189,7 @@ class RowSummary:
     prompt_tokens: int = 0
     lenient_tokens: int = 0  # accepted ones that the target model would not have chosen
     counts: DecodeCounts = field(default_factory=DecodeCounts)
+    records: RecordSums = field(default_factory=RecordSums)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))  # by category, if any
     by_second: dict[int, SecondSums] = field(default_factory=lambda: defaultdict(SecondSums))  # of the Unix epoch
@@ -209,8 +210,8 @@ def read_rows(
         raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
     result = RowSummary()
     keys: list[tuple[int, str, str]] = []
-    leniently = [_LENIENT] if _LENIENT in dataset.schema.names else []
-    for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *leniently, *filter(None, [category])]))):
+    some = [*([_LENIENT] if _LENIENT in dataset.schema.names else []), *record_columns(dataset)]
+    for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *some, *filter(None, [category])]))):
         ids = table["request_id"].to_pylist()
         _add_counts(result, table)
         _add_times(result, table)
@@ -244,6 +245,7 @@ def _add_counts(result: RowSummary, table: pa.Table) -> None:
     if _LENIENT in table.column_names:
         result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
     result.counts = total([result.counts, counts_of(table)])
+    result.records = result.records.plus(records_of(table))
     result.finish_reasons.update(table["finish_reason"].to_pylist())
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -22,12 +24,13 @@ from drafter.statistics import (
     total,
 )
 from drafter.text.detokenizer import Detokenizer
+from drafter.text.reasoning import Reasoning
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.folder import read_status
-from pipeline.output.summary import time_span
+from pipeline.output.summary import RECORDS, time_span
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.outputs import (
     Category,
@@ -178,12 +181,16 @@ def _differences(
 _STEPS = "per_step_accepted"
 
 
+Mark = Literal["", "forced", "lenient", "differs"]
+"""Of tokens: `structured_outputs` left no choice, the target model would have chosen others, the other output has."""
+
+
 @dataclass(frozen=True)
 class MarkedText:
-    """Text of consecutive tokens; `marked` if the target model would have chosen others, or the other output has."""
+    """Text of consecutive tokens of one mark."""
 
     text: str
-    marked: bool = False
+    mark: Mark = ""
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,7 @@ class Step:
     accepted: int
     runs: tuple[MarkedText, ...]
     own: str
+    own_mark: Mark = ""
 
     @property
     def drafted(self) -> str:
@@ -202,11 +210,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Example:
-    """A row with all its columns, its prompt as text, and its decode steps."""
+    """A row with all its columns, its prompt as text, its decode steps, and its record, if it is one, as a listing."""
 
     row: Mapping[str, Any]
     prompt: str
     steps: Sequence[Step]
+    record: str | None = None
 
 
 def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[str]]:
@@ -216,14 +225,30 @@ def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[
         missing.append(f"Tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     if any(_STEPS not in row for row in rows):
         missing.append(f"The steps cannot be shown: the output has no column {_STEPS}")
-    examples = []
+    examples, reasoning = [], None if tokenizer is None else Reasoning.of(tokenizer)
     for row in rows:
         ids = row["prompt_token_ids"]
         prompt = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
         pieces = text_pieces(tokenizer, row["token_ids"])
-        steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), row.get("lenient_positions") or ())
-        examples.append(Example(row, prompt, steps))
+        marks: dict[int, Mark] = dict.fromkeys(row.get("forced_positions") or (), "forced")
+        marks |= dict.fromkeys(row.get("lenient_positions") or (), "lenient")
+        steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), marks)
+        examples.append(Example(row, prompt, steps, record_listing(row, reasoning)))
     return examples, missing
+
+
+def record_listing(row: Row, reasoning: Reasoning | None = None) -> str | None:
+    """Return the object or list that is a row's valid record as indented JSON; None where there is none."""
+    if RECORDS[-1] not in row or not row["valid"]:
+        return None
+    text = row["text"]
+    if reasoning is not None:
+        text = text.partition(reasoning.end_text)[2] or text
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):  # a text by a regular expression or a grammar
+        return None
+    return json.dumps(record, ensure_ascii=False, indent=2) if isinstance(record, dict | list) else None
 
 
 def local_tokenizer(model: str) -> Any:
@@ -252,20 +277,19 @@ def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
 
 def steps_of(
-    pieces: Sequence[str], per_step_accepted: Sequence[int], lenient_positions: Collection[int] = ()
+    pieces: Sequence[str], per_step_accepted: Sequence[int], marks: Mapping[int, Mark] = MappingProxyType({})
 ) -> list[Step]:
     """Split a row's tokens into decode steps, each of so many accepted draft tokens and one token more.
 
-    The target model would not have chosen those at `lenient_positions`.
+    `marks` are those of some tokens, by their indices.
     """
-    lenient = set(lenient_positions)
     steps, start = [], 0
     for number, accepted in enumerate(per_step_accepted, start=1):
-        end = min(start + accepted, len(pieces))
-        groups = itertools.groupby(range(start, end), lenient.__contains__)
-        runs = tuple(MarkedText("".join(pieces[place] for place in places), marked) for marked, places in groups)
-        steps.append(Step(number, accepted, runs, "".join(pieces[start + accepted : start + accepted + 1])))
-        start += accepted + 1
+        own = start + accepted
+        groups = itertools.groupby(range(start, min(own, len(pieces))), lambda place: marks.get(place, ""))
+        runs = tuple(MarkedText("".join(pieces[place] for place in places), mark) for mark, places in groups)
+        steps.append(Step(number, accepted, runs, "".join(pieces[own : own + 1]), marks.get(own, "")))
+        start = own + 1
     return steps
 
 

@@ -44,6 +44,10 @@ class RuleGuide(Guide):
         self.rewind(len(run))
         return run
 
+    @property
+    def ended(self) -> bool:
+        return self.eos in self.output
+
     def fill(self, mask: Tensor) -> None:
         words = [0] * len(mask)
         for token in self._next:

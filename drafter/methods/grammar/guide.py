@@ -56,5 +56,9 @@ class GrammarGuide(Guide):
             self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
 
     @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
     def problem(self) -> str | None:
         return self._matcher.get_error() if self._matcher.is_error() else None

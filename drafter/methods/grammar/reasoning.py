@@ -61,5 +61,9 @@ class AfterReasoning(Guide):
             allow(mask, [self._reasoning.begin])
 
     @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    @property
     def problem(self) -> str | None:
         return self._inner.problem

@@ -3,6 +3,7 @@
 const HUES = 4;
 const SCALE = 8; // tokens of a bar of full height, or more where a step had more
 const PLAIN = "-plain";
+const LINES = 12; // of a record that is not folded
 const element = (id) => document.getElementById(id);
 let running = null; // the AbortController of what is being generated
 
@@ -60,14 +61,16 @@ class Panel {
   }
 
   show(figure, value) {
-    this.root.querySelector(`[data-figure="${figure}"]`).textContent = value;
+    const place = this.root.querySelector(`[data-figure="${figure}"]`);
+    place.textContent = value;
+    place.parentElement.hidden = false;
   }
 
-  step(content, { tokens, accepted }) {
+  step(content, { tokens, accepted, forced = [] }) {
     const hue = accepted > 0 ? `hue-${this.runs++ % HUES}` : "alone";
     const atEnd = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 4;
     const run = document.createElement("span");
-    run.textContent = content;
+    run.append(...parts(content, forced));
     run.className = accepted > 0 ? `run ${hue}` : hue;
     run.title = `${tokens} ${tokens === 1 ? "token" : "tokens"} in one forward, ${accepted} of them drafted`;
     this.text.append(run);
@@ -102,6 +105,47 @@ class Panel {
     this.show("rate", this.rate.toFixed(0));
     this.show("first", `${(1000 * statistics.seconds_to_first_token).toFixed(0)} ms`);
   }
+
+  /** Show an answer by a schema as the record that it is, unless it was cut short. */
+  record(statistics, whole) {
+    this.show("forced", statistics.num_forced_tokens);
+    this.show("record", whole ? "valid" : "cut short");
+    if (!whole) return;
+    const place = this.root.querySelector(".record");
+    const listing = JSON.stringify(JSON.parse(this.text.textContent), null, 2);
+    const lines = listing.split("\n").length;
+    place.querySelector("pre").textContent = listing;
+    place.querySelector("summary").textContent = `Record, ${lines} ${lines === 1 ? "line" : "lines"}`;
+    place.open = lines <= LINES;
+    place.hidden = false;
+  }
+}
+
+/** Split a text into what was free and what was forced, by the (start, end) of the latter in characters. */
+function parts(content, forced) {
+  const characters = [...content]; // not UTF-16 units
+  const text = (start, end) => characters.slice(start, end).join("");
+  const found = [];
+  let shown = 0;
+  for (const [start, end] of forced) {
+    const mark = document.createElement("span");
+    mark.className = "forced";
+    mark.textContent = text(start, end);
+    found.push(text(shown, start), mark);
+    shown = end;
+  }
+  return [...found, text(shown)];
+}
+
+/** Return the schema that was given, null if none was; throws where it is not JSON. */
+function schema() {
+  const given = element("schema").value.trim();
+  if (!given) return null;
+  try {
+    return JSON.parse(given);
+  } catch (error) {
+    throw new Error(`the schema is not JSON: ${error.message}`);
+  }
 }
 
 async function* events(response) {
@@ -124,6 +168,7 @@ async function* events(response) {
 
 async function generate(model, title) {
   const panel = new Panel(title);
+  const asked = schema();
   const body = {
     model,
     messages: [{ role: "user", content: element("prompt").value }],
@@ -132,6 +177,7 @@ async function generate(model, title) {
     seed: element("seed").valueAsNumber,
     stream: true,
     speculation: true,
+    ...(asked === null ? {} : { response_format: { type: "json_schema", json_schema: { name: "record", schema: asked } } }),
   };
   const response = await fetch("v1/chat/completions", {
     method: "POST",
@@ -142,8 +188,10 @@ async function generate(model, title) {
   if (!response.ok) throw await refusal(response);
   for await (const event of events(response)) {
     const [choice] = event.choices;
-    if (choice?.finish_reason) panel.finish(event.speculation);
-    else if (event.speculation) panel.step(choice.delta.content, event.speculation);
+    if (choice?.finish_reason) {
+      panel.finish(event.speculation);
+      if (asked !== null) panel.record(event.speculation, choice.finish_reason === "stop");
+    } else if (event.speculation) panel.step(choice.delta.content, event.speculation);
   }
   return panel;
 }

@@ -139,11 +139,11 @@ def test_a_grammar_that_many_threads_ask_for_is_compiled_once_and_holds_up_no_ot
     slow, other = StructuredOutputs(choice=("yes",)), StructuredOutputs(choice=("no",))
     compiled_ones, go_on = [], threading.Event()
 
-    def compile_slowly(asked: StructuredOutputs, tokens: Any) -> Any:
+    def compile_slowly(asked: StructuredOutputs, *others: Any) -> Any:
         compiled_ones.append(asked)
         if asked == slow:
             assert go_on.wait(60)
-        return compiling.compiled(asked, tokens)
+        return compiling.compiled(asked, *others)
 
     with patch.object(grammars, "compiled", compile_slowly), ThreadPoolExecutor(16) as threads:
         waiting = [threads.submit(made.guide, slow, []) for _ in range(15)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -260,9 +261,58 @@ def test_rows_of_a_lenient_verifier_are_marked_as_in_a_job(model: Path) -> None:
     assert all(row["num_lenient_tokens"] == len(row["lenient_positions"]) for row in rows)
 
 
+@pytest.mark.usefixtures("local_ray")
+def test_rows_are_records(model: Path) -> None:
+    """By the schema of the stage, or what a row asks for itself; a schema that cannot be used is its row's error."""
+    fruit, nothing = (
+        {"type": "object", "properties": {"a": one}, "required": ["a"], "additionalProperties": False}
+        for one in ({"enum": ["apples", "pens"]}, {"const": None})
+    )
+    own: list[Any] = [
+        {},
+        {"structured_outputs": {"json": json.dumps(nothing)}},
+        {"structured_outputs": {"choice": ["how", "many"]}},
+        {"structured_outputs": {"regex": "("}},
+        {"max_new_tokens": 2},
+    ]
+    config = ProcessorConfig(
+        str(model),
+        sampling_params={"max_new_tokens": 40, "structured_outputs": {"json": fruit}},
+        **SMALL,
+    )
+    asked = ray.data.from_items([{"n": n, "prompt": "how many"} for n in range(len(own))])
+    answer = build_processor(config, lambda row: {**row, "sampling_params": own[row["n"]]})
+    rows = sorted(answer(asked).take_all(), key=lambda row: row["n"])
+    assert json.loads(rows[0]["text"])["a"] in ("apples", "pens")
+    assert rows[1]["text"] == '{"a": null}'
+    assert rows[2]["text"] in ("how", "many")
+    assert [row["valid"] for row in rows] == [True, True, True, None, False]
+    assert "structured_outputs.regex" in rows[3]["__inference_error__"]
+    assert [bool(row["__inference_error__"]) for row in rows] == [False, False, False, True, False]
+    assert all(row["num_forced_tokens"] == len(row["forced_positions"]) > 0 for row in rows[:2])
+
+
+def test_a_schema_of_a_table_is_text() -> None:
+    """As a struct it would have the keys of other rows' schemas, and lose its own nulls."""
+    stage: Any = Answers.__new__(Answers)
+    stage._lm = SimpleNamespace(encode=lambda prompt, now: [1])
+    stage._sampling, stage._row_seconds, stage._now = SamplingParams(), None, datetime(2024, 2, 3)
+    asked = [{"structured_outputs": {"json": one}} for one in ({"const": None}, {"type": "integer", "minimum": 3})]
+    for settings in (pa.array([*asked, None]), ArrowPythonObjectArray.from_objects([*asked, {}])):
+        table = pa.table({"prompt": ["a", "a", "a"], "sampling_params": settings})
+        requests, problems = stage._requests(table, "prompt")
+        assert list(requests) == [2]
+        assert all("structured_outputs.json as JSON text" in problems[place] for place in range(2))
+    text = {"structured_outputs": {"json": '{"const": null}'}}
+    requests, problems = stage._requests(pa.table({"prompt": ["a"], "sampling_params": [text]}), "prompt")
+    assert problems == {}
+    assert requests[0].sampling.structured_outputs.json == '{"const":null}'
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"sampling_params": {"structured_outputs": {"json": "{"}}}, "sampling_params: structured_outputs.json is not"),
         ({"engine_kwargs": {"slots": 4}}, "engine_kwargs: unknown setting slots; there are max_num_seqs"),
         ({"sampling_params": {"max_tokens": 4}}, "sampling_params: unknown setting max_tokens: use max_new_tokens"),
         ({"engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs: max_num_seqs must be at least 1"),

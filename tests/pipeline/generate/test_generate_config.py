@@ -138,7 +138,7 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
         ),
         (
             "input: a\noutput: b\nsampling:\n  structured_outputs: 1\n",
-            "unknown setting sampling.structured_outputs: not supported: output is not constrained",
+            "sampling.structured_outputs must be a group of settings or null, not 1",
         ),
         ("input: a\noutput: [b\n", "line 2"),
         ("just words\n", "words"),

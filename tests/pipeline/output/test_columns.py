@@ -9,6 +9,7 @@ import pytest
 
 from drafter.requests import Generation, Request, SamplingParams, Timing, TokenLogprob
 from drafter.statistics import DecodeCounts, statistics_columns
+from drafter.structured_outputs import StructuredOutputs
 from pipeline.output.columns import COLUMNS, RunTraits, column_values, columns_type, wanted_columns
 
 PLAIN = RunTraits(SamplingParams(), rows_have_settings=False, drafter="ngram+memory")
@@ -16,6 +17,8 @@ PLAIN = RunTraits(SamplingParams(), rows_have_settings=False, drafter="ngram+mem
 
 MARKS = ("lossless", "verifier", "num_lenient_tokens", "lenient_positions")
 """Columns of a verifier that is not lossless."""
+RECORDS = ("valid", "num_forced_tokens", "forced_positions")
+"""Columns of structured outputs."""
 
 
 def names(traits: RunTraits) -> set[str]:
@@ -29,6 +32,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "prompt_token_ids",
         "token_ids",
         "finish_reason",
+        "valid",
         "num_prompt_tokens",
         "num_output_tokens",
         "seed",
@@ -36,6 +40,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "generation_seconds",
         "finished_at",
         "logprobs",
+        "forced_positions",
         "drafter",
         "drafter_version",
         *MARKS,
@@ -50,7 +55,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
     counts.record_step(emitted=3, accepted=2, drafted=4)
     logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
     generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
-    generation = dataclasses.replace(generation, drafter_versions=[3, 5])
+    generation = dataclasses.replace(generation, drafter_versions=[3, 5], forced=[0], valid=True)
     values = column_values(generation, Request([1, 2], SamplingParams(seed=2**63 - 1)), PLAIN)
     (row,) = pa.array([values], columns_type()).to_pylist()
     assert {name: value for name, value in row.items() if name != "finished_at"} == {
@@ -58,6 +63,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
         "prompt_token_ids": [1, 2],
         "token_ids": [4],
         "finish_reason": "stop",
+        "valid": True,
         "num_prompt_tokens": 2,
         "num_output_tokens": 1,
         "seed": 2**63 - 1,
@@ -70,6 +76,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
                 "top": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -1.5}],
             }
         ],
+        "forced_positions": [0],
         "drafter": "ngram+memory",
         "drafter_version": 5,
         "lossless": True,
@@ -84,11 +91,15 @@ def test_every_value_has_the_type_of_its_column() -> None:
     [
         (PLAIN, set()),
         (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"logprobs"}),
-        (dataclasses.replace(PLAIN, rows_have_settings=True), {"logprobs"}),
+        (dataclasses.replace(PLAIN, rows_have_settings=True), {"logprobs", *RECORDS}),
+        (
+            dataclasses.replace(PLAIN, sampling=SamplingParams(structured_outputs=StructuredOutputs(json_object=True))),
+            {*RECORDS},
+        ),
         (dataclasses.replace(PLAIN, learning=True), {"drafter_version"}),
         (dataclasses.replace(PLAIN, lossless=False), {*MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", *MARKS}
+    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", *MARKS, *RECORDS}
     assert names(traits) == always | optional

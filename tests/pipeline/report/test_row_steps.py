@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
-from pipeline.report.page import MarkedText, Step, steps_of, text_pieces
+from drafter.text.reasoning import Reasoning
+from pipeline.report.page import Mark, MarkedText, Step, record_listing, steps_of, text_pieces
 
 
 def test_a_step_is_its_accepted_run_and_the_token_after_it() -> None:
@@ -23,10 +24,33 @@ def test_a_step_is_its_accepted_run_and_the_token_after_it() -> None:
     assert steps_of([], []) == []
 
 
-def test_tokens_that_were_accepted_leniently_stand_apart() -> None:
-    (step, _) = steps_of(["a", "b", "c", "d", "e", "f"], [4, 0], [1, 2])
-    assert step == Step(1, 4, (MarkedText("a"), MarkedText("bc", marked=True), MarkedText("d")), "e")
+def test_marked_tokens_stand_apart() -> None:
+    marks: dict[int, Mark] = {1: "lenient", 2: "lenient", 3: "forced", 4: "forced"}
+    (step, last) = steps_of(["a", "b", "c", "d", "e", "f"], [4, 0], marks)
+    texts = MarkedText("a"), MarkedText("bc", "lenient"), MarkedText("d", "forced")
+    assert step == Step(1, 4, texts, "e", "forced")
     assert step.drafted == "abcd"
+    assert last == Step(2, 0, (), "f")
+
+
+@pytest.mark.parametrize(
+    ("text", "listing"),
+    [
+        ('{"a": [1.0, "é"], "b": {}}', '{\n  "a": [\n    1.0,\n    "é"\n  ],\n  "b": {}\n}'),
+        ("[]", "[]"),
+        ("12", None),
+        ("yes", None),
+        ("[" * 2000, None),
+        (None, None),
+    ],
+)
+def test_a_record_is_listed(text: str | None, listing: str | None) -> None:
+    row = {"text": text, "num_forced_tokens": 0}
+    assert record_listing({**row, "valid": text is not None}) == listing
+    assert record_listing({**row, "valid": False}) is None
+    assert record_listing({"text": text, "valid": True}) is None  # a column of the input
+    after = {**row, "text": f"<think>{{}}</think>\n\n{text}", "valid": text is not None}
+    assert record_listing(after, Reasoning(1, 2, "<think>", "</think>")) == listing
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -82,6 +83,46 @@ def test_an_answer_comes_in_runs(page: Any, address: str, plain: SpeculativeLM) 
     assert page.locator(".answer >> nth=1 >> .run").count() == 0
     assert page.title() == "drafter"
     assert not complaints
+
+
+def test_an_answer_by_a_schema_is_a_record(page: Any, address: str, plain: SpeculativeLM) -> None:
+    expect = playwright.expect
+    page.goto(address)
+    page.fill("#key", "right")
+    page.press("#key", "Tab")
+    expect(page.locator("#model option")).to_have_count(2)
+    page.click("form summary")
+    page.fill("#schema", "{")
+    page.click("#run")
+    expect(page.locator("#status.error")).to_contain_text("the schema is not JSON")
+    fruit = {"enum": ["<b>apples</b>", "pens"]}
+    schema = {
+        "type": "object",
+        "properties": {"\U0001f34e": fruit},
+        "required": ["\U0001f34e"],
+        "additionalProperties": False,
+    }
+    page.fill("#schema", json.dumps(schema))
+    page.fill("#prompt", "how many")
+    page.click("#run")
+    expect(page.locator("#status")).to_have_text("Done.")
+
+    asked = [{"role": "user", "content": "how many"}]
+    wanted = plain.generate([asked], max_new_tokens=200, structured_outputs={"json": schema})[0]
+    assert page.locator(".text").text_content() == wanted.text
+    assert json.loads(page.locator(".record pre").text_content()) == json.loads(wanted.text)
+    assert page.locator("[data-figure=record]").text_content() == "valid"
+    assert int(page.locator("[data-figure=forced]").text_content()) == len(wanted.forced)
+    forced = "".join(page.locator(".text .forced").all_text_contents())
+    assert forced == plain.tokenizer.decode(
+        [wanted.token_ids[place] for place in wanted.forced], skip_special_tokens=True
+    )
+    assert page.locator("#answers b").count() == 0
+
+    page.fill("#tokens", "2")
+    page.click("#run")
+    expect(page.locator("[data-figure=record]")).to_have_text("cut short")
+    expect(page.locator(".record")).to_be_hidden()
 
 
 def test_stopping_and_errors_are_told(
