@@ -48,7 +48,11 @@ from drafter.text.tokenizers import load_tokenizer
 from recipes.smollm2.__main__ import cache_folder as smollm2
 
 RECORD_FILE, TABLE_FILE = "records.json", "records.md"
+CELLS = ("1x16", "8x48")
+"""Batch size and number of records."""
 _PEER = PEERS["openvino-genai"][0]
+_CLOCKED = 16
+"""Records of a run with clocks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,22 +62,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {RECORD_FILE} and {TABLE_FILE}")
     parser.add_argument("--model", type=Path, default=smollm2(), help="target model (default: SmolLM2)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--records", type=int, default=64)
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="batch sizes and numbers of records, such as 4x32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true", help="leave OpenVINO GenAI out")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     base, tokenizer = in_passing_thread(lambda: load_base(args.model, device="cpu")), load_tokenizer(args.model)
-    job = Job(base, tokenizer, tasks(args.records))
     head = shipped_head(base)
     arms = [FREE, PLAIN, Arm("forced", "forced"), Arm("auto", "auto"), *([Arm("head", str(head))] if head else [])]
     about = environment(base, shlex.join(["python", "-m", "benchmarks.records", *given]))
     about["versions"]["llguidance"] = version("llguidance")
-    record: dict[str, Any] = {"environment": about, "rounds": args.rounds, "compile_seconds": compile_seconds(job)}
+    compiling = compile_seconds(base, tokenizer)
+    record: dict[str, Any] = {"environment": about, "rounds": args.rounds, "compile_seconds": compiling}
     record |= {"cells": [], "shares": [], "left_out": []}
     args.output.mkdir(parents=True, exist_ok=True)
-    for batch in args.batches:
+    for batch, count in (map(int, one.split("x")) for one in args.cells):
+        job = Job(base, tokenizer, tasks(count))
         peer = None if args.no_peer else _started(job, args.model, batch, record)
         expected = job.decode(PLAIN, batch).outputs
         for turn in range(args.rounds):
@@ -85,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"batch {batch}, round {turn + 1}: " + ", ".join(f"{c.arm} {c.rate:.0f}" for c in cells), flush=True)
         if peer is not None:
             peer.close()
-        record["shares"] += [asdict(share_of(job, arm, batch)) for arm in arms if not arm.free]
+        some = Job(base, tokenizer, tasks(min(count, _CLOCKED)))
+        record["shares"] += [asdict(share_of(some, arm, batch)) for arm in arms if not arm.free]
         write_json(args.output / RECORD_FILE, record)
         (args.output / TABLE_FILE).write_text(page(record), encoding="utf-8")
 

@@ -19,7 +19,7 @@ def page(record: Mapping[str, Any]) -> str:
     parts = [
         "# Records",
         f"{machine(about)}, {about['threads']} threads, {about['dtype']}; target model of "
-        f"{about['base']['parameters']:,} parameters; greedy; {cells[0].records} records of four schemas; medians of "
+        f"{about['base']['parameters']:,} parameters; greedy; records of four schemas; medians of "
         f"{record['rounds']} rounds, ratios within a round. `{about['command']}`, commit {about['commit']}"
         f"{' with changes' if about['uncommitted_changes'] else ''}, {about['date']}. {versions}.",
         "Prefills are part of the time, compiling the schemas is not. All ways under schemas of this engine gave the "
@@ -28,13 +28,14 @@ def page(record: Mapping[str, Any]) -> str:
         "are what compares.",
     ]
     for batch in dict.fromkeys(cell.batch for cell in cells):
+        some = [cell for cell in cells if cell.batch == batch]
         parts += [
-            f"## Batch {batch}",
-            _speeds([cell for cell in cells if cell.batch == batch]),
+            f"## Batch {batch}, {some[0].records} records",
+            _speeds(some),
             "What the schemas take of the steps, prefills left out, in a run with clocks:",
             _shares([share for share in shares if share.batch == batch]),
         ]
-    compiling = [{"": name, "ms": f"{1e3 * seconds:.0f}"} for name, seconds in record["compile_seconds"].items()]
+    compiling = [{"": name, "ms": f"{1e3 * seconds:.1f}"} for name, seconds in record["compile_seconds"].items()]
     parts += ["## Compiling", markdown_table(compiling)]
     if record["left_out"]:
         parts += ["## Left out", "\n".join(f"- {one}" for one in record["left_out"])]
