@@ -15,6 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +52,8 @@ RECORD_FILE, TABLE_FILE = "records.json", "records.md"
 CELLS = ("1x16", "8x48")
 """Batch size and number of records."""
 _PEER = PEERS["openvino-genai"][0]
+_WARM_UP = 16
+"""New tokens of a record before another engine is timed."""
 _CLOCKED = 16
 """Records of a run with clocks."""
 
@@ -77,52 +80,62 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record |= {"cells": [], "shares": [], "left_out": []}
     args.output.mkdir(parents=True, exist_ok=True)
     for batch, count in (map(int, one.split("x")) for one in args.cells):
-        job = Job(base, tokenizer, tasks(count))
-        peer = None if args.no_peer else _started(job, args.model, batch, record)
-        expected = job.decode(PLAIN, batch).outputs
-        for turn in range(args.rounds):
-            shift = turn % len(arms)
-            cells = list(measure_turn(job, [*arms[shift:], *arms[:shift]], batch, turn, expected))
+        job, some = Job(base, tokenizer, tasks(count)), Job(base, tokenizer, tasks(min(count, _CLOCKED)))
+        with ExitStack() as stack:
+            peer = None if args.no_peer else _Peer(job, args.model, batch, record)
             if peer is not None:
-                cells.append(_peer_cell(job, peer, batch, turn))
-            record["cells"] += [asdict(cell) for cell in cells]
-            print(f"batch {batch}, round {turn + 1}: " + ", ".join(f"{c.arm} {c.rate:.0f}" for c in cells), flush=True)
-        if peer is not None:
-            peer.close()
-        some = Job(base, tokenizer, tasks(min(count, _CLOCKED)))
+                stack.callback(peer.close)
+            expected = job.decode(PLAIN, batch).outputs
+            for turn in range(args.rounds):
+                shift = turn % len(arms)
+                cells = list(measure_turn(job, [*arms[shift:], *arms[:shift]], batch, turn, expected))
+                cells += [] if peer is None else peer.cells(turn)
+                record["cells"] += [asdict(cell) for cell in cells]
+                rates = ", ".join(f"{cell.arm} {cell.rate:.0f}" for cell in cells)
+                print(f"batch {batch}, round {turn + 1}, tokens/s: {rates}", flush=True)
         record["shares"] += [asdict(share_of(some, arm, batch)) for arm in arms if not arm.free]
         write_json(args.output / RECORD_FILE, record)
         (args.output / TABLE_FILE).write_text(page(record), encoding="utf-8")
 
 
-def _started(job: Job, model: Path, batch: int, record: dict[str, Any]) -> Running | None:
-    """Return the other engine's process, which has compiled the schemas; None if there cannot be one."""
-    base = job.base
-    settings: dict[str, Any] = {"model": str(model), "dtype": "float32", "ends": sorted(base.eos_token_ids)}
-    settings |= {"threads": record["environment"]["threads"], "longest": 2 * MOST_TOKENS + 256}
-    try:
-        process = starter(cache_folder(), base.fingerprint, settings)(_PEER, batch)
-        work = _work(job)
-        first = slice(len(SCHEMAS))
-        seconds = process.decode(Work(work.prompts[first], 1, work.schemas[first])).seconds
-    except PeerError as error:
-        record["left_out"].append(f"{_PEER.engine}, batch {batch}: {error}")
-        return None
-    record["compile_seconds"][f"{_PEER.engine}, all with their first tokens"] = seconds
-    record["environment"]["versions"] |= process.versions
-    return process
+class _Peer:
+    """The other engine at a batch size; after a failure, which goes into the record, it has no more cells."""
 
+    def __init__(self, job: Job, model: Path, batch: int, record: dict[str, Any]) -> None:
+        self._job, self._batch, self._record = job, batch, record
+        self._process: Running | None = None
+        prompts = [list(one.prompt_ids) for one in job.requests()]
+        self._work = Work(prompts, MOST_TOKENS, [json.dumps(one.schema) for one in job.tasks])
+        settings: dict[str, Any] = {"model": str(model), "dtype": "float32", "ends": sorted(job.base.eos_token_ids)}
+        settings |= {"threads": record["environment"]["threads"], "longest": 2 * MOST_TOKENS + 256}
+        try:
+            self._process = starter(cache_folder(), job.base.fingerprint, settings)(_PEER, batch)
+            record["environment"]["versions"] |= self._process.versions
+            first = slice(len(SCHEMAS))  # one of each kind
+            self._process.decode(Work(prompts[first], _WARM_UP, self._work.schemas[first]))
+        except PeerError as error:
+            self._leave_out(error)
 
-def _work(job: Job) -> Work:
-    prompts = [list(one.prompt_ids) for one in job.requests()]
-    return Work(prompts, MOST_TOKENS, [json.dumps(one.schema) for one in job.tasks])
+    def cells(self, turn: int) -> list[Cell]:
+        if self._process is None:
+            return []
+        try:
+            done = self._process.decode(self._work)
+        except PeerError as error:
+            self._leave_out(error)
+            return []
+        texts = [without_end(tokens, self._job.base.eos_token_ids) for tokens in done.tokens]
+        valid = self._job.valid([self._job.tokenizer.decode(tokens) for tokens in texts])
+        return [Cell(_PEER.engine, self._batch, turn, done.seconds, len(texts), valid, sum(map(len, texts)))]
 
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
 
-def _peer_cell(job: Job, peer: Running, batch: int, turn: int) -> Cell:
-    done = peer.decode(_work(job))
-    texts = [without_end(tokens, job.base.eos_token_ids) for tokens in done.tokens]
-    valid = job.valid([job.tokenizer.decode(tokens) for tokens in texts])
-    return Cell(_PEER.engine, batch, turn, done.seconds, len(texts), valid, sum(map(len, texts)))
+    def _leave_out(self, error: PeerError) -> None:
+        self.close()
+        self._process = None
+        self._record["left_out"].append(f"{_PEER.engine}, batch {self._batch}: {error}")
 
 
 if __name__ == "__main__":

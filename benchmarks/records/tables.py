@@ -45,8 +45,7 @@ def page(record: Mapping[str, Any]) -> str:
 def ratio(cells: Sequence[Cell], arm: str, to: str) -> float:
     """Return the median over the rounds of an arm's tokens per second ÷ those of another one."""
     of_round = {(cell.arm, cell.round): cell.rate for cell in cells}
-    rounds = sorted({cell.round for cell in cells})
-    return median(of_round[arm, turn] / of_round[to, turn] for turn in rounds)
+    return median(rate / of_round[to, turn] for (one, turn), rate in of_round.items() if one == arm)
 
 
 def _speeds(cells: Sequence[Cell]) -> str:

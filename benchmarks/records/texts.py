@@ -152,6 +152,5 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         severity=_one_of(*_SEVERITIES),
         reproducible={"type": "boolean"},
         version=_TEXT,
-        summary={"type": "string", "maxLength": 80},
     ),
 }
