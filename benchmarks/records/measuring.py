@@ -14,7 +14,7 @@ from unittest.mock import patch
 from jsonschema import Draft202012Validator
 
 from benchmarks.records.texts import SCHEMAS, Task
-from drafter.acceptance.choices import NodeChoices
+from drafter.acceptance import choices
 from drafter.acceptance.guide import make_guides
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.engine import engine as loop
@@ -185,7 +185,7 @@ def _clocked() -> Iterator[dict[str, float]]:
         for owner, attribute, name in (
             (loop, "guided", "trees"),
             (loop, "masks", "masks"),
-            (NodeChoices, "_guided", "choices"),
+            (choices, "likeliest_allowed", "choices"),
             (Decoded, "_permits", "output"),
         ):
             stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
