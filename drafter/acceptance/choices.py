@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -165,14 +166,18 @@ class NodeChoices:
 
     @property
     def plain(self) -> bool:
-        """True if every choice is the token with the largest logit, so that `everywhere` has them at once."""
-        return self._mode.likeliest and self._allowed is None
+        """True if every choice is the token with the largest logit, so that `everywhere` has them at once.
+
+        A mask is applied everywhere at once only on the host, which sees where it changes nothing.
+        """
+        return self._mode.likeliest and (self._allowed is None or _reads_on_host(self._logits))
 
     def everywhere(self) -> tuple[Tensor, Tensor]:
         """Return the choices after all nodes `[B, N]`, and which rows are sound `[B]`; see `are_sound`. If `plain`."""
         choices = likeliest(self._logits)
         # NaN counts as the largest, so the chosen logits tell of all.
-        return choices, self._logits.gather(2, choices[:, :, None]).isfinite().all((1, 2))
+        sound = self._logits.gather(2, choices[:, :, None]).isfinite().all((1, 2))
+        return choices if self._allowed is None else likeliest_allowed(self._logits, choices, self._allowed), sound
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the choice after node `nodes` `[R]` of each of `rows` `[R]`, `[R]` token ids."""
@@ -251,6 +256,20 @@ def likeliest(logits: Tensor) -> Tensor:
         # NumPy runs on this thread, in a fraction of the time that it takes to wake PyTorch's other threads.
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
+
+
+def likeliest_allowed(logits: Tensor, choices: Tensor, allowed: Tensor) -> Tensor:
+    """Return the argmax of logits `[B, N, V]` among the `allowed` tokens `[B, N, ceil(V / 32)]`, on the host.
+
+    Most of the `choices` `[B, N]`, the argmax among all tokens, are allowed. Token 0 stands where nothing is.
+    """
+    words = allowed.gather(2, choices[..., None] // 32)[..., 0]
+    found = choices.clone()
+    for row, node in ((words >> choices % 32) & 1 == 0).nonzero().tolist():
+        bytes_of_node = allowed[row, node].numpy().view(np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bytes_of_node, count=logits.shape[-1], bitorder="little").view(np.bool_))
+        found[row, node] = int(tokens[logits[row, node].numpy()[tokens].argmax()]) if len(tokens) else 0
+    return found
 
 
 def are_sound(logits: Tensor) -> Tensor:

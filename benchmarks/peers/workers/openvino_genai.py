@@ -28,14 +28,14 @@ def load(settings: Settings) -> Decode:
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduling, "CPU", _properties(settings))
 
     def decode(work: Work) -> list[list[int]]:
-        sampling, waiting = _sampling(settings, work), deque(enumerate(work.prompts))
+        waiting = deque(enumerate(work.prompts))
         running: dict[int, Any] = {}
         texts: list[list[int]] = [[] for _ in work.prompts]
         # With the scheduling that is the default `max_num_seqs` limits nothing.
         while waiting or running:
             while waiting and len(running) < settings.batch:
                 place, prompt = waiting.popleft()
-                running[place] = pipeline.add_request(place, _tensor(prompt), sampling)
+                running[place] = pipeline.add_request(place, _tensor(prompt), _sampling(settings, work, place))
             pipeline.step()
             for place, handle in list(running.items()):
                 if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
@@ -76,7 +76,7 @@ def _properties(settings: Settings) -> dict[str, Any]:
     return properties | ({} if settings.variant == "plain" else {"prompt_lookup": True})
 
 
-def _sampling(settings: Settings, work: Work) -> Any:
+def _sampling(settings: Settings, work: Work, place: int) -> Any:
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens = work.max_new_tokens
     config.do_sample = False
@@ -84,6 +84,8 @@ def _sampling(settings: Settings, work: Work) -> Any:
     if settings.variant != "plain":
         config.num_assistant_tokens = _LOOKED_UP
         config.max_ngram_size = _LONGEST_MATCH
+    if work.schemas:
+        config.structured_output_config = openvino_genai.StructuredOutputConfig(json_schema=work.schemas[place])
     return config
 
 

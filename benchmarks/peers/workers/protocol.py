@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -53,10 +53,12 @@ class Work:
     Args:
         prompts: Their tokens.
         max_new_tokens: Most new tokens of each.
+        schemas: The JSON schema of each answer, as text; none if they are free.
     """
 
     prompts: list[list[int]]
     max_new_tokens: int
+    schemas: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

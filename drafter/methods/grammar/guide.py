@@ -49,10 +49,11 @@ class GrammarGuide(Guide):
         return self._run
 
     def fill(self, mask: Tensor) -> None:
-        mask.zero_()
         if self._ended:  # what comes now is not output
-            allow(mask, self._eos)
-        elif not self._matcher.is_error():
+            allow(mask.zero_(), self._eos)
+        elif self._matcher.is_error():
+            mask.zero_()
+        else:  # it sets all bits
             self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
 
     @property

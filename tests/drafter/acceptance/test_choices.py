@@ -85,6 +85,42 @@ def test_penalties_and_biases_are_openais() -> None:
     assert choose(logits, root_only(torch.tensor([2])), sampling).item() == 0
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.sampled_from([0.0, 0.05, 0.5, 1.0]))
+def test_masks_applied_everywhere_at_once_choose_as_node_by_node(seed: int, vocabulary: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # The nodes' tokens do not matter.
+    tree = TokenTree(*(torch.tensor([part, part]) for part in ([1, 2, 3], [0, 0, 0], [0, 1, 1], [0.0, -1.0, -2.0])))
+    # Few different values, so that several tokens are the likeliest.
+    logits = torch.randint(0, 3, (2, 3, vocabulary), generator=generator).float()
+    may_follow = torch.rand(2, 3, vocabulary, generator=generator) < share
+    allowed = packed(may_follow)
+    sampling = sampling_of([SamplingParams()] * 2, [[0], [0]], [1, 1])
+    choices = NodeChoices(logits, tree, tree.ancestors(), sampling, allowed)
+    assert choices.plain
+    found, sound = choices.everywhere()
+    rows = torch.arange(2)
+    expected = [choices.at(rows, torch.full_like(rows, node)) for node in range(3)]
+    assert torch.equal(found, torch.stack(expected, 1))
+    assert sound.all()
+    assert (may_follow.gather(2, found[..., None])[..., 0] | ~may_follow.any(2)).all()
+
+
+def test_a_mask_does_not_hide_what_is_not_finite() -> None:
+    logits = torch.tensor([[[0.0, torch.nan, 1.0]], [[2.0, 0.0, 1.0]]])
+    tree = root_only(torch.tensor([0, 0]))
+    allowed = packed(torch.tensor([[[True, False, True]], [[False, False, True]]]))
+    sampling = sampling_of([SamplingParams()] * 2, [[0], [0]], [1, 1])
+    found, sound = NodeChoices(logits, tree, tree.ancestors(), sampling, allowed).everywhere()
+    assert sound.tolist() == [False, True]
+    assert found[1].tolist() == [2]
+
+
+def packed(may_follow: torch.Tensor) -> torch.Tensor:
+    """Masks `[..., ceil(V / 32)]` of `[..., V]` bool."""
+    padded = torch.nn.functional.pad(may_follow, (0, -may_follow.shape[-1] % 32))
+    return torch.from_numpy(np.packbits(padded.numpy(), axis=-1, bitorder="little").view(np.int32))
+
+
 PENALTIES = [
     {"presence_penalty": 1.5},
     {"frequency_penalty": -0.7, "temperature": 1.0},

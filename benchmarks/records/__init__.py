@@ -1,0 +1,1 @@
+"""Output by JSON schemas: a record-extraction job, with and without drafts, beside another engine's."""
