@@ -181,6 +181,7 @@ class Engine:
             self._park()
             self._share_slots()
             self._admit()
+            self._park()  # the first token of a prompt may be all that is wanted for now
             if follows := self._follows():
                 self._deliver(0)
             self._make_room()
@@ -238,12 +239,14 @@ class Engine:
         clock = Clock()
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
         load = self.batch.load(context.host_lengths)
-        ask = self.budget.plan(load) if max(self._useful(sequences)) else Ask(0)
+        ask = Ask(0)
+        if max(self._useful(sequences)):
+            ask = replace(self.budget.plan(load), brought=self.drafter.brought(len(sequences)))
         self._times.mark("host")
         planning = clock.lap()
         if ask.shadow is not None:
             self._draft_shadow(sequences[:SHADOW_ROWS], ask.shadow, clock)
-        if ask.nodes:
+        if ask.most:
             if follows:  # a graph has its drafter
                 self.drafter.select(ask.member)
             clock.drafting = planning + clock.lap()
@@ -282,7 +285,7 @@ class Engine:
 
     def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
         """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
-        if step.ask.nodes:
+        if step.ask.most:
             # Other numbers than a budget has learnt of would cost more than they save.
             if isinstance(self.budget, FixedBudget) and min(useful := self._useful(step.sequences)) < step.depth:
                 tree = tree.no_deeper(devices.send(torch.tensor(useful), tree.depths.device))

@@ -180,6 +180,8 @@ class Sequence:
         if logprobs is not None:
             logprobs = logprobs[:emitted]
             self.logprobs += logprobs
+        if len(self.output) >= self.handle.until:
+            self.handle.parked = True  # before anybody hears of the tokens, who may let it go on
         if emitted and self.handle.streams:
             self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
         return emitted
