@@ -77,6 +77,7 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         config.keys,
         config.limits,
         loopback=loopback,
+        edge=config.edge,
         learning=config.learning,
         learner=None if learns is None else keeper.bind(learns),
     )
@@ -110,7 +111,10 @@ def _engines(
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
     verifier = config.verifier if drafter == config.drafter else VerifierSettings()  # the plain one is exact
     begins = None if learns is None else learns.beginning
-    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier, begins)
+    brought = config.edge.draft_tokens if config.edge.sessions else 0
+    spec = EngineSpec(
+        config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier, begins, brought
+    )
     engines = _deployment(
         EngineReplica,
         name,
@@ -119,4 +123,4 @@ def _engines(
         graceful_shutdown_timeout_s=limits.seconds,
         **scaled,
     )
-    return engines.bind(spec, limits.seconds, special_tokens=config.special_tokens)
+    return engines.bind(spec, limits.seconds, config.edge, special_tokens=config.special_tokens)

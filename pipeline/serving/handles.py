@@ -51,6 +51,14 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Device:
+    """A client that drafts for itself, and asks for a session's place in a replica; see `Call`."""
+
+    client: str
+    may_teach: bool
+
+
+@dataclass(frozen=True)
 class Failure:
     """HTTP error response, with a body in OpenAI's format. Nothing has been sent before it."""
 
@@ -162,9 +170,19 @@ class Engines:
         Raises:
             OpenAIError: No free slot, or no working replica.
         """
-        handle = self._handles[call.request.model].options(stream=True, method_name="answer")
+        return await self._ask(call.request.model, "answer", call)
+
+    async def host(self, model: str, device: Device) -> Answer:
+        """Get a place for a device's session in a replica, whose address is the first reply, and raise as `ask` does.
+
+        The answer ends with the session; cancel it to end that.
+        """
+        return await self._ask(model, "host", device)
+
+    async def _ask(self, model: str, method: str, about: Call | Device) -> Answer:
+        handle = self._handles[model].options(stream=True, method_name=method)
         for _ in range(_TRIES):
-            replies = handle.remote(call)
+            replies = handle.remote(about)
             try:
                 return Answer(await anext(replies), replies)
             except BackPressureError as error:
