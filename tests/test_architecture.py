@@ -59,7 +59,7 @@ WALLS = {
 """Of `drafter`, all that some rooms may import beside themselves."""
 
 INFERENCE = ("heads", "ctc", "drafters", "engine", "target_model", "tree", "acceptance", "budget")
-NAMES_DRAFTERS = ("drafter.llm", "drafter.evaluation.", "drafter.methods.", "jobs.", "pipeline.")
+NAMES_DRAFTERS = ("drafter.llm", "drafter.edge.", "drafter.evaluation.", "drafter.methods.", "jobs.", "pipeline.")
 """Only these may ask the registry of drafters for one by name."""
 
 

@@ -117,10 +117,12 @@ class EdgeRoute:
 
     async def _watch(self, name: tuple[str, str], answer: Answer) -> None:
         """Forget a session that is over, or whose replica has died."""
-        with suppress(OpenAIError):
-            await answer.whole()
-        if (place := self._places.get(name)) is not None and place.answer is answer:
-            del self._places[name]
+        try:
+            with suppress(OpenAIError):
+                await answer.whole()
+        finally:
+            if (place := self._places.get(name)) is not None and place.answer is answer:
+                del self._places[name]
 
     async def _carry(self, socket: WebSocket, place: _Place, opening: str) -> None:
         try:

@@ -159,9 +159,8 @@ class EdgeSession:
             if self._answered is not None:
                 self._host.metrics.away.observe(now - self._answered)
             self._host.metrics.drafted.observe(len(draft.tokens))
-            self._pending = draft, now
+            self._pending, self._seq = (draft, now), draft.seq
             self._handle.unpark(draft.at + 1)
-        self._seq = max(self._seq, draft.seq) if draft.at <= length else self._seq
 
     def _refuse(self, draft: Draft, code: str, reason: str) -> None:
         self._send(Error(code, reason, draft.seq))

@@ -28,15 +28,19 @@ class Replies:
 
     def __init__(self, replies: AsyncIterator[Reply]) -> None:
         self._replies: Any = replies
+        self._next: asyncio.Future[Reply] | None = None
 
     def __aiter__(self) -> Replies:
         return self
 
     async def __anext__(self) -> Reply:
-        reply: Reply = await anext(self._replies)
-        return reply
+        self._next = asyncio.ensure_future(anext(self._replies))
+        return await self._next
 
     def cancel(self) -> None:
+        if self._next is not None and not self._next.done():
+            self._next.cancel()
+            return
         asyncio.get_running_loop().create_task(self._replies.aclose())
 
 
