@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,9 +126,9 @@ class EdgeLM:
         elif isinstance(prompt, Conversation):
             request |= {name: value for name, value in vars(prompt).items() if value is not None}
         elif prompt and isinstance(prompt[0], Mapping):
-            request["messages"] = [dict(message) for message in prompt]  # type: ignore[call-overload]
+            request["messages"] = list(prompt)
         else:
-            request["prompt"] = [int(token) for token in prompt]  # type: ignore[arg-type]
+            request["prompt"] = [int(token) for token in prompt]  # type: ignore[call-overload]
         return EdgeStream(self, request, chosen)
 
     def generate(
@@ -203,7 +203,7 @@ class EdgeStream:
 
     # ---- the loop
 
-    def _run(self) -> Iterator[EdgeDelta]:
+    def _run(self) -> Generator[EdgeDelta, None, None]:
         try:
             while self._finished is None:
                 answered = self._link is not None and self._link.opened

@@ -197,7 +197,8 @@ def opening(plain: SpeculativeLM, prompt: Sequence[int], session: str = "0" * 32
 
 
 def talk(address: str, **settings: Any) -> ClientConnection:
-    return connect(address.replace("http", "ws") + PATH, compression=None, **settings)
+    socket: ClientConnection = connect(address.replace("http", "ws") + PATH, compression=None, **settings)
+    return socket
 
 
 def answer(socket: ClientConnection) -> Message:
