@@ -32,5 +32,5 @@ class Knowing(Drafter):
         tokens, parents = [_WRONG + 1, *chain], [-1, -1, *range(1, len(chain))]
         depths = [1, *range(1, len(chain) + 1)]
         falling = [-1.5, *(-0.01 * depth for depth in depths[1:])]
-        nodes = [torch.tensor([part]) for part in (tokens, parents, depths)]
-        return from_nodes(context.pending, *nodes, log_probs=torch.tensor([falling]), size=ask.nodes + 1)
+        nodes = torch.tensor([tokens, parents, depths])[:, None]
+        return from_nodes(context.pending, nodes[0], nodes[1], nodes[2], torch.tensor([falling]), ask.nodes + 1)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -128,7 +128,7 @@ class EdgeLM:
         elif prompt and isinstance(prompt[0], Mapping):
             request["messages"] = list(prompt)
         else:
-            request["prompt"] = [int(token) for token in prompt]  # type: ignore[call-overload]
+            request["prompt"] = [int(token) for token in cast(Sequence[int], prompt)]
         return EdgeStream(self, request, chosen)
 
     def generate(
