@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -217,11 +218,10 @@ class EdgeStream:
                     yield from self._go_alone()
                     if not answered:
                         time.sleep(_PAUSE)
-            if self._link is not None:
-                self._link.send(Close())
-        except LinkClosedError:
-            pass  # the text is complete
         finally:
+            if self._link is not None:
+                with suppress(LinkClosedError):  # the text is complete, or nobody wants it
+                    self._link.send(Close())
             self._drop()
 
     def _ask(self) -> Iterator[EdgeDelta]:

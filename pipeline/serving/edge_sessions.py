@@ -74,6 +74,7 @@ class EdgeSession:
         self._host, self._device = host, device
         self.over = asyncio.Event()
         self.unsent: asyncio.Queue[str] = asyncio.Queue(_UNSENT)
+        self.sender: asyncio.Task[None] | None = None  # over the newest connection
         self.output: list[int] = []
         self._opening: Open | None = None
         self._prompt: tuple[int, ...] = ()
@@ -301,7 +302,9 @@ class EdgeHost:
             del self.sessions[ticket]
 
     def families(self) -> list[Metric]:
-        """Return the metrics of sessions for Prometheus."""
+        """Return the metrics of sessions for Prometheus; none where there is no route for them."""
+        if not self.config.sessions:
+            return []
         sessions = GaugeMetricFamily("drafter_edge_sessions", "Sessions of devices.", len(self.sessions))
         return [sessions, *self.metrics.registry.collect()]
 
@@ -330,12 +333,15 @@ class EdgeHost:
             return
         while not session.unsent.empty():  # those for a connection before
             session.unsent.get_nowait()
+        if session.sender is not None:
+            session.sender.cancel()
 
         async def send() -> None:
             while True:
                 await connection.send(await session.unsent.get())
 
-        sender, over = asyncio.create_task(send()), asyncio.create_task(session.over.wait())
+        session.sender = sender = asyncio.create_task(send())
+        over = asyncio.create_task(session.over.wait())
         try:
             receiver = asyncio.create_task(self._receive(connection, session))
             await asyncio.wait([receiver, over], return_when=asyncio.FIRST_COMPLETED)
