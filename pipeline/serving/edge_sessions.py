@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import cached_property, partial
 from http import HTTPStatus
 from typing import Any
@@ -284,7 +284,7 @@ class EdgeHost:
         self._address = address
         self._server: asyncio.Task[Server] | None = None
 
-    async def host(self, device: Device) -> AsyncIterator[str]:
+    async def host(self, device: Device) -> AsyncGenerator[str, None]:
         """Make a place for a session: yield its address, and end when the session does, which leaving ends, too."""
         if self._server is None:
             self._server = asyncio.create_task(self._listen())

@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -195,9 +196,11 @@ class Answers:
         found = self._metrics.snapshot(self._name, self._lm.engine.state())
         return replace(found, families=[*found.families, *self._edge.families()])
 
-    def host(self, device: Device) -> AsyncIterator[str]:
+    async def host(self, device: Device) -> AsyncIterator[str]:
         """Make a place for a device's session; see `EdgeHost.host`."""
-        return self._edge.host(device)
+        async with aclosing(self._edge.host(device)) as place:
+            async for address in place:
+                yield address
 
     def check_health(self) -> None:
         """Raise an `EngineError` if the engine has failed or hangs; Ray Serve then replaces the replica."""
