@@ -118,8 +118,7 @@ class EdgeRoute:
     async def _watch(self, name: tuple[str, str], answer: Answer) -> None:
         """Forget a session that is over, or whose replica has died."""
         try:
-            with suppress(OpenAIError):
-                await answer.whole()
+            await answer.over()
         finally:
             if (place := self._places.get(name)) is not None and place.answer is answer:
                 del self._places[name]

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -142,6 +143,12 @@ class Answer:
         except Exception as error:
             logger.exception("A replica failed while it answered")
             raise interrupted() from error
+
+    async def over(self) -> None:
+        """Wait until nothing more comes, for whatever reason."""
+        with suppress(Exception):
+            async for _ in self._rest:
+                pass
 
     def cancel(self) -> None:
         """Free what the answer holds in the replica, unless it is complete."""
