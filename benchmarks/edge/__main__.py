@@ -2,10 +2,11 @@
 
     python -m benchmarks.edge --sessions 1000 --faults 1 --output benchmarks/results/edge
 
-First, sessions over a network that delays, loses, repeats, reorders and cuts by a seed, with drafters of every quality,
-greedy and sampled, against what one process gives. Then simulated devices over real sockets, 1 to 64 at a time, against
-the same server streaming plainly, and drafting for all of them by itself. Both with servers of their own. A level is
-served if all but a tenth of its devices get `--rate` tokens a second from when all have their first token.
+First, sessions of the embedded model over a network that delays, loses, repeats, reorders and cuts by a seed, with
+drafters of every quality, greedy and sampled, against what one process gives. Then simulated devices over real sockets,
+1 to 64 at a time, against the same server streaming plainly, and drafting for all of them by itself. All with servers
+of their own. A level is served if all but a tenth of its devices get `--rate` tokens a second from when all have their
+first token.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "test.json
 LEVELS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 PLAINLY, BY_SERVER, BY_DEVICES = "plain", "the server drafts", "devices draft"
 _THREADS = 24
-_PROMPT_TOKENS = 24
+_PROMPT_TOKENS, _TEXTS, _LENGTH = 24, 31, 512
 _QUALITIES = (0.0, 0.5, 0.8, 0.95)
 
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sessions", type=int, default=1000, help="over the faulty network (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=0, help="seed of what goes wrong (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="target model (default: the embedded one)")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="that devices share (default: the embedded one)")
     parser.add_argument("--server-drafter", default="auto", help="where the server drafts (default: %(default)s)")
     parser.add_argument("--levels", type=int, nargs="*", default=LEVELS, help="devices at a time")
     parser.add_argument("--tokens", type=int, default=48, help="of each text (default: %(default)s)")
@@ -72,16 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft-ms", type=float, default=10.0, help="of a draft token (default: %(default)s)")
     parser.add_argument("--round-trip-ms", type=float, default=30.0, help="of the network (default: %(default)s)")
     args = parser.parse_args(arguments)
-    config = EngineConfig(max_num_seqs=max(args.levels), max_queue=512)
     given = sys.argv[1:] if arguments is None else arguments
-    with SpeculativeLM.from_pretrained(args.model, "none", dtype="float32", config=config) as lm:
-        record: dict[str, Any] = {
-            "environment": environment(lm.base, shlex.join(["python", "-m", "benchmarks.edge", *given]))
-        }
-        prompts = [lm.encode(one.turns[0])[:_PROMPT_TOKENS] for one in read_questions(_QUESTIONS, max(args.levels))]
-        faults, differing = _through_faults(lm, prompts, args)
+    with _one_process(str(EMBEDDED_BASE), args) as lm:
+        faults, differing = _through_faults(lm, _prompts(lm, _TEXTS), args)
+    with _one_process(args.model, args) as lm:
+        command = shlex.join(["python", "-m", "benchmarks.edge", *given])
+        record: dict[str, Any] = {"environment": environment(lm.base, command)}
         record["faults"] = {"sessions": args.sessions, "differing": differing, **faults}
-        levels = _levels(lm, prompts, args)
+        levels = _levels(lm, _prompts(lm, max(args.levels)), args)
     record["levels"] = [asdict(level) for level in levels]
     ours = [level for level in levels if level.arm == BY_DEVICES]
     summary = {
@@ -100,6 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(summary)
 
 
+def _one_process(model: str, args: argparse.Namespace) -> SpeculativeLM:
+    config = EngineConfig(max_num_seqs=max(args.levels), max_queue=512, max_model_len=_LENGTH)
+    return SpeculativeLM.from_pretrained(model, "none", dtype="float32", config=config)
+
+
+def _prompts(lm: SpeculativeLM, count: int) -> list[list[int]]:
+    return [lm.encode(one.turns[0])[:_PROMPT_TOKENS] for one in read_questions(_QUESTIONS, count)]
+
+
 def _served(levels: Sequence[Level], arm: str, rate: float) -> int:
     return max((one.devices for one in levels if one.arm == arm and one.serves(rate)), default=0)
 
@@ -112,22 +120,21 @@ def _through_faults(
     lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace
 ) -> tuple[dict[str, int], int]:
     """Run sessions over the faulty network; return what went wrong there, and how many texts differ."""
-    some, tokens = prompts[:32], args.tokens // 2
     sampling = [
-        SamplingParams(tokens, temperature=0.8 * (row % 2), seed=row, ignore_eos=row % 4 > 1)
-        for row, _ in enumerate(some)
+        SamplingParams(args.tokens, temperature=0.8 * (row % 2), seed=row, ignore_eos=row % 4 > 1)
+        for row in range(len(prompts))
     ]
-    expected = lm.generate([list(prompt) for prompt in some], sampling, use_tqdm=False)
+    expected = lm.generate([list(prompt) for prompt in prompts], sampling, use_tqdm=False)
     chosen = random.Random(args.faults)
 
     def run(number: int) -> bool:
-        row = number % len(some)
-        drafter = Knowing([*some[row], *expected[row].token_ids], _QUALITIES[number % 4], seed=number)
+        row = number % len(prompts)
+        drafter = Knowing([*prompts[row], *expected[row].token_ids], _QUALITIES[number % 4], seed=number)
         device = EdgeLM(way, drafter, tokenizer=lm.tokenizer, timeout=0.5, give_up=300.0)
-        return device.generate(some[row], sampling[row]).token_ids != expected[row].token_ids
+        return device.generate(list(prompts[row]), sampling[row]).token_ids != expected[row].token_ids
 
     with (
-        _server(args, "none") as server,
+        _server(args, str(EMBEDDED_BASE), "none") as server,
         faulty(server.address, Faults(), chosen.randrange(2**31)) as (way, proxy),
         ThreadPoolExecutor(_THREADS) as pool,
     ):
@@ -136,11 +143,11 @@ def _through_faults(
     return dict(proxy.counts) | {"messages": proxy.messages}, differing
 
 
-def _server(args: argparse.Namespace, drafter: str) -> Any:
+def _server(args: argparse.Namespace, name: str, drafter: str) -> Any:
     slots = max(args.levels)
-    settings = {"edge.sessions": slots, "engine.max_num_seqs": slots, "engine.max_model_len": 512}
+    settings = {"edge.sessions": slots, "engine.max_num_seqs": slots, "engine.max_model_len": _LENGTH}
     settings |= {"loading.dtype": "float32", "limits.queue": slots}
-    model = None if args.model == str(EMBEDDED_BASE) else args.model
+    model = None if name == str(EMBEDDED_BASE) else name
     return endpoint(model, drafter, [part for name, value in settings.items() for part in (f"--{name}", str(value))])
 
 
@@ -149,7 +156,7 @@ def _levels(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.
     texts = [one.token_ids for one in lm.generate([list(one) for one in prompts], sampling, use_tqdm=False)]
     digest, found = vocabulary_digest(lm.tokenizer), []
     for arm, drafter in ((PLAINLY, "none"), (BY_SERVER, args.server_drafter), (BY_DEVICES, "none")):
-        with _server(args, drafter) as server:
+        with _server(args, args.model, drafter) as server:
             for devices in args.levels:
                 level = asyncio.run(_level(server, arm, devices, prompts, texts, digest, args))
                 median = sorted(level.rates)[devices // 2]
