@@ -91,6 +91,8 @@ class EdgeSession:
 
     async def take(self, message: Open | Draft | Close) -> None:
         """Act on a device's message; raises `MessageError` or `OpenAIError` for one after which nothing can go on."""
+        if self.over.is_set():
+            return
         self._heard()
         match message:
             case Open():
@@ -99,7 +101,7 @@ class EdgeSession:
                 self._draft(message)
             case Close():
                 self.end()
-        if self._opened and self._pending is None:
+        if self._opened and self._pending is None and not self.over.is_set():
             self._wait_for_device()
 
     def end(self, code: str | None = None, reason: str = "") -> None:
@@ -124,6 +126,8 @@ class EdgeSession:
                 raise MessageError("tokenizer", "the device's tokeniser is not the model's: use the model's own")
             call = Call(parse_request(message.request), False, self._device.may_teach, self._device.client)
             (request,) = await self._host.encode(call)
+            if self.over.is_set():  # meanwhile
+                return
             self._prompt = tuple(request.prompt_ids)
             self._handle = self._host.lm.submit(request, stream=True)
             self._host.metrics.opened.inc()
