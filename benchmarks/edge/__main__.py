@@ -145,7 +145,8 @@ def _through_faults(
 
 def _server(args: argparse.Namespace, name: str, drafter: str) -> Any:
     slots = max(args.levels)
-    settings = {"edge.sessions": slots, "engine.max_num_seqs": slots, "engine.max_model_len": _LENGTH}
+    # Twice as many sessions: those of one level may still be closing.
+    settings = {"edge.sessions": 2 * slots, "engine.max_num_seqs": slots, "engine.max_model_len": _LENGTH}
     settings |= {"loading.dtype": "float32", "limits.queue": slots}
     model = None if name == str(EMBEDDED_BASE) else name
     return endpoint(model, drafter, [part for name, value in settings.items() for part in (f"--{name}", str(value))])
@@ -155,7 +156,7 @@ def _levels(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.
     sampling = SamplingParams(args.tokens, ignore_eos=True)
     texts = [one.token_ids for one in lm.generate([list(one) for one in prompts], sampling, use_tqdm=False)]
     digest, found = vocabulary_digest(lm.tokenizer), []
-    for arm, drafter in ((PLAINLY, "none"), (BY_SERVER, args.server_drafter), (BY_DEVICES, "none")):
+    for arm, drafter in ((PLAINLY, "none"), (BY_DEVICES, "none"), (BY_SERVER, args.server_drafter)):
         with _server(args, args.model, drafter) as server:
             for devices in args.levels:
                 level = asyncio.run(_level(server, arm, devices, prompts, texts, digest, args))
