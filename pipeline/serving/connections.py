@@ -17,11 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from pipeline.openai.requests import OpenAIError, shown
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.keys import Keys
+from pipeline.serving.web_socket import WebSocketInTurn
 from pipeline.serving.work_limits import Turns
 
 Reason = Literal["crowded", "late", "refused", "slow", "unread"]
@@ -359,8 +359,18 @@ class _Connection(HttpToolsProtocol):
         self._upgraded = True
         self._stop_waiting("late")
         self.config.ws_max_size = self.budget.limits.body_bytes
-        self.ws_protocol_class = partial(_WebSocket, self)  # type: ignore[assignment]
+        self.ws_protocol_class = partial(WebSocketInTurn, self, _PIECE)  # type: ignore[assignment]
         super().handle_websocket_upgrade()
+
+    def next_turn(self) -> asyncio.Future[bool]:
+        return self.budget.pieces.take(self)
+
+    def refuse_more(self, waiting: int) -> bool:
+        """Cut a WebSocket of which more bytes than a message has wait for their turn; return whether it was."""
+        if waiting <= self.budget.limits.body_bytes + _BESIDE_BODY:
+            return False
+        self.budget.cut(self, "refused")
+        return True
 
     def _is_guests(self, scope: Any) -> bool:
         given = (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
@@ -431,23 +441,3 @@ class _Connection(HttpToolsProtocol):
             self._wait_for_request()
         else:
             self.budget.cut(self, "late")
-
-
-class _WebSocket(WebSocketsSansIOProtocol):
-    """Uvicorn's WebSocket on a connection of the budget, which is told what becomes of it."""
-
-    def __init__(self, connection: _Connection, **given: Any) -> None:
-        super().__init__(**given)
-        self._connection = connection
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._connection.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._connection._wait_for_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._connection._stop_waiting("unread")
