@@ -18,6 +18,7 @@ from drafter.acceptance.contract import Verifier, make_verifier
 from drafter.acceptance.settings import VerifierSettings
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Drafter
+from drafter.drafters.late import BesideDrafter
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
@@ -100,6 +101,7 @@ class SpeculativeLM:
         config: EngineConfig | Mapping[str, Any] | None = None,
         verifier: VerifierSettings | Mapping[str, Any] | str | None = None,
         learning: LearningStart | None = None,
+        brought: int = 0,
         on_stage: Callable[[str], None] | None = None,
         **engine: Any,
     ) -> SpeculativeLM:
@@ -123,6 +125,7 @@ class SpeculativeLM:
                 decoding would give.
             learning: Initial state of a head that learns from the rows. `samples` then yields these, and
                 `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
+            brought: Draft tokens of the largest draft that `Handle.draft` may bring. Rows with one are not drafted for.
             on_stage: Called with a message before each slow part of the start; by default logged at level INFO.
             engine: Fields of `EngineConfig` to change, such as `max_num_seqs=4`.
 
@@ -135,7 +138,7 @@ class SpeculativeLM:
             raise LoadError(f"model must be a folder or a hub id, not {shown(model)}")
         chosen, decides = engine_config(config, engine), make_verifier(verifier_settings(verifier))
 
-        def load() -> tuple[BaseModel, Drafter]:
+        def load_both() -> tuple[BaseModel, Drafter]:
             base = load_base(
                 name,
                 dtype=dtype,
@@ -145,9 +148,9 @@ class SpeculativeLM:
                 generation_config=generation_config,
             )
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
-            if learning is None:
-                return base, load_drafter(drafter, base, nodes, isolated=isolated)
-            return base, learning.drafter(str(drafter), base, nodes, isolated=isolated)
+            load = load_drafter if learning is None else learning.drafter
+            own = load(str(drafter), base, nodes, isolated=isolated)
+            return base, BesideDrafter(own, brought) if brought else own
 
         if learning is not None and not decides.lossless:
             raise LoadError(
@@ -156,7 +159,7 @@ class SpeculativeLM:
             )
         tell = on_stage or logger.info
         tell(f"loading {model or 'the embedded model'}")
-        base, loaded = in_passing_thread(load)
+        base, loaded = in_passing_thread(load_both)
         if loaded.withheld and chosen.num_draft_tokens != "auto":
             raise LoadError(
                 "a head that starts from nothing is drafted with once that pays: leave num_draft_tokens at auto"

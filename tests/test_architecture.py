@@ -53,13 +53,23 @@ WALLS = {
         "drafter.target_model",
         "drafter.tree",
     },
+    "drafter.edge": {
+        "drafter.drafters.contract",
+        "drafter.drafters.registry",
+        "drafter.drafters.slots",
+        "drafter.errors",
+        "drafter.plugins",
+        "drafter.requests",
+        "drafter.statistics",
+        "drafter.text",
+    },
     "drafter.training": {"drafter.errors", "drafter.heads", "drafter.target_model", "drafter.tree"},
     "drafter.plugins": set[str](),
 }
 """Of `drafter`, all that some rooms may import beside themselves."""
 
 INFERENCE = ("heads", "ctc", "drafters", "engine", "target_model", "tree", "acceptance", "budget")
-NAMES_DRAFTERS = ("drafter.llm", "drafter.evaluation.", "drafter.methods.", "jobs.", "pipeline.")
+NAMES_DRAFTERS = ("drafter.llm", "drafter.edge.", "drafter.evaluation.", "drafter.methods.", "jobs.", "pipeline.")
 """Only these may ask the registry of drafters for one by name."""
 
 
@@ -139,6 +149,7 @@ def test_drafters_are_named_at_the_edge_only() -> None:
 def test_heads_and_drafters_do_without_a_target_model() -> None:
     """A device that only drafts has neither the model nor the engine."""
     found = ["drafter.ctc.head", "drafter.drafters.registry", "drafter.heads.checkpoint", "drafter.methods.eagle3.head"]
+    found.append("drafter.edge.client")
     for module in found:
         found += import_graph()[module] - set(found)
     assert not [one for one in found if within(one, "drafter.engine") or one == "drafter.target_model.model"]
@@ -198,6 +209,11 @@ def test_only_an_engine_imports_the_code_of_models() -> None:
     model_code = ("transformers.modeling_utils", "torch._dynamo", "drafter.engine.engine")
     imported = "pipeline.generate.job, pipeline.generate.row_requests, pipeline.engines.engine_actor"
     program = f"import sys, {imported}; sys.exit(not sys.modules.keys().isdisjoint({model_code}))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_messages_of_devices_need_neither_torch_nor_ray() -> None:
+    program = "import sys, drafter.edge.messages; sys.exit(bool({'torch', 'ray', 'transformers'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

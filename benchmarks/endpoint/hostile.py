@@ -30,7 +30,10 @@ import httpx2
 
 from benchmarks.endpoint.leaving_clients import resident_bytes
 from benchmarks.endpoint.servers import Server, endpoint
+from drafter.edge.messages import PATH, Open, write
+from drafter.embedded import EMBEDDED_BASE
 from drafter.source_commit import source_commit
+from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 
 _KEY, _NEIGHBOURS_KEY = "sk-of-the-hostile", "sk-of-the-neighbour"
 _CHAT = "/v1/chat/completions"
@@ -76,8 +79,18 @@ def _said(content: str) -> dict[str, object]:
     return _ask(messages=[{"role": "user", "content": content}], max_tokens=1)
 
 
+def _frame(payload: bytes, code: int = 1) -> bytes:
+    """Return a client's WebSocket frame, by default of text, under a mask of zeros."""
+    size = bytes([128 | len(payload)]) if len(payload) < 126 else bytes([254, *len(payload).to_bytes(2, "big")])
+    return bytes([128 | code]) + size + bytes(4) + payload
+
+
 def kinds() -> dict[str, Kind]:
     """Return all kinds by name."""
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    key = ("Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", f"Authorization: Bearer {_KEY}")
+    device = _request("GET", PATH, *upgrade, *key)
+    opening = Open("0" * 32, vocabulary_digest(load_tokenizer(EMBEDDED_BASE)), {"prompt": [5] * 20})
     chunked = _request("POST", _CHAT, "Transfer-Encoding: chunked")
     keyed_chunked = _request("POST", _CHAT, f"Authorization: Bearer {_KEY}", "Transfer-Encoding: chunked")
     page = _request("GET", "/page.js")
@@ -122,6 +135,10 @@ def kinds() -> dict[str, Kind]:
             ),
             fair=False,
         ),
+        "key: sessions of devices, opened and left": Kind(
+            device, _frame(write(opening).encode()) + _frame(b"", 8), fair=False
+        ),
+        "key: noise from devices": Kind(device, b"".join(_frame(bytes([one] * one)) for one in range(32, 126))),
         "key: 31,000 letters": Kind(_keyed(_said("a" * 31_000))),
         "key: 31,000 letters that become more": Kind(_keyed(_said("\ufdfa" * 5_000))),
         "key: 450 special tokens": Kind(_keyed(_said("<|end|>" * 450))),
@@ -171,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.txt"
         keys.write_text(f"{_KEY} operator\n{_NEIGHBOURS_KEY}\n", encoding="ascii")
-        with endpoint(None, "ctc", ["--keys_file", str(keys), "--engine.num_draft_tokens", "16"]) as server:
+        settings = ["--keys_file", str(keys), "--engine.num_draft_tokens", "16", "--edge.sessions", "8"]
+        with endpoint(None, "ctc", settings) as server:
             _neighbour(server, 5.0)
             for name, kind in kinds().items():
                 if args.only in name:

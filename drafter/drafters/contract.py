@@ -38,6 +38,12 @@ class DraftSpec:
     lossless_only: bool = False  # it must not be used with a verifier that is not lossless
     bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
     bytes_per_token: int = 0  # memory on the target model's device for each position of a slot
+    brought: int = 0  # most draft tokens of a draft that comes from elsewhere and that no budget plans; see `brought`
+
+    @property
+    def largest(self) -> int:
+        """Draft tokens of the largest tree, whoever drafts it."""
+        return max(self.max_nodes, self.brought)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,12 @@ class Ask:
     least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
     member: int = 0  # index of the drafter's `members` that drafts
     shadow: Ask | None = None  # draft that is not verified: the text that follows will show what it was worth
+    brought: tuple[int, ...] = ()  # draft tokens of each row that came from elsewhere; empty where none did
+
+    @property
+    def most(self) -> int:
+        """Draft tokens of the largest tree of the step."""
+        return max(self.nodes, *self.brought, 0)
 
 
 @dataclass(frozen=True)
@@ -219,6 +231,13 @@ class Drafter(ABC):
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:  # noqa: B027
         """Learn from texts decoded elsewhere, oldest first. Called at any time and from any thread; must not block."""
+
+    def brought(self, rows: int) -> tuple[int, ...]:
+        """Return how many draft tokens from elsewhere wait for each of the first slots; empty if none do.
+
+        The step verifies all of them, whatever a budget plans, and `propose` gets them in `Ask.brought`.
+        """
+        return ()
 
     def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:  # noqa: B027
         """Take a draft that was made elsewhere for one request; see `Handle.draft`. Called like `remember`.

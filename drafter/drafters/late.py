@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, Renewal
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.slots import SlotObjects
 from drafter.errors import RequestError
 from drafter.requests import Request
-from drafter.tree.token_tree import TokenTree, from_nodes
+from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
 _WAITING = 4096
 """Drafts between two steps; the oldest are dropped."""
 _FADING = 0.5
 """Log-probability lost a level: who drafted does not say how probable the tokens are, and their order is kept."""
+
+Nodes = list[tuple[int, int, int]]
+"""Token, parent among these (-1 for the text's end) and depth of each draft token."""
 
 
 @dataclass
@@ -32,7 +36,7 @@ class _Row:
     parents: Sequence[int] = ()
     at: int = 0
 
-    def nodes(self, depth: int) -> list[tuple[int, int, int]]:
+    def nodes(self, depth: int) -> Nodes:
         """Return token, parent and depth of what is left of the draft below the text's end, down to `depth`."""
         if self.at > len(self.output):
             return []
@@ -40,7 +44,7 @@ class _Row:
         for token in self.output[self.at :]:
             children = (one for one, parent in enumerate(self.parents) if parent == root and self.tokens[one] == token)
             root = next(children, len(self.tokens))  # of which there are no children
-        found: list[tuple[int, int, int]] = []
+        found: Nodes = []
         places = {root: (-1, 0)}  # in what is left, and depths
         for one, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent in places and places[parent][1] < depth:
@@ -80,24 +84,76 @@ class LateDrafter(Drafter):
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.nodes]`; a row without a draft gets a lone root."""
-        rows = self._rows.rows[: len(context.tokens)]
+        return _trees_of(self.take(len(context.tokens)), context, ask.nodes)
+
+    def take(self, rows: int) -> list[Nodes]:
+        """Return the drafts that have come for the first slots, as far as they continue the texts; none comes twice."""
         for _ in range(len(self._came)):
             came = self._came.popleft()
             for row in self._rows.rows:  # of a parked one, too
                 if row.request is came[0]:
                     _, row.tokens, row.parents, row.at = came
-        trees = [row.nodes(self.spec.max_depth) for row in rows]
-        width = max(1, *map(len, trees))
-        parts = np.zeros((3, len(rows), width), np.int64)
-        log_probs = np.full((len(rows), width), -np.inf, np.float32)
-        for place, (row, nodes) in enumerate(zip(rows, trees, strict=True)):
+        drafts = [row.nodes(self.spec.max_depth) for row in self._rows.rows[:rows]]
+        for row in self._rows.rows[:rows]:
             row.tokens = row.parents = ()
-            if nodes:
-                parts[:, place, : len(nodes)] = np.array(nodes).T
-                log_probs[place, : len(nodes)] = parts[2, place, : len(nodes)] * -_FADING
-        device = context.tokens.device
-        tokens, parents, depths, falling = (send(torch.from_numpy(part), device) for part in (*parts, log_probs))
-        return from_nodes(context.pending, tokens, parents, depths, falling, ask.nodes + 1)
+        return drafts
+
+
+class BesideDrafter(MergedDrafter):
+    """Lets `own` draft, but for rows that a draft has come for: of these all of it is verified, up to `nodes` tokens.
+
+    What a budget plans, and learns, is of `own` alone.
+    """
+
+    def __init__(self, own: Drafter, nodes: int) -> None:
+        self.own, self._late, self._drafts = own, LateDrafter(nodes), list[Nodes]()
+        super().__init__(own, self._late)
+        self.spec = replace(self.spec, max_nodes=own.spec.max_nodes, brought=nodes)
+        self.members, self.known, self.drafts = own.members, own.known, own.drafts
+
+    @property
+    def withheld(self) -> tuple[int, ...]:
+        return self.own.withheld
+
+    def select(self, member: int) -> None:
+        self.own.select(member)
+
+    def prepare(self, context: DraftContext) -> None:
+        self.own.prepare(context)
+
+    def renew(self) -> Renewal | None:
+        return self.own.renew()
+
+    def brought(self, rows: int) -> tuple[int, ...]:
+        self._drafts = self._late.take(rows)
+        counts = tuple(min(len(draft), self.spec.brought) for draft in self._drafts)
+        return counts if any(counts) else ()
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Return trees `[B, 1 + ask.most]`."""
+        if not ask.brought:
+            return self.own.propose(context, ask)
+        own = root_only(context.pending)
+        if ask.nodes and 0 in ask.brought:
+            own = self.own.propose(context, replace(ask, brought=()))
+        late = _trees_of(self._drafts, context, max(ask.brought))
+        size = max(own.size, late.size)
+        came = send(torch.tensor(ask.brought) > 0, context.tokens.device)[:, None]
+        parts = zip(vars(late.padded(size)).values(), vars(own.padded(size)).values(), strict=True)
+        return TokenTree(*(torch.where(came, *part) for part in parts))
+
+
+def _trees_of(drafts: Sequence[Nodes], context: DraftContext, nodes: int) -> TokenTree:
+    width = max(1, *map(len, drafts))
+    parts = np.zeros((3, len(drafts), width), np.int64)
+    log_probs = np.full((len(drafts), width), -np.inf, np.float32)
+    for place, draft in enumerate(drafts):
+        if draft:
+            parts[:, place, : len(draft)] = np.array(draft).T
+            log_probs[place, : len(draft)] = parts[2, place, : len(draft)] * -_FADING
+    device = context.tokens.device
+    tokens, parents, depths, falling = (send(torch.from_numpy(part), device) for part in (*parts, log_probs))
+    return from_nodes(context.pending, tokens, parents, depths, falling, nodes + 1)
 
 
 def _begin(text: Ids, request: Request | None) -> _Row:

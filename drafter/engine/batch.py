@@ -54,7 +54,7 @@ class BatchState:
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
-        self._step_positions = spec.max_nodes + 1
+        self._step_positions = spec.largest + 1
         self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
         self.cache = base.new_cache(slots, self.capacity, kv_bytes)
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)

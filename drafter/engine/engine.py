@@ -190,6 +190,7 @@ class Engine:
             self._park()
             self._share_slots()
             self._admit()
+            self._park()  # the first token of a prompt may be all that is wanted for now
             if follows := self._follows():
                 self._deliver(0)
             self._make_room()
@@ -251,12 +252,14 @@ class Engine:
         clock = Clock()
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
         load = self.batch.load(context.host_lengths)
-        ask = self.budget.plan(load) if max(self._useful(sequences)) else Ask(0)
+        ask = Ask(0)
+        if max(self._useful(sequences)):
+            ask = replace(self.budget.plan(load), brought=self.drafter.brought(len(sequences)))
         self._times.mark("host")
         planning = clock.lap()
         if ask.shadow is not None:
             self._draft_shadow(sequences[:SHADOW_ROWS], ask.shadow, clock)
-        if ask.nodes:
+        if ask.most:
             if follows:  # a graph has its drafter
                 self.drafter.select(ask.member)
             clock.drafting = planning + clock.lap()
@@ -296,7 +299,7 @@ class Engine:
 
     def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
         """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
-        if step.ask.nodes:
+        if step.ask.most:
             # Other numbers than a budget has learnt of would cost more than they save.
             if isinstance(self.budget, FixedBudget) and min(useful := self._useful(step.sequences)) < step.depth:
                 tree = tree.no_deeper(devices.send(torch.tensor(useful), tree.depths.device))
@@ -306,7 +309,7 @@ class Engine:
                 sizes[plain] = 0
             tree = tree.trimmed(1 + sizes)
         tree, step.forced = self._guided(step.sequences, step.ask, tree)
-        if step.ask.nodes:
+        if step.ask.most:
             self._times.mark("host")
             step.clock.drafting += step.clock.lap()
             self._admit()
@@ -322,10 +325,10 @@ class Engine:
         """
         guides = [None if one.handling is Handling.PLAIN else one.guide for one in sequences]
         spec = self.drafter.spec
-        most = ask.nodes if isinstance(self.budget, FixedBudget) else spec.max_nodes
+        most = ask.most if isinstance(self.budget, FixedBudget) else spec.largest
         if not most or not any(guides):
             return tree, [0] * len(sequences)
-        return guided(tree, guides, ask.nodes, most, spec.max_depth)
+        return guided(tree, guides, ask.most, most, spec.max_depth)
 
     def _deliver(self, keep: int) -> None:
         """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""

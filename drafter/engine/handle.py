@@ -36,6 +36,7 @@ class Handle:
         # Only the engine ends it: a task that stops waiting must not cancel the future under the engine's hands.
         self.future.set_running_or_notify_cancel()
         self.cancelled = self.parked = False
+        self.until = math.inf  # output tokens with which it parks by itself
         self._on_change, self._on_draft = on_change, on_draft
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
         self._wake: Callable[[], object] | None = None
@@ -77,8 +78,9 @@ class Handle:
         self.parked = True
         self._changed()
 
-    def unpark(self) -> None:
-        """Go on from where it was parked."""
+    def unpark(self, until: float = math.inf) -> None:
+        """Go on from where it was parked, to the step after which there are `until` output tokens or more."""
+        self.until = until  # first: the engine's thread may look at any time
         self.parked = False
         self._changed()
 

@@ -59,7 +59,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         max_length: Prompt and output tokens of a sequence.
         graphs: Number of recorded steps.
     """
-    slots, nodes, width, number = config.max_num_seqs, spec.max_nodes, base.hidden_size, base.dtype.itemsize
+    slots, nodes, width, number = config.max_num_seqs, spec.largest, base.hidden_size, base.dtype.itemsize
     length = slot_length(max_length, nodes, spec.max_depth)
     positions, tree, prompt = slots * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
     kept_bytes, groups = base.cache_bytes, query_groups(base.config)

@@ -192,6 +192,8 @@ class Sequence:
         if logprobs is not None:
             logprobs = logprobs[:emitted]
             self.logprobs += logprobs
+        if len(self.output) >= self.handle.until:
+            self.handle.parked = True  # before anybody hears of the tokens, who may let it go on
         if emitted and self.handle.streams:
             shown, text = self._shown, self._new_text()
             forced = self._forced_within(shown, shown + len(text))

@@ -87,7 +87,7 @@ class Step:
     ) -> None:
         self.sequences, self.ask, self.load, self.follows, self.clock = sequences, ask, load, follows, clock or Clock()
         self.stays = [sequence.stay for sequence in sequences]
-        self.depth = min(ask.nodes, state.drafter.spec.max_depth)  # draft tokens that a row may get at most
+        self.depth = min(ask.most, state.drafter.spec.max_depth)  # draft tokens that a row may get at most
         # Row → number of most probable tokens whose log-probabilities it wants.
         self.wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
         self.version = state.drafter.version
@@ -157,7 +157,9 @@ class Outcome:
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
         planned, ask, clock, forced = self.step.load, self.step.ask, self.step.clock, self.step.forced
-        rows = [row for row in emitted if self.sound[row]]
+        # A budget learns nothing of drafts that it did not plan, and of a step with any the time is not its own.
+        brought = ask.brought or (0,) * len(self.tokens)
+        rows = [row for row in emitted if self.sound[row] and not brought[row]]
         if planned is None or not rows:
             return None
         load, trees = StepLoad(len(rows), planned.length, planned.choosing), None
@@ -169,7 +171,7 @@ class Outcome:
             drafted = np.array([self.drafted[row] - forced[row] for row in rows])
             trees = ScoredTrees(ask.member, drafted, accepted)
         seconds = None
-        if clock.rest is not None and not any(forced):
+        if clock.rest is not None and not any(forced) and not ask.brought:
             seconds = StepSeconds(clock.reading, clock.drafting, clock.rest)
         tokens = sum(emitted[row] for row in rows)
         return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
@@ -226,8 +228,8 @@ class DeviceStep:
         self._drafter_width = len(state.drafter.spec.hidden_layers) * base.hidden_size
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`."""
-        return self.state.drafter.propose(context, ask) if ask.nodes else root_only(context.pending)
+        """Return trees `[B, 1 + ask.most]`."""
+        return self.state.drafter.propose(context, ask) if ask.most else root_only(context.pending)
 
     def verify(self, tree: TokenTree, kv_length: int) -> Verified:
         """Run the target model over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""

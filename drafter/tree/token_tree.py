@@ -35,6 +35,11 @@ class TokenTree:
         """Return the trees of the first `nodes` nodes, root included: the best trees of that size."""
         return TokenTree(*(part[:, :nodes] for part in vars(self).values()))
 
+    def padded(self, size: int) -> TokenTree:
+        """Return the trees with padding up to `size` nodes, root included."""
+        parts = zip(vars(self).values(), _PADDING, strict=True)
+        return TokenTree(*(F.pad(part, (0, size - self.size), value=padding) for part, padding in parts))
+
     def trimmed(self, sizes: Tensor) -> TokenTree:
         """Return the trees of each row's first `sizes` `[B]` nodes, root included, padded to the largest."""
         tree = self.leading(int(sizes.max()))
@@ -142,10 +147,7 @@ def from_nodes(
     )
     root = root_only(pending)
     tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
-    if not (missing := size - 1 - keep):
-        return tree
-    parts = zip(vars(tree).values(), _PADDING, strict=True)
-    return TokenTree(*(F.pad(part, (0, missing), value=padding) for part, padding in parts))
+    return tree if tree.size == size else tree.padded(size)
 
 
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:

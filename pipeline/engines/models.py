@@ -226,6 +226,7 @@ class EngineSpec:
         model: Hub id or folder; None is the embedded target model.
         loading: Fields of `LoadingConfig`.
         learning: Initial state of a head that learns from the rows; None without learning.
+        brought: Draft tokens that a client may bring at once; see `SpeculativeLM.from_pretrained`.
         folder: Working directory of the process that made this, to which relative paths refer.
     """
 
@@ -237,6 +238,7 @@ class EngineSpec:
     isolated: bool = False
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
     learning: Beginning | None = None
+    brought: int = 0
     folder: str = field(default_factory=os.getcwd)
 
     def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
@@ -274,6 +276,7 @@ class EngineSpec:
             isolated=self.isolated,
             verifier=self.verifier,
             learning=learning,
+            brought=self.brought,
             on_stage=on_stage,
             **self.loading,
         )

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from drafter.edge.messages import PATH
 from pipeline.errors import InputError
 from pipeline.openai.answers import wants_speculation
 from pipeline.openai.errors import OpenAIError, clipped, parse_json
@@ -29,8 +30,9 @@ from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi
-from pipeline.serving.config import KeyRule, LimitsConfig, ServingLearning
+from pipeline.serving.config import EdgeConfig, KeyRule, LimitsConfig, ServingLearning
 from pipeline.serving.connections import Connections, LoopbackHosts, read_body
+from pipeline.serving.edge import EdgeRoute
 from pipeline.serving.handles import (
     Answer,
     Call,
@@ -94,6 +96,7 @@ class Ingress:
         limits: LimitsConfig,
         *,
         loopback: bool,
+        edge: EdgeConfig,
         learning: ServingLearning,
         learner: DeploymentHandle | None,
     ):
@@ -102,10 +105,13 @@ class Ingress:
             agreement = read_agreement(learning, keys)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
-        self._connections = Connections(limits, keys)
+        self._connections = Connections(limits, keys, upgrades=PATH if edge.sessions else None)
+        handles = Engines(engines)
+        self._edge = EdgeRoute(handles, edge, limits)
         self._app = create_app(
-            Engines(engines),
+            handles,
             self._connections,
+            edge=self._edge,
             loopback=loopback,
             agreement=agreement,
             learner=None if learner is None else partial(learner_report, learner),
@@ -114,7 +120,8 @@ class Ingress:
         keep_to_this_machine()
 
     def end(self) -> None:
-        """Stop waiting for clients that do not read, because the endpoint is shutting down."""
+        """Stop waiting for clients that do not read, and for devices, because the endpoint is shutting down."""
+        self._edge.end()
         self._connections.end()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -167,11 +174,13 @@ def create_app(
     *,
     loopback: bool,
     agreement: Agreement | None = None,
+    edge: EdgeRoute | None = None,
     learner: LearnerReport | None = None,
 ) -> FastAPI:
     """Return the application.
 
     Args:
+        edge: Sessions of devices; None for no such route.
         loopback: Whether only this machine can connect; requests for other hosts are then refused.
         agreement: Clients that opted in to training on their requests; default: none.
     """
@@ -201,6 +210,8 @@ def create_app(
     # The first checks nothing: it has the OpenAPI document say that a key is needed.
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if keys.clients else []
     _add_generation(app, engines, keyed, connections, agreement or Agreement())
+    if edge is not None and edge.config.sessions:
+        _add_edge(app, edge, keyed, connections, agreement or Agreement())
     _add_models(app, engines, keyed)
     _add_state(app, engines, [*keyed, Depends(check_operator)], connections, learner)
     for path, (name, media_type) in _PAGE_FILES.items():
@@ -247,6 +258,26 @@ def _add_generation(
     async def completions(request: Request) -> Response:
         """Continue a text."""
         return await answer(request, parse_completion)
+
+
+def _add_edge(app: FastAPI, edge: EdgeRoute, keyed: list[Any], connections: Connections, agreement: Agreement) -> None:
+    @app.get(PATH, dependencies=keyed, include_in_schema=False)
+    async def no_web_socket() -> Response:
+        raise OpenAIError(426, "Sessions of devices go over a WebSocket: see docs/edge.md.", code="upgrade_required")
+
+    @app.websocket(PATH)
+    async def session(socket: WebSocket) -> None:
+        """Verify what a device drafts."""
+        authorization = socket.headers.get("authorization")
+        if not connections.keys.may_ask(authorization):
+            refusal = OpenAIError(401, "There is no such API key: send one as a bearer token.", code="invalid_api_key")
+            await socket.send_denial_response(JSONResponse(refusal.body(), refusal.status))
+        elif "origin" in socket.headers:  # a web page may connect to any address, this machine's own among them
+            refusal = OpenAIError(403, "A web page may not open a session.", code="wrong_origin")
+            await socket.send_denial_response(JSONResponse(refusal.body(), refusal.status))
+        else:
+            client, may_teach = connections.keys.client(authorization), agreement.covers(authorization)
+            await edge.serve(socket, client, may_teach=may_teach)
 
 
 def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:

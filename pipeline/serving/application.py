@@ -76,6 +76,7 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         config.keys,
         config.limits,
         loopback=loopback,
+        edge=config.edge,
         learning=config.learning,
         learner=None if learns is None else keeper.bind(learns),
     )
@@ -116,6 +117,7 @@ def _engines(
         isolated=config.isolation,
         verifier=verifier,
         learning=begins,
+        brought=config.edge.draft_tokens if config.edge.sessions else 0,
     )
     engines = _deployment(
         EngineReplica,
@@ -125,4 +127,4 @@ def _engines(
         graceful_shutdown_timeout_s=limits.seconds,
         **scaled,
     )
-    return engines.bind(spec, limits.seconds, special_tokens=config.special_tokens)
+    return engines.bind(spec, limits.seconds, config.edge, special_tokens=config.special_tokens)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
+from drafter.edge.messages import MOST_TOKENS
 from drafter.engine.config import EngineSettings
 from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
@@ -82,6 +83,31 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True)
+class EdgeConfig:
+    """Devices that draft for themselves and have the endpoint verify; see `docs/edge.md`.
+
+    Args:
+        sessions: Sessions that a key may have; without keys all clients are one. With 0 there is no such route.
+        draft_tokens: Draft tokens of a message, all of which are verified in one step.
+        tokens_per_second: Draft tokens that a session may send a second; what comes sooner waits.
+        idle_seconds: Time without a message after which a session ends.
+    """
+
+    sessions: int = 0
+    draft_tokens: int = 16
+    tokens_per_second: float = 500.0
+    idle_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        at_least("edge.sessions", self.sessions, 0)
+        at_least("edge.draft_tokens", self.draft_tokens, 1)
+        if self.draft_tokens > MOST_TOKENS:
+            raise InputError(f"edge.draft_tokens must be at most {MOST_TOKENS}, not {self.draft_tokens}")
+        for name in ("tokens_per_second", "idle_seconds"):
+            at_least(f"edge.{name}", getattr(self, name), 0, above=True)
+
+
+@dataclass(frozen=True)
 class ReplicasConfig:
     """Number of engines, and the resources of each.
 
@@ -130,6 +156,7 @@ class ApplicationConfig:
         loading: How the models are loaded.
         engine: How much an engine does at once.
         limits: What clients may ask for.
+        edge: Devices that draft for themselves.
         replicas: How many engines there are.
     """
 
@@ -147,6 +174,7 @@ class ApplicationConfig:
     # more at a time than in a job: clients' requests are shorter than its rows
     engine: EngineSettings = field(default_factory=lambda: EngineSettings(max_num_seqs=32))
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    edge: EdgeConfig = field(default_factory=EdgeConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
     def __post_init__(self) -> None:

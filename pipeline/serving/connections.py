@@ -8,6 +8,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pipeline.openai.errors import OpenAIError, shown
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.keys import Keys
+from pipeline.serving.web_socket import WebSocketInTurn
 from pipeline.serving.work_limits import Turns
 
 Reason = Literal["crowded", "late", "refused", "slow", "unread"]
@@ -78,7 +80,7 @@ class LoopbackHosts:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not names_loopback(hosts := Headers(scope=scope).getlist("host")):
+        if scope["type"] in ("http", "websocket") and not names_loopback(hosts := Headers(scope=scope).getlist("host")):
             refusal = OpenAIError(
                 421,
                 "The endpoint listens on this machine's loopback address: the Host header must be localhost, 127.0.0.1 "
@@ -117,10 +119,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Connections:
-    """All connections of one server."""
+    """All connections of one server. Clients may make WebSockets of those to the path `upgrades`."""
 
-    def __init__(self, limits: LimitsConfig, keys: Keys | None = None) -> None:
-        self.limits, self.keys = limits, keys or Keys()
+    def __init__(self, limits: LimitsConfig, keys: Keys | None = None, upgrades: str | None = None) -> None:
+        self.limits, self.keys, self.upgrades = limits, keys or Keys(), upgrades
         self.patience = limits.receive_seconds
         self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
         self.guests_pieces: Turns[_Connection] = Turns(_TURNS)
@@ -221,7 +223,7 @@ class _Connection(HttpToolsProtocol):
     _body = 0
     _unparsed = memoryview(b"")
     _paid = _GUEST_PIECE  # bytes that may come before its next turn
-    _pays = _queues = False
+    _pays = _queues = _upgraded = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -259,7 +261,7 @@ class _Connection(HttpToolsProtocol):
             self._parse()
 
     def _parse(self) -> None:
-        while self._unparsed and not (self._refused or self.transport.is_closing()):
+        while self._unparsed and not (self._refused or self._upgraded or self.transport.is_closing()):
             if self._paid <= 0:
                 self._queue()
                 return
@@ -341,10 +343,34 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        if self.parser.should_upgrade() and self._should_upgrade():
+            return
         if self.cycle.response_complete:  # it was answered before it had come: the next one is owed already
             self._wait_for_request()
         else:
             self._stop_waiting("late")
+
+    def _should_upgrade_to_ws(self) -> bool:
+        self.scope["path"] = self.url.partition(b"?")[0].decode("latin-1")  # uvicorn sets it later
+        return self.scope["path"] == self.budget.upgrades and not self._is_guests(self.scope)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Go on as a WebSocket, which stays a connection of the budget until it is lost."""
+        self._upgraded = True
+        self._stop_waiting("late")
+        self.config.ws_max_size = self.budget.limits.body_bytes
+        self.ws_protocol_class = partial(WebSocketInTurn, self, _PIECE)  # type: ignore[assignment]
+        super().handle_websocket_upgrade()
+
+    def next_turn(self) -> asyncio.Future[bool]:
+        return self.budget.pieces.take(self)
+
+    def refuse_more(self, waiting: int) -> bool:
+        """Cut a WebSocket of which more bytes than a message has wait for their turn; return whether it was."""
+        if waiting <= self.budget.limits.body_bytes + _BESIDE_BODY:
+            return False
+        self.budget.cut(self, "refused")
+        return True
 
     def _is_guests(self, scope: Any) -> bool:
         given = (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,6 +50,14 @@ class Call:
     speculation: bool
     may_teach: bool = False
     client: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A client that drafts for itself, and asks for a session's place in a replica; see `Call`."""
+
+    client: str
+    may_teach: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,12 @@ class Answer:
             logger.exception("A replica failed while it answered")
             raise interrupted() from error
 
+    async def over(self) -> None:
+        """Wait until nothing more comes, for whatever reason."""
+        with suppress(Exception):
+            async for _ in self._rest:
+                pass
+
     def cancel(self) -> None:
         """Free what the answer holds in the replica, unless it is complete."""
         self._rest.cancel()
@@ -163,9 +178,19 @@ class Engines:
         Raises:
             OpenAIError: No free slot, or no working replica.
         """
-        handle = self._handles[call.request.model].options(stream=True, method_name="answer")
+        return await self._ask(call.request.model, "answer", call)
+
+    async def host(self, model: str, device: Device) -> Answer:
+        """Get a place for a device's session in a replica, whose address is the first reply, and raise as `ask` does.
+
+        The answer ends with the session; cancel it to end that.
+        """
+        return await self._ask(model, "host", device)
+
+    async def _ask(self, model: str, method: str, about: Call | Device) -> Answer:
+        handle = self._handles[model].options(stream=True, method_name=method)
         for _ in range(_TRIES):
-            replies = handle.remote(call)
+            replies = handle.remote(about)
             try:
                 return Answer(await anext(replies), replies)
             except BackPressureError as error:

@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -33,6 +34,7 @@ from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampl
 from drafter.statistics import EngineState, mean_acceptance_length
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import refuse_long
+from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.job_learner import WatchedLearner, find_learner
@@ -53,7 +55,18 @@ from pipeline.openai.errors import OpenAIError, not_finite, to_json
 from pipeline.openai.requests import ParsedRequest, Prompt
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
-from pipeline.serving.handles import Call, Failure, Reply, Snapshot, interrupted, keep_to_this_machine, overloaded
+from pipeline.serving.config import EdgeConfig
+from pipeline.serving.edge_sessions import EdgeHost
+from pipeline.serving.handles import (
+    Call,
+    Device,
+    Failure,
+    Reply,
+    Snapshot,
+    interrupted,
+    keep_to_this_machine,
+    overloaded,
+)
 from pipeline.serving.work_limits import LargeWork
 
 _ASK_SECONDS = 1.0
@@ -153,21 +166,42 @@ class Answers:
     Args:
         name: The replica's name.
         seconds: Longest time of a request.
+        edge: Limits of devices' sessions.
+        address: Where it listens for what the ingress carries for these.
         special_tokens: Whether the text of a special token in a message is that token; by default it is text.
     """
 
-    def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        lm: SpeculativeLM,
+        name: str,
+        seconds: float,
+        edge: EdgeConfig | None = None,
+        *,
+        address: str = LOOPBACK,
+        special_tokens: bool = False,
+    ) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
         self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
         self._token_text = cache(partial(token_text, lm.tokenizer))
+        self._edge = EdgeHost(
+            lm, edge or EdgeConfig(), address, self._encoded, self._metrics.finished, self._client_error
+        )
 
     def snapshot(self) -> Snapshot:
         """Return the replica's metrics; raises as `check_health` does."""
         self.check_health()
-        return self._metrics.snapshot(self._name, self._lm.engine.state())
+        found = self._metrics.snapshot(self._name, self._lm.engine.state())
+        return replace(found, families=[*found.families, *self._edge.families()])
+
+    async def host(self, device: Device) -> AsyncIterator[str]:
+        """Make a place for a device's session; see `EdgeHost.host`."""
+        async with aclosing(self._edge.host(device)) as place:
+            async for address in place:
+                yield address
 
     def check_health(self) -> None:
         """Raise an `EngineError` if the engine has failed or hangs; Ray Serve then replaces the replica."""
@@ -299,7 +333,7 @@ class Answers:
         self._metrics.finished(generation)
         return generation
 
-    def _client_error(self, error: Exception, request: ParsedRequest) -> OpenAIError:
+    def _client_error(self, error: Exception, request: ParsedRequest | None = None) -> OpenAIError:
         """The error as clients see it: with details only of their own mistakes."""
         self._metrics.failed(type(error).__name__)
         match error:
@@ -313,7 +347,7 @@ class Answers:
             case PromptTooLongError():
                 return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
             case RequestError():
-                unusable = request.unusable_output(str(error))
+                unusable = None if request is None else request.unusable_output(str(error))
                 return unusable or OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
             case QueueFullError():
                 return overloaded()
@@ -353,12 +387,13 @@ async def _written(pieces: Iterator[str]) -> str:
 class EngineReplica(Answers):
     """One engine in a process of its own, with as many threads as the replica has cores."""
 
-    def __init__(self, spec: EngineSpec, seconds: float, *, special_tokens: bool) -> None:
+    def __init__(self, spec: EngineSpec, seconds: float, edge: EdgeConfig, *, special_tokens: bool) -> None:
         keep_to_this_machine()
         cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         lm = replace(spec, threads=math.ceil(cores)).load()
         name = serve.get_replica_context().replica_id.unique_id
-        super().__init__(lm, name, seconds, special_tokens=special_tokens)
+        address = ray.util.get_node_ip_address()
+        super().__init__(lm, name, seconds, edge, address=address, special_tokens=special_tokens)
         if spec.learning is not None:
             from pipeline.learning.feed import LearningFeed  # late: the method may be away
 

@@ -13,10 +13,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from drafter.edge.messages import PATH
 from pipeline.serving.app import create_app
-from pipeline.serving.config import LimitsConfig
+from pipeline.serving.config import EdgeConfig, LimitsConfig
 from pipeline.serving.connections import Connections
-from pipeline.serving.handles import Answer, Call, Engines, Reply, Snapshot
+from pipeline.serving.edge import EdgeRoute
+from pipeline.serving.handles import Answer, Call, Device, Engines, Reply, Snapshot
 from pipeline.serving.keys import Agreement, Keys
 from pipeline.serving.replica import Answers
 
@@ -26,15 +28,19 @@ class Replies:
 
     def __init__(self, replies: AsyncIterator[Reply]) -> None:
         self._replies: Any = replies
+        self._next: asyncio.Future[Reply] | None = None
 
     def __aiter__(self) -> Replies:
         return self
 
     async def __anext__(self) -> Reply:
-        reply: Reply = await anext(self._replies)
-        return reply
+        self._next = asyncio.ensure_future(anext(self._replies))
+        return await self._next
 
     def cancel(self) -> None:
+        if self._next is not None and not self._next.done():
+            self._next.cancel()
+            return
         asyncio.get_running_loop().create_task(self._replies.aclose())
 
 
@@ -53,6 +59,10 @@ class LocalEngines(Engines):
         replies = Replies(self._answers[call.request.model].answer(call))
         return Answer(await anext(replies), replies)
 
+    async def host(self, model: str, device: Device) -> Answer:
+        replies = Replies(self._answers[model].host(device))
+        return Answer(await anext(replies), replies)
+
     async def snapshots(self) -> dict[str, list[Snapshot]]:
         return {name: [one.snapshot()] for name, one in self._answers.items()}
 
@@ -63,10 +73,13 @@ def served(
     keys: Keys | None = None,
     limits: LimitsConfig | None = None,
     agreement: Agreement | None = None,
+    edge: EdgeConfig | None = None,
 ) -> Iterator[str]:
     """Serve on a free port of the loopback; gives the server's address."""
-    connections = Connections(limits or LimitsConfig(), keys)
-    app = create_app(LocalEngines(answers), connections, loopback=True, agreement=agreement)
+    limits, engines = limits or LimitsConfig(), LocalEngines(answers)
+    connections = Connections(limits, keys, upgrades=None if edge is None else PATH)
+    route = None if edge is None else EdgeRoute(engines, edge, limits)
+    app = create_app(engines, connections, loopback=True, agreement=agreement, edge=route)
     with listening(app, connections) as address:
         yield address
 
