@@ -38,7 +38,7 @@ class Method:
     heads: Mapping[str, str] = field(default_factory=dict)  # subclass of `DraftHead` by its algorithm
     verifiers: Mapping[str, str] = field(default_factory=dict)  # subclass of `Verifier` by its name
     layouts: Mapping[str, str] = field(default_factory=dict)  # `Layout` of published heads by its name
-    guides: Mapping[str, str] = field(default_factory=dict)  # function that makes `Guides`; see `make_guides`
+    guides: Mapping[str, str] = field(default_factory=dict)  # function that makes `Guides`; see `FirstGuides`
     parts: Mapping[str, Callable[[str], list[str]]] = field(default_factory=dict)  # REST → drafters that it is made of
     whole: tuple[str, ...] = ()  # families whose REST is all that follows in a name, `+` included
     models: Mapping[str, Callable[[str], str]] = field(default_factory=dict)  # REST → its model's folder or hub id

@@ -7,7 +7,8 @@ add what makes guides (`Method.guides`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -62,9 +63,20 @@ class Guides(ABC):
         return False
 
 
-def make_guides(tokenizer: Any, vocabulary: int, eos: Collection[int]) -> Guides:
-    """Return what makes guides for a model; raise `RequestError` if no method does."""
-    makers: list[Callable[[Any, int, Collection[int]], Guides]] = list(resolved("guides").values())
-    if not makers:
-        raise RequestError("structured_outputs cannot be met: no method that guides output is installed")
-    return makers[0](tokenizer, vocabulary, eos)
+class FirstGuides(Guides):
+    """What the first method that makes guides makes of a model's tokeniser, as soon as a request needs it."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
+        self._settings, self._made, self._lock = (tokenizer, vocabulary, eos), list[Guides](), Lock()
+
+    def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
+        with self._lock:
+            if not self._made:
+                makers = list(resolved("guides").values())
+                if not makers:
+                    raise RequestError("structured_outputs cannot be met: no method that guides output is installed")
+                self._made.append(makers[0](*self._settings))
+        return self._made[0].guide(asked, prompt)
+
+    def ready(self, asked: StructuredOutputs) -> bool:
+        return bool(self._made) and self._made[0].ready(asked)

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
 
 from drafter import devices
 from drafter.acceptance.contract import ExactVerifier, Verified, Verifier
-from drafter.acceptance.guide import Guide, Guides, make_guides
+from drafter.acceptance.guide import FirstGuides, Guides
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepSeconds
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
@@ -22,7 +21,7 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
-from drafter.engine.guiding import guided, masks
+from drafter.engine.guiding import guided, under_guides
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse
 from drafter.engine.scheduler import Scheduler
@@ -76,8 +75,7 @@ class Engine:
         self.config, self.verifier, self._tap = config, verifier, tap
         self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
-        self._guides = guides
-        self._guides_lock = Lock()
+        self.guides = guides or FirstGuides(tokenizer, base.vocab_size, base.eos_token_ids)
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_model_len is not None and config.max_model_len > limit:
             raise LoadError(f"max_model_len {config.max_model_len} is more than the {limit} positions of {base.name}")
@@ -124,7 +122,8 @@ class Engine:
         """
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
-        guide = self._guide(request)
+        asked = request.sampling.structured_outputs
+        guide = None if asked is None else self.guides.guide(asked, request.prompt_ids)
         handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
         sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length, guide)
         if self.idle:
@@ -215,21 +214,21 @@ class Engine:
         context: DraftContext,
         ask: Ask,
         drafted: Callable[[TokenTree], TokenTree] | None = None,
-        under_guides: Callable[[Verified], Verified] | None = None,
+        masked: Callable[[Verified], Verified] | None = None,
         times: StageTimes | None = None,
     ) -> StepTensors:
         """Draft, verify, accept and commit, for the context's rows.
 
-        Where the host follows, `drafted` changes the trees, `under_guides` adds what guides allow while the target
-        model's forward is under way on a GPU, and `times` are the stages'.
+        Where the host follows, `drafted` changes the trees, `masked` adds what guides allow while the target model's
+        forward is under way on a GPU, and `times` are the stages'.
         """
         rows = slice(0, len(context.tokens))
         tree = device.draft(context, ask)
         if drafted is not None:
             tree = drafted(tree)
         verified = device.verify(tree, context.longest + tree.size)
-        if under_guides is not None:
-            verified = under_guides(verified)
+        if masked is not None:
+            verified = masked(verified)
         if times is not None:
             times.mark("verify")
         accepted = device.accept(verified, rows)
@@ -291,8 +290,8 @@ class Engine:
             tensors = self._graphs.run(shape)
             self._times.mark("verify")
             return tensors
-        hooks = partial(self._drafted, step), partial(_under_guides, step.sequences)
-        tensors = self.decode(self._device, context, step.ask, *hooks, self._times)
+        masked = partial(under_guides, [sequence.guide for sequence in step.sequences])
+        tensors = self.decode(self._device, context, step.ask, partial(self._drafted, step), masked, self._times)
         step.clock.rest = None if self._queued else step.clock.lap()
         self._times.mark("commit")
         return tensors
@@ -400,7 +399,7 @@ class Engine:
             return
         rows = slice(slot, slot + 1)
         step = Step([sequence], slot, state, Ask(0))
-        verified = _under_guides([sequence], verified)
+        verified = under_guides([sequence.guide], verified)
         tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
         self._times.mark("verify")
         self.flights.add(step, tensors)
@@ -471,24 +470,6 @@ class Engine:
             slot = self.scheduler.active.index(sequence)
             self._tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
-    def ready(self, request: Request) -> bool:
-        """Return whether `submit` will take no time for the request's structured outputs."""
-        asked = request.sampling.structured_outputs
-        return asked is None or (self._guides is not None and self._guides.ready(asked))
-
-    def prepare(self, request: Request) -> None:
-        """Do what takes time in `submit`, which is to compile structured outputs; raises its `RequestError`."""
-        self._guide(request)
-
-    def _guide(self, request: Request) -> Guide | None:
-        asked = request.sampling.structured_outputs
-        if asked is None:
-            return None
-        with self._guides_lock:
-            if self._guides is None:
-                self._guides = make_guides(self.tokenizer, self.base.vocab_size, self.base.eos_token_ids)
-        return self._guides.guide(asked, request.prompt_ids)
-
     def _make_budget(self, drafter_name: str | None) -> Budget:
         nodes, most = self.config.num_draft_tokens, self.drafter.spec.max_nodes
         if nodes != "auto" or not most:
@@ -500,14 +481,6 @@ class Engine:
             known=self.drafter.known,
             shadows=self.verifier.lossless and not self._queued,
         )
-
-
-def _under_guides(sequences: list[Sequence], verified: Verified) -> Verified:
-    """Add what the guides of the rows let follow each node, if there are any."""
-    guides = [sequence.guide for sequence in sequences]
-    if not any(guides):
-        return verified
-    return replace(verified, allowed=masks(verified.tree, guides, verified.logits.shape[-1]))
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

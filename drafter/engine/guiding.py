@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from drafter.acceptance.contract import Verified
 from drafter.acceptance.guide import Guide
 from drafter.devices import send
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
@@ -133,3 +134,10 @@ def _fill(found: Tensor, nodes: _Nodes, guide: Guide) -> None:
                 guide.rewind(1)
 
     visit(0)
+
+
+def under_guides(guides: Sequence[Guide | None], verified: Verified) -> Verified:
+    """Add what the guides of the rows let follow each node, if there are any."""
+    if not any(guides):
+        return verified
+    return replace(verified, allowed=masks(verified.tree, guides, verified.logits.shape[-1]))

@@ -182,14 +182,14 @@ def check_verifier(config: GenerateConfig) -> None:
 
 
 def _check_structured_outputs(config: GenerateConfig) -> None:
-    from drafter.acceptance.guide import make_guides
+    from drafter.acceptance.guide import FirstGuides
     from drafter.text.tokenizers import load_tokenizer
 
     if (asked := config.sampling.structured_outputs) is None:
         return
     tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
     try:
-        make_guides(tokenizer, len(tokenizer), {tokenizer.eos_token_id} - {None}).guide(asked, ())
+        FirstGuides(tokenizer, len(tokenizer), {tokenizer.eos_token_id} - {None}).guide(asked, ())
     except RequestError as error:
         raise InputError(f"sampling.{error}") from error
 

@@ -222,8 +222,9 @@ class Answers:
             request = request.for_model(self._lm.tokenizer)
             call = replace(call, request=request)
             requests = await self._encoded(call)
-            if not self._lm.engine.ready(requests[0]):  # of all of them the output must be the same
-                await self._compiling.run(call.client, partial(self._lm.engine.prepare, requests[0]))
+            asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
+            if asked is not None and not guides.ready(asked):
+                await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
             for each in requests:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel
 
 from drafter import SamplingParams, SpeculativeLM
-from drafter.requests import Request
+from drafter.acceptance.guide import Guide
 from drafter.structured_outputs import StructuredOutputs
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
@@ -196,14 +197,16 @@ def test_many_new_schemas_at_once_cost_a_neighbour_no_token(local: str, plain: S
 
 
 def test_a_schema_that_takes_its_time_delays_nobody_else(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, begun, may_go_on = plain.engine.prepare, threading.Event(), threading.Event()
+    guides, begun, may_go_on = plain.engine.guides, threading.Event(), threading.Event()
+    guide, ready = guides.guide, guides.ready
 
-    def slowly(request: Request) -> None:
-        begun.set()
-        assert may_go_on.wait(PATIENCE)
-        prepare(request)
+    def slowly(asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
+        if not ready(asked):
+            begun.set()
+            assert may_go_on.wait(PATIENCE)
+        return guide(asked, prompt)
 
-    monkeypatch.setattr(plain.engine, "prepare", slowly)
+    monkeypatch.setattr(guides, "guide", slowly)
     slow = {**SCHEMA, "description": "Nobody has asked for this before."}
     with served({NAME: Answers(plain, "replica", seconds=PATIENCE)}) as address, ThreadPoolExecutor(1) as pool:
         client = client_of(address)
