@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """The texts around a model's reasoning; the output begins `inside` it, or may begin with `begin`."""
+
+    begin: str
+    end: str
+    inside: bool
 
 
 class _Place(Enum):
@@ -13,15 +23,11 @@ class _Place(Enum):
 
 
 class ReasoningReader:
-    """Parts a text at the first `end`. The marks are in neither part, nor is white space after the reasoning.
+    """Parts a text at the first end of reasoning. Marks are in neither part, nor is white space after the reasoning."""
 
-    Args:
-        inside: The text begins inside the reasoning; otherwise it does so if it begins with `begin`.
-    """
-
-    def __init__(self, begin: str, end: str, *, inside: bool) -> None:
-        self._begin, self._end = begin, end
-        self._place = _Place.REASONING if inside else _Place.START
+    def __init__(self, marks: ReasoningMarks) -> None:
+        self._begin, self._end = marks.begin, marks.end
+        self._place = _Place.REASONING if marks.inside else _Place.START
         self._held = ""  # what may be part of a mark, or white space before one
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, str]:

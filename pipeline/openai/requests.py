@@ -29,6 +29,7 @@ from pipeline.openai.errors import (
 )
 from pipeline.openai.messages import chat_messages
 from pipeline.openai.output import wanted_output
+from pipeline.openai.reasoning import ReasoningMarks
 from pipeline.openai.tools import Tools, call_form, chat_tools
 
 MOST_STOPS = 4
@@ -79,6 +80,7 @@ class ParsedRequest:
     tools: Tools | None = None  # the functions that may be called
     output_field: str = "structured_outputs"
     form: CallForm | None = None  # of calls in the text of an output, once it is known; see `for_model`
+    reasoning: ReasoningMarks | None = None  # that may come before what the output must be
 
     @property
     def choices(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.openai.reasoning import ReasoningReader
+from pipeline.openai.reasoning import ReasoningMarks, ReasoningReader
 
 TEXTS = [
     ("<think>hm</think>\n\n{} ", False, "hm", "{} "),
@@ -26,13 +26,13 @@ TEXTS = [
 
 @pytest.mark.parametrize(("text", "inside", "reasoning", "answer"), TEXTS)
 def test_a_text_is_parted_at_the_end_of_the_reasoning(text: str, inside: bool, reasoning: str, answer: str) -> None:
-    assert ReasoningReader("<think>", "</think>", inside=inside).push(text, last=True) == (reasoning, answer)
+    assert ReasoningReader(ReasoningMarks("<think>", "</think>", inside)).push(text, last=True) == (reasoning, answer)
 
 
 @given(st.sampled_from(TEXTS), st.lists(st.integers(0, 30)))
 def test_pieces_give_what_the_whole_gives(case: tuple[str, bool, str, str], cuts: list[int]) -> None:
     text, inside, *expected = case
-    reader = ReasoningReader("<think>", "</think>", inside=inside)
+    reader = ReasoningReader(ReasoningMarks("<think>", "</think>", inside))
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [reader.push(text[start:stop]) for start, stop in itertools.pairwise(borders)]
     parts.append(reader.push("", last=True))
