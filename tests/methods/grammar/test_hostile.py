@@ -109,11 +109,9 @@ FOLLOWED: dict[str, Any] = {
 }
 
 
-keywords = st.sampled_from(
-    ["type", "properties", "required", "items", "prefixItems", "anyOf", "oneOf", "allOf", "$ref", "$defs", "enum"]
-    + ["const", "pattern", "format", "minimum", "exclusiveMaximum", "multipleOf", "maxLength", "minProperties"]
-    + ["patternProperties", "additionalProperties", "uniqueItems", "x"]
-)
+_KEYWORDS = """type properties required items prefixItems anyOf oneOf allOf $ref $defs enum const pattern format minimum
+exclusiveMaximum multipleOf maxLength minProperties patternProperties additionalProperties uniqueItems x"""
+keywords = st.sampled_from(_KEYWORDS.split())
 values: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, False, 0, -1, 3, 2.5, "", "a", "string", "object", "date", "#", "#/$defs/x", "(", [], ["x"], {}]
 )
