@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from dataclasses import dataclass
+from itertools import combinations, islice, product
 from typing import Any
 
+_MOST_COMPARISONS = 20_000
 _MOST_PARTS = 8
 _TYPES = {
     type(None): "null",
@@ -22,68 +24,74 @@ _TYPES = {
 def disjoint(branches: Sequence[Any], root: Any) -> bool:
     """Return whether no two of these schemas, whose `$ref`s lead into `root`, can be seen to share a value.
 
-    False may also mean that it cannot be seen: by types, by `const` and `enum`, or by these of a required property.
+    It is seen by types, by `const` and `enum`, or by these of a property that both require. False may also mean that
+    it cannot be seen, or not by a bounded number of comparisons.
     """
-    parts = [list(_parts(one, root, _MOST_PARTS)) for one in branches]
-    return all(_apart(one, other, root, _MOST_PARTS) for one, other in combinations(parts, 2))
+    comparison = _Comparison(root)
+    return all(comparison.apart(one, other) for one, other in combinations(branches, 2))
 
 
-def _apart(one: list[dict[str, Any]], other: list[dict[str, Any]], root: Any, depth: int) -> bool:
-    return any(_contradict(a, b, root, depth) for a, b in product(one, other))
+@dataclass
+class _Comparison:
+    root: Any
+    left: int = _MOST_COMPARISONS
+
+    def apart(self, one: Any, other: Any) -> bool:
+        parts = (list(islice(self._parts(each, _MOST_PARTS), _MOST_PARTS)) for each in (one, other))
+        return any(self._contradict(a, b) for a, b in product(*parts))
+
+    def _parts(self, schema: Any, most: int) -> Iterator[dict[str, Any]]:
+        """Yield a schema, and those that hold at the same place by `$ref` and `allOf`, as far as `most` steps."""
+        if isinstance(schema, dict):
+            yield schema
+            if most:
+                yield from self._parts(_at(self.root, schema.get("$ref")), most - 1)
+                for one in _listed(schema, "allOf"):
+                    yield from self._parts(one, most - 1)
+
+    def _contradict(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        self.left -= 1
+        if self.left < 0:
+            return False
+        types, values = (_types(one), _types(other)), (_values(one), _values(other))
+        if any(each[0] and each[1] and not each[0] & each[1] for each in (types, values)):
+            return True
+        if {"object"} not in types:  # what is no object has no properties, and could be in both
+            return False
+        required = [name for name in _listed(one, "required") if name in _listed(other, "required")]
+        ours, theirs = one.get("properties", {}), other.get("properties", {})
+        return any(self.apart(ours[name], theirs[name]) for name in required if name in ours and name in theirs)
 
 
-def _parts(schema: Any, root: Any, most: int) -> Iterator[dict[str, Any]]:
-    """Yield a schema, and those that hold at the same place by `$ref` and `allOf`, as far as `most` steps."""
-    if isinstance(schema, dict):
-        yield schema
-        inner = [*schema.get("allOf", [])[:most]]
-        if "$ref" in schema:
-            inner.append(_at(root, schema["$ref"]))
-        if most:
-            for one in inner:
-                yield from _parts(one, root, most // 2)
-
-
-def _at(root: Any, reference: str) -> Any:
-    found = root
-    for part in reference.split("/")[1:]:
+def _at(root: Any, reference: Any) -> Any:
+    found = root if isinstance(reference, str) else None
+    for part in str(reference).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(part)
+        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
         else:
-            found = (
-                found[int(part)] if isinstance(found, list) and part.isdecimal() and int(part) < len(found) else None
-            )
+            found = found.get(part) if isinstance(found, dict) else None
     return found
 
 
-def _contradict(one: dict[str, Any], other: dict[str, Any], root: Any, depth: int) -> bool:
-    types = _types(one), _types(other)
-    if types[0] and types[1] and not types[0] & types[1]:
-        return True
-    values = _values(one), _values(other)
-    if values[0] and values[1] and not values[0] & values[1]:
-        return True
-    if {"object"} not in types or not depth:
-        return False
-    shared = [name for name in one.get("required", []) if name in other.get("required", [])]
-    depth //= 2
-    properties = one.get("properties", {}), other.get("properties", {})
-    pairs = [[list(_parts(each[name], root, depth)) for each in properties if name in each] for name in shared]
-    return any(len(pair) == 2 and _apart(pair[0], pair[1], root, depth) for pair in pairs)
+def _listed(schema: dict[str, Any], name: str) -> list[Any]:
+    return value if isinstance(value := schema.get(name), list) else []
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
     """Return the types that a schema allows, with integers as numbers; empty if it does not say."""
-    named = schema.get("type", [])
-    if not named and ("const" in schema or "enum" in schema):
-        return {_TYPES[type(one)] for one in schema.get("enum", [schema.get("const")])}
-    return {"number" if one == "integer" else one for one in ([named] if isinstance(named, str) else named)}
+    named = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
+    if named:
+        return {"number" if one == "integer" else str(one) for one in named}
+    return {_TYPES[type(one)] for one in _constants(schema)}
 
 
 def _values(schema: dict[str, Any]) -> set[tuple[str, str]]:
     """Return the values that a schema allows, such that equal ones are equal; empty if it does not list them."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    if any(isinstance(one, list | dict) for one in listed):
+    if any(isinstance(one, list | dict) for one in _constants(schema)):
         return set()
-    return {(_TYPES[type(one)], json.dumps(float(one) if type(one) is int else one)) for one in listed}
+    return {(_TYPES[type(one)], json.dumps(float(one) if type(one) is int else one)) for one in _constants(schema)}
+
+
+def _constants(schema: dict[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else _listed(schema, "enum")

@@ -186,7 +186,7 @@ class _Reading:
             for text in [schema[name]] if name == "pattern" and name in schema else schema.get(name, ()):
                 if problem := pattern_problem(text):
                     raise refusal((*place, name), problem)
-        if "format" in schema and _may_be_text(schema) and schema["format"] not in FORMATS:
+        if "format" in schema and _may_be_text(schema) and str(schema["format"]) not in FORMATS:
             raise refusal(
                 (*place, "format"),
                 f"format {str(schema['format'])[:80]!r} is not supported: remove it, use pattern, or one of "
@@ -244,7 +244,7 @@ class _Reading:
         """Return a schema by keywords that llguidance enforces."""
         written = {name: value for name, value in schema.items() if name not in _DROPPED}
         joined = []
-        if "format" in written and (pattern := FORMATS.get(written["format"])):
+        if "format" in written and (pattern := FORMATS.get(str(written["format"]))):
             del written["format"]
             joined.append({"pattern": pattern})
         if "oneOf" in written:

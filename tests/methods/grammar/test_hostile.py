@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from drafter.errors import RequestError
@@ -104,6 +107,24 @@ FOLLOWED: dict[str, Any] = {
         },
     },
 }
+
+
+_KEYWORDS = """type properties required items prefixItems anyOf oneOf allOf $ref $defs enum const pattern format minimum
+exclusiveMaximum multipleOf maxLength minProperties patternProperties additionalProperties uniqueItems x"""
+keywords = st.sampled_from(_KEYWORDS.split())
+values: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, False, 0, -1, 3, 2.5, "", "a", "string", "object", "date", "#", "#/$defs/x", "(", [], ["x"], {}]
+)
+schemas = st.recursive(
+    values, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keywords, inner, max_size=4))
+)
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(keywords, schemas, max_size=4))
+def test_whatever_is_asked_for_is_compiled_or_refused(schema: dict[str, Any]) -> None:
+    with suppress(RequestError):
+        assert shared().guide(StructuredOutputs(json=schema), []).problem is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
