@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from drafter.calls import CallForm, Calls
@@ -135,4 +136,9 @@ def call_form(tokenizer: Any, tools: Sequence[Any]) -> CallForm | None:
         template = str(tokenizer.get_chat_template(None, tools))
     except ValueError:  # it has none, which is said where messages are encoded
         template = ""
+    return _form_of(template)
+
+
+@lru_cache(maxsize=8)
+def _form_of(template: str) -> CallForm | None:
     return next(form for sign, form in _FORMS if re.search(sign, template))

@@ -45,8 +45,10 @@ class Grammars(Guides):
             raise RequestError(
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
-        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token not in eos}
-        self._added = {text: token for text, token in added.items() if self._tokenizer.is_special_token(token)}
+        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token < vocabulary}
+        self._added = {
+            text: token for text, token in added.items() if token not in eos and self._tokenizer.is_special_token(token)
+        }
         self._kept: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
@@ -104,4 +106,5 @@ def _by_schema(schema: Any) -> str:
 
 
 def _embedded(schema: str) -> str:
-    return json.dumps(checked_schema(json.loads(schema)) | {"x-guidance": _SPACING})
+    checked = checked_schema(json.loads(schema))
+    return json.dumps((checked if isinstance(checked, dict) else {"anyOf": [checked]}) | {"x-guidance": _SPACING})
