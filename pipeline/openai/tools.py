@@ -86,6 +86,8 @@ class Tools:
 def chat_tools(tools: Any, choice: Any, several: bool | None) -> Tools | None:
     """Return what `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for; None where nothing can be called.
 
+    A function that `tool_choice` names is called once, as with OpenAI.
+
     Raises:
         OpenAIError: They are not of OpenAI's form, or do not go together.
     """
@@ -109,7 +111,7 @@ def chat_tools(tools: Any, choice: Any, several: bool | None) -> Tools | None:
         if not functions:
             message = f"Invalid 'tool_choice': there is no function {clipped(name)!r} in 'tools'."
             raise bad_request(message, "tool_choice", "invalid_value")
-    return Tools(functions, name is not None or choice == "required", several is not False)
+    return Tools(functions, name is not None or choice == "required", several is not False and name is None)
 
 
 def _function(function: dict[str, Any], path: str) -> Function:
