@@ -69,9 +69,10 @@ class Calls:
                 "calls, or for the object"
             )
 
-    def __len__(self) -> int:
-        """Number of characters of the schemas."""
-        return sum(len(schema) for _, schema in self.functions) + len(self.otherwise or "")
+    @property
+    def text(self) -> str:
+        """All names and schemas."""
+        return "".join(map("".join, self.functions)) + (self.otherwise or "")
 
     @classmethod
     def of(cls, given: Any) -> Calls | None:

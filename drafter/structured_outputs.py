@@ -53,7 +53,7 @@ class StructuredOutputs:
         if len(given) != 1:
             named = ", ".join(one.name for one in fields(self))
             raise RequestError(f"structured_outputs must have one of {named}, not {' and '.join(given) or 'none'}")
-        if (length := self._length(given[0])) > LONGEST:
+        if (length := len(self._text(given[0]))) > LONGEST:
             raise RequestError(
                 f"structured_outputs.{given[0]} may have up to {LONGEST} characters, and has {length}: make it smaller"
             )
@@ -64,9 +64,9 @@ class StructuredOutputs:
                 f"structured_outputs.{given[0]} has {error.object[error.start]!r}, half a character: remove it"
             ) from error
 
-    def _length(self, kind: str) -> int:
+    def _text(self, kind: str) -> str:
         value = getattr(self, kind)
-        return sum(map(len, value)) if isinstance(value, tuple) else 0 if value is True else len(value)
+        return value.text if isinstance(value, Calls) else "" if value is True else "".join(value)
 
     @property
     def kind(self) -> str:

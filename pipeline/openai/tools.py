@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from drafter.calls import CallForm, Calls
@@ -85,6 +86,8 @@ class Tools:
 def chat_tools(tools: Any, choice: Any, several: bool | None) -> Tools | None:
     """Return what `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for; None where nothing can be called.
 
+    A function that `tool_choice` names is called once, as with OpenAI.
+
     Raises:
         OpenAIError: They are not of OpenAI's form, or do not go together.
     """
@@ -108,7 +111,7 @@ def chat_tools(tools: Any, choice: Any, several: bool | None) -> Tools | None:
         if not functions:
             message = f"Invalid 'tool_choice': there is no function {clipped(name)!r} in 'tools'."
             raise bad_request(message, "tool_choice", "invalid_value")
-    return Tools(functions, name is not None or choice == "required", several is not False)
+    return Tools(functions, name is not None or choice == "required", several is not False and name is None)
 
 
 def _function(function: dict[str, Any], path: str) -> Function:
@@ -135,4 +138,9 @@ def call_form(tokenizer: Any, tools: Sequence[Any]) -> CallForm | None:
         template = str(tokenizer.get_chat_template(None, tools))
     except ValueError:  # it has none, which is said where messages are encoded
         template = ""
+    return _form_of(template)
+
+
+@lru_cache(maxsize=8)
+def _form_of(template: str) -> CallForm | None:
     return next(form for sign, form in _FORMS if re.search(sign, template))

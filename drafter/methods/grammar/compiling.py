@@ -115,7 +115,8 @@ def _by_schema(schema: Any) -> str:
 
 
 def _embedded(schema: str) -> str:
-    return json.dumps(checked_schema(json.loads(schema)) | {"x-guidance": _STYLE})
+    checked = checked_schema(json.loads(schema))
+    return json.dumps((checked if isinstance(checked, dict) else {"anyOf": [checked]}) | {"x-guidance": _STYLE})
 
 
 def _alone(schema: str, tokenizer: LLTokenizer) -> str:

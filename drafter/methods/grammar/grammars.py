@@ -35,8 +35,10 @@ class Grammars(Guides):
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
         self._kept: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
-        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token not in eos}
-        self._added = {text: token for text, token in added.items() if self._tokenizer.is_special_token(token)}
+        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token < vocabulary}
+        self._added = {
+            text: token for text, token in added.items() if token not in eos and self._tokenizer.is_special_token(token)
+        }
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:

@@ -132,6 +132,10 @@ def test_a_record_or_calls(form: CallForm, tokens: bool) -> None:
     assert {text: follows(guide_of(tokens, form, otherwise=SCHEMA), text, tokens) for text in cases} == cases
 
 
+def test_a_schema_may_allow_anything() -> None:
+    assert follows(guide_of(False, TAGGED, otherwise="true"), '[1, {"a": null}]', False) == "whole"
+
+
 def test_a_record_and_a_call_without_a_mark_cannot_be_told_apart() -> None:
     with pytest.raises(RequestError, match="does not mark calls"):
         Calls(BARE, FUNCTIONS, otherwise=SCHEMA)

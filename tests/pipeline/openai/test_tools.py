@@ -71,6 +71,7 @@ def test_what_the_output_may_be_beside_calls() -> None:
     for choice in ("required", NAMED):
         assert calls_of(tool_choice=choice, response_format=format).otherwise is None
     assert [calls_of(parallel_tool_calls=several).several for several in (None, True, False)] == [True, True, False]
+    assert not calls_of(tool_choice=NAMED).several
 
 
 def test_tools_that_may_not_be_called_are_not_shown() -> None:

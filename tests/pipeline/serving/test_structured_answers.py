@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -216,7 +215,7 @@ def test_a_schema_that_takes_its_time_delays_nobody_else(plain: SpeculativeLM, m
         assert client.chat.completions.create(**SETTINGS, response_format={"type": "text"}).choices
         assert not waiting.done()
         may_go_on.set()
-        assert re.match(r'\{"kind": "(apple|pear)"', waiting.result().message.content or "")
+        assert (waiting.result().message.content or "").startswith('{"kind": "')
         begun.clear()
         assert ask(client, slow)  # it is known by now
         assert not begun.is_set()

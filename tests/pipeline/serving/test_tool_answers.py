@@ -94,7 +94,7 @@ def test_a_call_that_is_required(client: OpenAI) -> None:
 
 
 def test_a_call_of_a_named_function(client: OpenAI) -> None:
-    asked: Any = {**ASKED, "tool_choice": NAMED, "parallel_tool_calls": False}
+    asked: Any = {**ASKED, "tool_choice": NAMED}
     choice = client.chat.completions.create(**asked).choices[0]
     assert check_calls(choice) == ["Look"]
 
@@ -152,7 +152,7 @@ def test_any_stream_adds_up_to_the_answer(client: OpenAI, several: bool | None) 
 
 def test_chunks_of_a_call_are_openais(client: OpenAI) -> None:
     """First its index, id and name; then its arguments piece by piece."""
-    asked: Any = {**ASKED, "tool_choice": NAMED, "parallel_tool_calls": False}
+    asked: Any = {**ASKED, "tool_choice": NAMED}
     chunks = client.chat.completions.create(**asked, stream=True)
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert (deltas[0].role, deltas[0].content) == ("assistant", None)
