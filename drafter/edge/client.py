@@ -121,16 +121,16 @@ class EdgeLM:
             raise RequestError(str(error)) from error
         if chosen.logprobs is not None:
             raise RequestError("a server does not send log-probabilities to a device: leave out logprobs")
-        request = _body(chosen) | ({} if self.model is None else {"model": self.model})
+        settings = _body(chosen) | ({} if self.model is None else {"model": self.model})
         if isinstance(prompt, str):
-            request["prompt"] = list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
+            asked = {"prompt": list(tokenise(self.tokenizer, [prompt])["input_ids"][0])}
         elif isinstance(prompt, Conversation):
-            request |= {name: value for name, value in vars(prompt).items() if value is not None}
+            asked = {name: value for name, value in vars(prompt).items() if value is not None}
         elif prompt and isinstance(prompt[0], Mapping):
-            request["messages"] = list(prompt)
+            asked = {"messages": list(prompt)}
         else:
-            request["prompt"] = [int(token) for token in cast(Sequence[int], prompt)]
-        return EdgeStream(self, request, chosen)
+            asked = {"prompt": [int(token) for token in cast(Sequence[int], prompt)]}
+        return EdgeStream(self, asked, settings, chosen)
 
     def generate(
         self, prompt: Prompt, sampling: SamplingParams | Mapping[str, Any] | None = None, **settings: Any
@@ -156,19 +156,18 @@ class EdgeStream:
     Attributes:
         session: Its name at the server.
         output: Confirmed tokens.
-        sent, received: Bytes of messages.
     """
 
-    def __init__(self, lm: EdgeLM, request: dict[str, Any], sampling: SamplingParams) -> None:
-        self._lm, self._request, self._sampling = lm, request, sampling
+    def __init__(self, lm: EdgeLM, prompt: dict[str, Any], settings: dict[str, Any], sampling: SamplingParams) -> None:
+        self._lm, self._asked, self._settings, self._sampling = lm, prompt, settings, sampling
         self.session = secrets.token_hex(16)
         self.output: list[int] = []
         self.counts = DecodeCounts()
-        self.sent = self.received = 0
-        self._prompt: list[int] = list(request.get("prompt", ()))
+        self._prompt: list[int] = prompt.get("prompt", [])
         self._tree, self._seq, self._most = DraftTree(), 0, _NODES
         self._finished: str | None = None
         self._link: Link | None = None
+        self._silent = 0  # times that no answer came, in a row
         self._progress = time.monotonic()  # when the server last answered
         self._detokenizer, self._stops = Detokenizer(lm.tokenizer), StopSearch(sampling.stop)
         self._shown, self._unshown = 0, ""
@@ -215,7 +214,8 @@ class EdgeStream:
                 except LinkClosedError as error:
                     self._drop()
                     self._refuse_if_over(str(error))
-                    yield from self._go_alone()
+                    if self._go_alone():
+                        yield self._delta([], 0)
                     if not answered:
                         time.sleep(_PAUSE)
         finally:
@@ -228,7 +228,8 @@ class EdgeStream:
         """Send what is drafted, or open the session first, and take what comes until the text has grown."""
         assert self._link is not None
         if not self._link.opened:
-            self._link.send(Open(self.session, self._lm.digest, self._request, tuple(self.output), self._lm.patience))
+            request = {**self._settings, **self._asked}
+            self._link.send(Open(self.session, self._lm.digest, request, tuple(self.output), self._lm.patience))
             asked = 0
         else:
             if not len(self._tree):
@@ -240,20 +241,23 @@ class EdgeStream:
             if asked:
                 yield self._delta([], 0)
         again, growing = time.monotonic() + self._lm.timeout, self._link.opened
+        lonely = self._lm.alone and self._silent > 0
         while (left := again - time.monotonic()) > 0:
             growing = growing and len(self._tree) < _AHEAD * self._most
-            message = self._link.receive(0 if growing else left)
-            if message is None:
-                growing = growing and self._grow()  # drafts on while the message is under way
-            elif (delta := self._take(message, asked)) is not None:
-                yield delta
-                return
-            elif self._finished is not None:
-                return
-        yield from self._go_alone()
-        self._link.silent += 1
+            message = self._link.receive(0 if growing or lonely else left)
+            if message is not None:
+                if (delta := self._take(message, asked)) is not None:
+                    yield delta
+                    return
+                if self._finished is not None:
+                    return
+            elif growing:
+                growing = self._grow()  # drafts on while the message is under way
+            elif lonely and (lonely := self._go_alone()):
+                yield self._delta([], 0)
+        self._silent += 1
         self._refuse_if_over("it does not answer")
-        if self._link.silent > 1:
+        if self._silent > 1:
             self._drop()
 
     def _take(self, message: Message, asked: int) -> EdgeDelta | None:
@@ -262,12 +266,9 @@ class EdgeStream:
         match message:
             case Opened(most=most, prompt=prompt):
                 self._link.opened, self._most = True, most
-                if prompt is not None:
+                if prompt is not None:  # the same wherever the session is opened again
                     self._prompt = list(prompt)
-                    kept = {"messages", "tools", "documents", "chat_template_kwargs"}
-                    kept |= {"add_generation_prompt", "continue_final_message"}
-                    self._request = {name: one for name, one in self._request.items() if name not in kept}
-                    self._request["prompt"] = self._prompt  # the same wherever the session is opened again
+                    self._asked = {"prompt": self._prompt}
             case Verified():
                 pass
             case Error(code=code, message=reason, seq=seq):
@@ -277,7 +278,7 @@ class EdgeStream:
             case _:
                 return None
         self._progress = time.monotonic()
-        self._link.silent = 0
+        self._silent = 0
         known = len(self.output) - message.at
         if not 0 <= known <= len(message.tokens):
             return None
@@ -304,16 +305,15 @@ class EdgeStream:
         self._tree.graft(path[-1] if path else -1, tree)
         return bool(len(tree))
 
-    def _go_alone(self) -> Iterator[EdgeDelta]:
-        left = (self._sampling.max_new_tokens or 256) - len(self.output) - len(self._tree.best_path())
-        if self._lm.alone and left > 0 and self._grow(alone=True):
-            yield self._delta([], 0)
+    def _go_alone(self) -> bool:
+        """Add a token of this device's own, if it may; False if not, or if the text is as long as it may be."""
+        left = self._settings["max_tokens"] - len(self.output) - len(self._tree.best_path())
+        return self._lm.alone and left > 0 and self._grow(alone=True)
 
-    # ---- connections
+    # ---- the connection
 
     def _drop(self) -> None:
         if self._link is not None:
-            self.sent, self.received = self.sent + self._link.sent, self.received + self._link.received
             self._link.close()
             self._link = None
 

@@ -23,8 +23,6 @@ class Link:
 
     Attributes:
         opened: Whether the session's opening was answered over it.
-        silent: Times that an answer did not come, in a row.
-        sent, received: Bytes of messages.
 
     Raises:
         LinkClosedError: The server cannot be reached.
@@ -32,9 +30,7 @@ class Link:
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        self.opened, self.silent = False, 0
-        self._stack = ExitStack()
-        self.sent = self.received = 0
+        self.opened, self._stack = False, ExitStack()
         address = url.rstrip("/").removesuffix("/v1").replace("http", "ws", 1) + PATH
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -53,10 +49,8 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send a message; raise `LinkClosedError` if the connection is lost."""
-        text = write(message)
-        self.sent += len(text)
         try:
-            self._socket.send(text)
+            self._socket.send(write(message))
         except (OSError, WebSocketException) as error:
             raise LinkClosedError("the connection is lost") from error
 
@@ -68,7 +62,6 @@ class Link:
             return None
         except (OSError, WebSocketException) as error:
             raise LinkClosedError("the connection is lost") from error
-        self.received += len(text)
         try:
             found: Message = read(text, FROM_SERVER)
         except MessageError as error:

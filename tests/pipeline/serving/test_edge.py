@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 from benchmarks.edge.faults import Faults, faulty
 from benchmarks.edge.knowing import Knowing
 from drafter import EngineConfig, EngineError, Generation, RequestError, SamplingParams, SpeculativeLM
-from drafter.edge.client import EdgeLM, EdgeStream
+from drafter.edge.client import EdgeLM
 from drafter.edge.messages import FROM_SERVER, PATH, Close, Draft, Error, Message, Open, Opened, Verified, read, write
 from drafter.text.tokenizers import vocabulary_digest
 from pipeline.serving.config import EdgeConfig
@@ -394,4 +394,4 @@ def test_a_server_that_is_away_is_an_error() -> None:
 
     lm = EdgeLM("http://127.0.0.1:9", "none", tokenizer=Words(), give_up=0.0)
     with pytest.raises(EngineError, match=r"the server at http://127\.0\.0\.1:9 cannot go on with the text: "):
-        EdgeStream(lm, {"prompt": [1]}, SamplingParams()).result()
+        lm.stream([1]).result()

@@ -87,6 +87,12 @@ def test_who_can_connect(host: str, loopback: bool) -> None:
         ({"replicas": {"min": 2, "max": 1}}, "replicas.max must be at least 2, not 1"),
         ({"keys": "some"}, "keys must be one of auto, required, none, not some"),
         ({"keys": "none", "keys_file": "keys.txt"}, "keys is none, but keys_file is set"),
+        ({"edge": {"sessions": -1}}, "edge.sessions must be at least 0, not -1"),
+        ({"edge": {"draft_tokens": 257}}, "edge.draft_tokens must be at most 256, not 257"),
+        (
+            {"edge": {"sessions": 1}, "verifier": {"name": "typical"}},
+            "edge.sessions is set, and the verifier is typical",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
