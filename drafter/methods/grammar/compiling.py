@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
+from drafter.methods.grammar.closing import closed
 from drafter.methods.grammar.schemas import Place, checked_schema, places, pointer, refusal
 from drafter.structured_outputs import StructuredOutputs
 
@@ -51,7 +52,7 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
     schema: Any = None
     match asked.kind:
         case "json":
-            schema = checked_schema(json.loads(asked.json))
+            schema = _read(asked.json)
             grammar = _by_schema(schema)
         case "json_object":
             grammar = _by_schema({"type": "object"})
@@ -114,8 +115,14 @@ def _by_schema(schema: Any) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_STYLE)
 
 
+def _read(schema: str) -> Any:
+    given = json.loads(schema)
+    checked_schema(given)
+    return checked_schema(closed(given))
+
+
 def _embedded(schema: str) -> str:
-    checked = checked_schema(json.loads(schema))
+    checked = _read(schema)
     return json.dumps((checked if isinstance(checked, dict) else {"anyOf": [checked]}) | {"x-guidance": _STYLE})
 
 

@@ -84,7 +84,7 @@ def places(schema: Any, place: Place = ()) -> list[Place]:
     """Return where a schema has schemas, each before those inside it."""
     found = [place]
     if isinstance(schema, dict):
-        _mapped(schema, lambda tail, inner: found.extend(places(inner, (*place, *tail))))
+        mapped(schema, lambda tail, inner: found.extend(places(inner, (*place, *tail))))
     return found
 
 
@@ -99,7 +99,7 @@ def refusal(place: Place, problem: str) -> RequestError:
     return RequestError(f"structured_outputs.json cannot be used{where}: {problem}")
 
 
-def _mapped(schema: Mapping[str, Any], change: Callable[[Place, Any], Any]) -> dict[str, Any]:
+def mapped(schema: Mapping[str, Any], change: Callable[[Place, Any], Any]) -> dict[str, Any]:
     """Return a schema with `change` of each schema directly inside it; it gets the way there, too."""
     changed = dict(schema)
     for name, value in schema.items():
@@ -138,7 +138,7 @@ class _Reading:
         self._check_texts(schema, place)
         self._check_numbers(schema, place)
         self._count(schema, place)
-        read = _mapped(schema, lambda tail, inner: self.read(inner, (*place, *tail), level + (tail[0] in _DEEPER)))
+        read = mapped(schema, lambda tail, inner: self.read(inner, (*place, *tail), level + (tail[0] in _DEEPER)))
         return self._written(read, place)
 
     def finish(self) -> None:
