@@ -160,7 +160,7 @@ def test_work_that_becomes_too_much_ends_that_output_alone() -> None:
 
 
 def test_a_row_whose_grammar_becomes_too_much_fails_alone() -> None:
-    asked = [{"regex": "([a-d]*[ab][a-d]{40}[cd][a-d]{40}){3}"}, {"choice": ["yes", "no"]}, None]
+    asked: list[Any] = [{"regex": "([a-d]*[ab][a-d]{40}[cd][a-d]{40}){3}"}, {"choice": ["yes", "no"]}, None]
     with patch.object(compiling, "LIMITS", LLParserLimits(max_lexer_states=150, verbose_errors=False)):
         engine = Engine(base(), load_drafter("forced", base(), 4), tokenizer(), EngineConfig(max_num_seqs=4))
         handles = []
