@@ -18,11 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
+from drafter.drafters.registry import load_drafter
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.methods.grammar import compiling, grammars
+from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
+from tests.methods.grammar.test_validity import base, tokenizer
 from tests.methods.grammar.test_validity import grammars as shared
-from tests.methods.grammar.test_validity import tokenizer
 from tests.support.walks import walk
 
 
@@ -153,6 +157,24 @@ def test_work_that_becomes_too_much_ends_that_output_alone() -> None:
         assert "too many states" in str(guide.problem)
         assert walk(other, tokenizer(), Random(0)) in ("yes", "no")
         walk(made.guide(large, []), tokenizer(), Random(0), length=3)  # by a new automaton: the old one is full
+
+
+def test_a_row_whose_grammar_becomes_too_much_fails_alone() -> None:
+    asked: list[Any] = [{"regex": "([a-d]*[ab][a-d]{40}[cd][a-d]{40}){3}"}, {"choice": ["yes", "no"]}, None]
+    with patch.object(compiling, "LIMITS", LLParserLimits(max_lexer_states=150, verbose_errors=False)):
+        engine = Engine(base(), load_drafter("forced", base(), 4), tokenizer(), EngineConfig(max_num_seqs=4))
+        handles = []
+        for one in asked:
+            params = SamplingParams(
+                max_new_tokens=150, temperature=1.0, seed=1, ignore_eos=one is None, structured_outputs=one
+            )
+            handles.append(engine.submit(Request([5, 6], params)))
+        while not engine.idle:
+            engine.step()
+    with pytest.raises(RequestError, match="too many states"):
+        handles[0].result(0)
+    assert handles[1].result(0).text in ("yes", "no")
+    assert len(handles[2].result(0).token_ids) == 150
 
 
 def test_a_grammar_that_many_threads_ask_for_is_compiled_once_and_holds_up_no_other() -> None:
