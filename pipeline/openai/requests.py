@@ -15,7 +15,6 @@ from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.conversation import Conversation
-from drafter.text.tokenizers import special_texts
 from pipeline.openai.errors import (
     OpenAIError,
     bad_request,
@@ -103,6 +102,8 @@ class ParsedRequest:
         """
         if self.tools is None:
             return self
+        from drafter.text.tokenizers import special_texts  # late: what only parses bodies does without torch
+
         chat = self.prompts[0]
         assert isinstance(chat, Conversation)
         form = call_form(tokenizer, chat.tools or ())

@@ -41,7 +41,7 @@ _FORMS: tuple[tuple[str, CallForm | None], ...] = (
     (r"<tool_call>", CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")),
     # Llama 3.1 and later
     (r"<\|python_tag\|>", CallForm("<|python_tag|>", arguments="parameters", bare=True)),
-    (r"\"parameters\"", CallForm(arguments="parameters", bare=True)),
+    (r'"parameters": dictionary', CallForm(arguments="parameters", bare=True)),
     ("", CallForm(bare=True)),
 )
 """Forms of calls, by what a chat template has in it; the first one counts."""
