@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for batch, count in (map(int, one.split("x")) for one in args.cells):
         job, some = Job(base, tokenizer, tasks(count)), Job(base, tokenizer, tasks(min(count, _CLOCKED)))
+        record["shares"] += [asdict(share_of(some, arm, batch)) for arm in arms if not arm.free]
         with ExitStack() as stack:
             peer = None if args.no_peer else _Peer(job, args.model, batch, record)
             if peer is not None:
@@ -91,11 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cells = list(measure_turn(job, [*arms[shift:], *arms[:shift]], batch, turn, expected))
                 cells += [] if peer is None else peer.cells(turn)
                 record["cells"] += [asdict(cell) for cell in cells]
+                write_json(args.output / RECORD_FILE, record)
+                (args.output / TABLE_FILE).write_text(page(record), encoding="utf-8")
                 rates = ", ".join(f"{cell.arm} {cell.rate:.0f}" for cell in cells)
                 print(f"batch {batch}, round {turn + 1}, tokens/s: {rates}", flush=True)
-        record["shares"] += [asdict(share_of(some, arm, batch)) for arm in arms if not arm.free]
-        write_json(args.output / RECORD_FILE, record)
-        (args.output / TABLE_FILE).write_text(page(record), encoding="utf-8")
 
 
 class _Peer:
