@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about["versions"]["llguidance"] = version("llguidance")
     compiling = compile_seconds(base, tokenizer)
     record: dict[str, Any] = {"environment": about, "rounds": args.rounds, "compile_seconds": compiling}
-    record |= {"cells": [], "shares": [], "left_out": []}
+    record |= {"load": os.getloadavg()[0], "cells": [], "shares": [], "left_out": []}
     args.output.mkdir(parents=True, exist_ok=True)
     for batch, count in (map(int, one.split("x")) for one in args.cells):
         job, some = Job(base, tokenizer, tasks(count)), Job(base, tokenizer, tasks(min(count, _CLOCKED)))
