@@ -3,7 +3,8 @@
     python -m benchmarks.records --output benchmarks/results/records-smollm2
 
 Decoding is greedy. The arms take turns, and another one begins each round; the medians are of ratios within a round.
-All arms under schemas must give the same tokens, and records that `jsonschema` accepts; otherwise the run fails.
+All arms under schemas must give the same tokens, and `jsonschema` must accept each record that ends within them;
+otherwise the run fails.
 OpenVINO GenAI decodes the same prompts under the same schemas, in an environment and a process of its own; if it cannot
 be installed, it is left out, and the record says why.
 """

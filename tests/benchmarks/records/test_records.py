@@ -56,11 +56,11 @@ def test_another_engine_is_told_by_its_records_alone() -> None:
 @pytest.mark.slow
 def test_a_small_measurement_is_written_with_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = ["--model", str(EMBEDDED_BASE), "--cells", "2x4", "--rounds", "1", "--no-peer"]
+    given = ["--model", str(EMBEDDED_BASE), "--cells", "2x2", "--rounds", "1", "--no-peer"]
     main(["--output", str(tmp_path), *given])
     record = json.loads((tmp_path / RECORD_FILE).read_text(encoding="utf-8"))
     by_arm = {cell["arm"]: cell for cell in record["cells"]}
     assert by_arm.keys() == {FREE.name, PLAIN.name, "forced", "auto", "head"}
     assert by_arm["forced"]["steps"] < by_arm[PLAIN.name]["steps"] == by_arm[FREE.name]["steps"]
     assert {share["arm"] for share in record["shares"]} == by_arm.keys() - {FREE.name}
-    assert "## Batch 2, 4 records" in (tmp_path / TABLE_FILE).read_text(encoding="utf-8")
+    assert "## Batch 2, 2 records" in (tmp_path / TABLE_FILE).read_text(encoding="utf-8")
