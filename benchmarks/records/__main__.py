@@ -3,7 +3,8 @@
     python -m benchmarks.records --output benchmarks/results/records-smollm2
 
 Decoding is greedy. The arms take turns, and another one begins each round; the medians are of ratios within a round.
-All arms under schemas must give the same tokens, and records that `jsonschema` accepts; otherwise the run fails.
+All arms under schemas must give the same tokens, and `jsonschema` must accept each record that ends within them;
+otherwise the run fails.
 OpenVINO GenAI decodes the same prompts under the same schemas, in an environment and a process of its own; if it cannot
 be installed, it is left out, and the record says why.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,10 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about["versions"]["llguidance"] = version("llguidance")
     compiling = compile_seconds(base, tokenizer)
     record: dict[str, Any] = {"environment": about, "rounds": args.rounds, "compile_seconds": compiling}
-    record |= {"cells": [], "shares": [], "left_out": []}
+    record |= {"load": os.getloadavg()[0], "cells": [], "shares": [], "left_out": []}
     args.output.mkdir(parents=True, exist_ok=True)
     for batch, count in (map(int, one.split("x")) for one in args.cells):
         job, some = Job(base, tokenizer, tasks(count)), Job(base, tokenizer, tasks(min(count, _CLOCKED)))
+        record["shares"] += [asdict(share_of(some, arm, batch)) for arm in arms if not arm.free]
         with ExitStack() as stack:
             peer = None if args.no_peer else _Peer(job, args.model, batch, record)
             if peer is not None:
@@ -91,11 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cells = list(measure_turn(job, [*arms[shift:], *arms[:shift]], batch, turn, expected))
                 cells += [] if peer is None else peer.cells(turn)
                 record["cells"] += [asdict(cell) for cell in cells]
+                write_json(args.output / RECORD_FILE, record)
+                (args.output / TABLE_FILE).write_text(page(record), encoding="utf-8")
                 rates = ", ".join(f"{cell.arm} {cell.rate:.0f}" for cell in cells)
                 print(f"batch {batch}, round {turn + 1}, tokens/s: {rates}", flush=True)
-        record["shares"] += [asdict(share_of(some, arm, batch)) for arm in arms if not arm.free]
-        write_json(args.output / RECORD_FILE, record)
-        (args.output / TABLE_FILE).write_text(page(record), encoding="utf-8")
 
 
 class _Peer:

@@ -18,10 +18,10 @@ def page(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     parts = [
         "# Records",
-        f"{machine(about)}, {about['threads']} threads, {about['dtype']}; target model of "
-        f"{about['base']['parameters']:,} parameters; greedy; records of four schemas; medians of "
-        f"{record['rounds']} rounds, ratios within a round. `{about['command']}`, commit {about['commit']}"
-        f"{' with changes' if about['uncommitted_changes'] else ''}, {about['date']}. {versions}.",
+        f"{machine(about)}, {about['threads']} threads, load of other processes at the start {record['load']:.1f}, "
+        f"{about['dtype']}; target model of {about['base']['parameters']:,} parameters; greedy; records of four "
+        f"schemas; medians of {record['rounds']} rounds, ratios within a round. `{about['command']}`, commit "
+        f"{about['commit']}{' with changes' if about['uncommitted_changes'] else ''}, {about['date']}. {versions}.",
         "Prefills are part of the time, compiling the schemas is not. All ways under schemas of this engine gave the "
         "same tokens. *No schema* decodes as many tokens, whatever they are. γ is the speed relative to plain decoding "
         "under schemas. Another engine writes its records with other spaces and line breaks, so the records per second "
