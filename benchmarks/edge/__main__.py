@@ -167,11 +167,11 @@ def _levels(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.
         with _server(args, args.model, drafter) as server:
             for devices, arm in product(args.levels, arms):
                 level = asyncio.run(_level(server, arm, devices, prompts, texts, digest, args))
-                print(
-                    f"{arm}, {devices} devices: {sum(level.rates):.0f} tokens/s in all, {median(level.rates):.1f} of the "
-                    f"median one, {level.bytes_per_token:.0f} bytes a token, {level.differing} differ",
-                    file=sys.stderr,
+                rates, size = level.rates, level.bytes_per_token
+                found = (
+                    f"{sum(rates):.0f} tokens/s in all, {median(rates):.1f} of the median one, {size:.0f} bytes a token"
                 )
+                print(f"{arm}, {devices} devices: {found}, {level.differing} differ", file=sys.stderr)
                 yield level
 
 
