@@ -168,9 +168,7 @@ def _levels(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.
             for devices, arm in product(args.levels, arms):
                 level = asyncio.run(_level(server, arm, devices, prompts, texts, digest, args))
                 rates, size = level.rates, level.bytes_per_token
-                found = (
-                    f"{sum(rates):.0f} tokens/s in all, {median(rates):.1f} of the median one, {size:.0f} bytes a token"
-                )
+                found = f"{sum(rates):.0f} tokens/s in all, {median(rates):.1f} of the median, {size:.0f} bytes each"
                 print(f"{arm}, {devices} devices: {found}, {level.differing} differ", file=sys.stderr)
                 yield level
 
