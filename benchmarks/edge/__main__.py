@@ -16,10 +16,12 @@ import asyncio
 import random
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.edge.devices import Served, Simulated, edge_device, plain_client
@@ -75,28 +77,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     with _one_process(str(EMBEDDED_BASE), args) as lm:
-        faults, differing = _through_faults(lm, _prompts(lm, _TEXTS), args)
+        faults = _through_faults(lm, _prompts(lm, _TEXTS), args)
     with _one_process(args.model, args) as lm:
         command = shlex.join(["python", "-m", "benchmarks.edge", *given])
-        record: dict[str, Any] = {"environment": environment(lm.base, command)}
-        record["faults"] = {"sessions": args.sessions, "differing": differing, **faults}
-        levels = _levels(lm, _prompts(lm, max(args.levels)), args)
-    record["levels"] = [asdict(level) for level in levels]
-    ours = [level for level in levels if level.arm == BY_DEVICES]
+        record: dict[str, Any] = {"environment": environment(lm.base, command), "faults": faults}
+        record["simulated"] = asdict(_simulated(args)) | {"rate": args.rate, "tokens": args.tokens}
+        levels: list[Level] = []
+        _write(args, record, levels)
+        for level in _levels(lm, _prompts(lm, max(args.levels)), args):  # the record is complete up to each of them
+            levels.append(level)
+            _write(args, record, levels)
+    print((args.output / "summary.json").read_text(encoding="utf-8"))
+
+
+def _write(args: argparse.Namespace, record: dict[str, Any], levels: Sequence[Level]) -> None:
+    """Write what is known so far; a figure that is not is null."""
+    served = {arm: _served(levels, arm, args.rate) for arm in (PLAINLY, BY_DEVICES, BY_SERVER)}
+    faults, ours = record["faults"], [level for level in levels if level.arm == BY_DEVICES]
     summary = {
-        "sessions": args.sessions + sum(level.devices for level in ours),
-        "sessions_differing": differing + sum(level.differing for level in ours),
+        "sessions": faults["sessions"] + sum(level.devices for level in ours),
+        "sessions_differing": faults["differing"] + sum(level.differing for level in ours),
         **{name: faults[name] for name in ("cuts", "repeats", "losses")},
-        "bytes_per_token": round(ours[-1].bytes_per_token, 1),
-        "devices_served": _served(levels, BY_DEVICES, args.rate),
-        "devices_served_plainly": _served(levels, PLAINLY, args.rate),
+        "bytes_per_token": round(ours[-1].bytes_per_token, 1) if ours else None,
+        "devices_served": served[BY_DEVICES],
+        "devices_served_plainly": served[PLAINLY],
     }
-    record["simulated"] = asdict(_simulated(args)) | {"rate": args.rate, "tokens": args.tokens}
-    record["served"] = {arm: _served(levels, arm, args.rate) for arm in (PLAINLY, BY_SERVER, BY_DEVICES)}
     args.output.mkdir(parents=True, exist_ok=True)
-    write_json(args.output / "edge.json", record)
+    write_json(args.output / "edge.json", record | {"served": served, "levels": [asdict(level) for level in levels]})
     write_json(args.output / "summary.json", summary)
-    print(summary)
 
 
 def _one_process(model: str, args: argparse.Namespace) -> SpeculativeLM:
@@ -108,18 +116,17 @@ def _prompts(lm: SpeculativeLM, count: int) -> list[list[int]]:
     return [lm.encode(one.turns[0])[:_PROMPT_TOKENS] for one in read_questions(_QUESTIONS, count)]
 
 
-def _served(levels: Sequence[Level], arm: str, rate: float) -> int:
-    return max((one.devices for one in levels if one.arm == arm and one.serves(rate)), default=0)
+def _served(levels: Sequence[Level], arm: str, rate: float) -> int | None:
+    measured = [one for one in levels if one.arm == arm]
+    return max((one.devices for one in measured if one.serves(rate)), default=0) if measured else None
 
 
 def _simulated(args: argparse.Namespace) -> Simulated:
     return Simulated(args.nodes, args.quality, args.draft_ms / 1000, args.round_trip_ms / 1000)
 
 
-def _through_faults(
-    lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace
-) -> tuple[dict[str, int], int]:
-    """Run sessions over the faulty network; return what went wrong there, and how many texts differ."""
+def _through_faults(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> dict[str, int]:
+    """Run sessions over the faulty network; count those whose text differs, and what went wrong there."""
     sampling = [
         SamplingParams(args.tokens, temperature=0.8 * (row % 2), seed=row, ignore_eos=row % 4 > 1)
         for row in range(len(prompts))
@@ -140,7 +147,7 @@ def _through_faults(
     ):
         differing = sum(pool.map(run, range(args.sessions)))
     print(f"{args.sessions} sessions, {differing} differ: {dict(proxy.counts)}", file=sys.stderr)
-    return dict(proxy.counts) | {"messages": proxy.messages}, differing
+    return {"sessions": args.sessions, "differing": differing, **proxy.counts, "messages": proxy.messages}
 
 
 def _server(args: argparse.Namespace, name: str, drafter: str) -> Any:
@@ -152,22 +159,18 @@ def _server(args: argparse.Namespace, name: str, drafter: str) -> Any:
     return endpoint(model, drafter, [part for name, value in settings.items() for part in (f"--{name}", str(value))])
 
 
-def _levels(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[Level]:
+def _levels(lm: SpeculativeLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> Iterator[Level]:
     sampling = SamplingParams(args.tokens, ignore_eos=True)
     texts = [one.token_ids for one in lm.generate([list(one) for one in prompts], sampling, use_tqdm=False)]
-    digest, found = vocabulary_digest(lm.tokenizer), []
-    for arm, drafter in ((PLAINLY, "none"), (BY_DEVICES, "none"), (BY_SERVER, args.server_drafter)):
+    digest = vocabulary_digest(lm.tokenizer)
+    for drafter, arms in (("none", (PLAINLY, BY_DEVICES)), (args.server_drafter, (BY_SERVER,))):
         with _server(args, args.model, drafter) as server:
-            for devices in args.levels:
+            for devices, arm in product(args.levels, arms):
                 level = asyncio.run(_level(server, arm, devices, prompts, texts, digest, args))
-                median = sorted(level.rates)[devices // 2]
-                print(
-                    f"{arm}, {devices} devices: {sum(level.rates):.0f} tokens/s in all, {median:.1f} of the median "
-                    f"one, {level.bytes_per_token:.0f} bytes a token, {level.differing} differ",
-                    file=sys.stderr,
-                )
-                found.append(level)
-    return found
+                rates, size = level.rates, level.bytes_per_token
+                found = f"{sum(rates):.0f} tokens/s in all, {median(rates):.1f} of the median, {size:.0f} bytes each"
+                print(f"{arm}, {devices} devices: {found}, {level.differing} differ", file=sys.stderr)
+                yield level
 
 
 async def _level(

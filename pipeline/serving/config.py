@@ -186,8 +186,8 @@ class ApplicationConfig:
             raise InputError("keys is none, but keys_file is set: leave one of the two out")
         if self.edge.sessions and self.verifier != VerifierSettings():
             raise InputError(
-                f"edge.sessions is set, and the verifier is {self.verifier.name}: leave one of the two out, as what "
-                "devices draft is verified exactly"
+                f"edge.sessions is set, and the verifier is {self.verifier.name}, but what devices draft is verified "
+                "exactly: leave one of the two out"
             )
         self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
