@@ -32,7 +32,7 @@ from pipeline.output.folder import OutputFolder
 COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 """Columns of a row's counts; `acceptance_histogram` comes with them."""
 RECORDS = ("num_output_tokens", "valid", "num_forced_tokens")
-"""Columns of which `records_of` are sums. An output without the last has no records, and a `valid` of its input's."""
+"""Columns of which `records_of` are sums. An output without all of them has no records; a `valid` is its input's."""
 _BAR = 40
 _LONG = 100.0  # seconds from which tenths are not shown
 _ALIKE = 0.995  # relative speed from which a member counts as equally fast
@@ -79,12 +79,12 @@ def counts_of(table: pa.Table) -> DecodeCounts:
 
 
 def record_columns(rows: pyarrow.dataset.Dataset) -> tuple[str, ...]:
-    return RECORDS if RECORDS[-1] in rows.schema.names else ()
+    return RECORDS if set(RECORDS) <= set(rows.schema.names) else ()
 
 
 def records_of(table: pa.Table) -> RecordSums:
     """Sum over those rows of a table that have structured outputs."""
-    if RECORDS[-1] not in table.column_names:
+    if not set(RECORDS) <= set(table.column_names):
         return RecordSums()
     found = table.select(RECORDS).filter(pc.is_valid(table["valid"]))
     tokens, valid, forced = (pc.sum(found[name]).as_py() or 0 for name in RECORDS)

@@ -239,7 +239,7 @@ def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[
 
 def record_listing(row: Row, reasoning: Reasoning | None = None) -> str | None:
     """Return the object or list that is a row's valid record as indented JSON; None where there is none."""
-    if RECORDS[-1] not in row or not row["valid"]:
+    if not set(RECORDS) <= row.keys() or not row["valid"]:
         return None
     text = row["text"]
     if reasoning is not None:

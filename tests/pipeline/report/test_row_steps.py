@@ -45,7 +45,7 @@ def test_marked_tokens_stand_apart() -> None:
     ],
 )
 def test_a_record_is_listed(text: str | None, listing: str | None) -> None:
-    row = {"text": text, "num_forced_tokens": 0}
+    row = {"text": text, "num_forced_tokens": 0, "num_output_tokens": 9}
     assert record_listing({**row, "valid": text is not None}) == listing
     assert record_listing({**row, "valid": False}) is None
     assert record_listing({"text": text, "valid": True}) is None  # a column of the input
