@@ -21,12 +21,15 @@ from drafter.errors import LoadError
 _MAKING = threading.RLock()
 TIE_WEIGHTS, _LINSPACE = PreTrainedModel.tie_weights, torch.linspace
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_KINDS = {"linear_attention", "conv"}  # layers that keep a state
+_BOTH = {"hybrid": "full_attention"}  # layers that keep a state beside keys and values, and the kind of their attention
+_MASKLESS = _STATE_KINDS | {"mlp", "moe"}  # layers that take no mask
 _ALIBI = ("bloom", "mpt")
 NO_PLACE = (
-    "the engine keeps keys and values of softmax attention, and has no place for another state, with or without a "
-    "drafter: use transformers' generate for this model"
+    "the engine has no place for what such layers keep, with or without a drafter: use transformers' generate for this "
+    "model"
 )
-"""Why a model with a recurrent state is refused, as the end of a message."""
+"""Why a model with a state of another kind is refused, as the end of a message."""
 
 
 @contextmanager
@@ -64,7 +67,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
             f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a target model"
         )
     text = config.get_text_config(decoder=True)
-    if foreign := sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS):
+    known = _ATTENTION_KINDS | _MASKLESS | _BOTH.keys()
+    if foreign := sorted(set(getattr(text, "layer_types", None) or ()) - known):
         raise LoadError(f"{name}: {config.model_type} has {', '.join(foreign)} layers; {NO_PLACE}")
     if config.model_type in _ALIBI or getattr(text, "alibi", False):
         raise LoadError(
@@ -103,11 +107,11 @@ def max_positions(config: Any) -> int | None:
 
 
 def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
-    """Return window and chunk, in tokens, of each kind of attention in a decoder, by transformers' name of the kind."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:
-        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = {"sliding_attention" if sliding else "full_attention"}
+    """Return window and chunk, in tokens, of each kind of attention in a decoder, by transformers' name of the kind.
+
+    Empty for a decoder without attention.
+    """
+    kinds = set(_kinds_of_layers(config)) - _MASKLESS
     return {
         kind: (
             config.sliding_window if kind == "sliding_attention" else None,
@@ -120,8 +124,30 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
 def whole_layers(config: Any) -> frozenset[int]:
     """Return the decoder's layers, counted from 0, whose attention has neither window nor chunks."""
     kinds = attention_kinds(config)
-    of_layers = getattr(config, "layer_types", None) or [next(iter(kinds))] * config.num_hidden_layers
-    return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
+    return frozenset(
+        number for number, kind in enumerate(_kinds_of_layers(config)) if kinds.get(kind) == (None, None)
+    )
+
+
+def state_layers(config: Any) -> frozenset[int]:
+    """Return the decoder's layers, counted from 0, that keep a recurrent state."""
+    of_layers = getattr(config, "layer_types", None) or ()
+    return frozenset(number for number, kind in enumerate(of_layers) if kind in _STATE_KINDS or kind in _BOTH)
+
+
+def maskless_kinds(config: Any) -> frozenset[str]:
+    """Return the names by which a decoder's layers that are not attention ask for a mask; empty if it has none."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # A layer that is both asks for two masks.
+    return frozenset(_MASKLESS) if kinds & (_MASKLESS | _BOTH.keys()) else frozenset()
+
+
+def _kinds_of_layers(config: Any) -> list[str]:
+    """Return the kind of each layer, by the name of its mask."""
+    if of_layers := getattr(config, "layer_types", None):
+        return [_BOTH.get(kind, kind) for kind in of_layers]
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
 _SAMPLED = 1 << 14  # largest number of values hashed per tensor

@@ -23,11 +23,13 @@ from drafter.target_model.architecture import (
     names_window,
     refuse_unsupported,
     small_copy,
+    state_layers,
 )
 from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
 from drafter.target_model.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
 from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
 from drafter.target_model.kv_cache import KVCache
+from drafter.target_model.mixers import find_mixers
 from drafter.target_model.native_decoder import NativeDecoder
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.target_model.prepacked import prepack
@@ -39,6 +41,7 @@ from drafter.target_model.proof import (
     prove_tree_decoding,
     run_plainly,
 )
+from drafter.target_model.state_cache import StateCache
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +61,14 @@ class BaseModel:
     def __init__(self, model: Any, name: str = "", *, native: bool = True) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
-        if getattr(model, "_is_stateful", False):
-            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state; {NO_PLACE}")
         self.model = model.eval().requires_grad_(False)
         if model.device.type == "cuda":
             # cuDNN plans each new shape, which takes longer than most prompts; the other kernels take masks, too.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = model.config.get_text_config(decoder=True)
+        recurrent = state_layers(self.config)
+        if getattr(model, "_is_stateful", False) and not recurrent:
+            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state of its own kind; {NO_PLACE}")
         self._head: nn.Module = model.get_output_embeddings()
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
@@ -77,7 +81,9 @@ class BaseModel:
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
-        texts, logits, self._layer_shapes = run_plainly(self)
+        texts, logits, self._layer_shapes, self._states = run_plainly(self)
+        if recurrent:
+            find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, model.config.model_type)
         prove_tree_decoding(self, texts, logits)
         prove_last_positions(self)
         self._prove_long_texts()
@@ -264,7 +270,9 @@ class BaseModel:
 
     def _layer_caches(self, blocks: Blocks, depth: int) -> Sequence[LayerCache]:
         """Return what the first `depth` layers keep; the first is of keys and values."""
-        return [KVCache(self._layer_shapes[:depth], blocks)]
+        keys_and_values = KVCache(self._layer_shapes[:depth], blocks)
+        states = {layer: shapes for layer, shapes in self._states.items() if layer < depth}
+        return [keys_and_values, StateCache(states, blocks.slots, self.device, depth)] if states else [keys_and_values]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():

@@ -1,0 +1,220 @@
+"""Mixers, the parts of recurrent layers that read and change a state, run over prompts and draft trees.
+
+A model's code hands each mixer the hidden states of a forward's nodes. Where they are a tree's, the mixer's own code runs
+once for each depth: a node's token alone, from its parent's state, exactly as in plain decoding. All else in the model
+runs over the whole tree at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from drafter.errors import LoadError
+from drafter.target_model.architecture import NO_PLACE
+from drafter.target_model.nodes import PromptNodes
+from drafter.target_model.state_cache import Key, LayerStates, States, StateShape, StateView, view_in
+
+_CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the argument that has the cache
+_UPDATES = {"update_conv_state", "update_recurrent_state"}  # called by all mixers, and by nothing else
+_PROBE = 3  # tokens of a text that is read at once, and one by one
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1  # largest difference between the two ÷ the largest number
+
+
+def state_shapes(layers: Iterable[Any]) -> LayerStates:
+    """Return the shapes of the states in the layers of a transformers cache, after a forward of one row."""
+    shapes: dict[int, dict[Key, StateShape]] = {}
+    for number, layer in enumerate(layers):
+        if isinstance(layer, LinearAttentionLayer):
+            states = _states_of(layer)
+            if states:
+                shapes[number] = {
+                    key: StateShape(tuple(one.shape[1:]), one.dtype, one.device) for key, one in states.items()
+                }
+    return shapes
+
+
+def find_mixers(
+    decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
+) -> None:
+    """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
+
+    Raises:
+        LoadError: A layer's mixer cannot be told.
+    """
+    unknown = LoadError(f"{name}: {kind} keeps a recurrent state in layers of its own; {NO_PLACE}")
+    if set(layers) != shapes.keys():
+        raise unknown
+    mixers: dict[int, Mixer] = {}
+    for module in decoder.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and _UPDATES & set(code.co_names):
+            layer = getattr(module, "layer_idx", None)
+            if layer not in shapes or layer in mixers:
+                raise unknown
+            mixers[layer] = Mixer.of(module)
+    if mixers.keys() != shapes.keys():
+        raise unknown
+    with torch.inference_mode():
+        known: dict[type, bool] = {}
+        for layer, mixer in mixers.items():
+            kind_of_mixer = type(mixer.module)
+            if kind_of_mixer not in known:
+                known[kind_of_mixer] = mixer.reads_on_from_state(shapes[layer], width)
+            mixer.reads_on = known[kind_of_mixer]
+
+
+class Mixer:
+    """Stands in for the forward of a mixer, and leaves all calls to it that have another cache than `TargetCache`'s."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._forward = module, module.forward
+        self._signature = inspect.signature(module.forward)
+        self._cache_name = next(name for name in _CACHE_NAMES if name in self._signature.parameters)
+        self.layer: int = module.layer_idx  # type: ignore[assignment]
+        self.reads_on = False  # it reads several tokens at once behind others; if not, one after the other
+
+    @staticmethod
+    def of(module: nn.Module) -> Mixer:
+        """Return the one of this module, which may have been made for another target model of the same weights."""
+        if not isinstance(module.forward, Mixer):
+            module.forward = Mixer(module)
+        return module.forward  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **others: Any) -> Any:
+        given = self._signature.bind(*args, **others).arguments
+        view = view_in(given.get(self._cache_name))
+        if view is None:
+            return self._forward(*args, **others)
+        hidden: Tensor = next(iter(given.values()))
+        return self._prompts(view, hidden) if isinstance(view.nodes, PromptNodes) else self._tree(view, hidden)
+
+    def reads_on_from_state(self, shapes: Mapping[Key, StateShape], width: int) -> bool:
+        """Return whether several tokens at once give what they give one after the other, from a state that is not zero."""
+        weight = next(self.module.parameters())
+        if weight.is_meta:
+            return False
+        random = torch.Generator().manual_seed(0)
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=random)
+
+        hidden = draw(1, _PROBE, width).to(weight)
+        start = {
+            key: draw(1, *shape.sizes).to(shape.device, shape.dtype) for key, shape in shapes.items()
+        }
+        try:
+            at_once, end = self._call(hidden, start)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
+        singly, other_end = self._one_by_one(hidden, start)
+        pairs = [(at_once, singly), *((end[key], other_end[key]) for key in end)]
+        return all(_alike(one, other) for one, other in pairs)
+
+    def _tree(self, view: StateView, hidden: Tensor) -> Tensor:
+        """Run a tree's nodes `[B, N, d]`, or packed `[1, M, d]`, from the states of their parents."""
+        packing = view.nodes.packing
+        if packing is not None:
+            return packing.pack(self._tree_by_depth(view, packing.unpack(hidden)))
+        return self._tree_by_depth(view, hidden)
+
+    def _tree_by_depth(self, view: StateView, hidden: Tensor) -> Tensor:
+        before = view.committed(self.layer)
+        if hidden.shape[1] == 1:  # plain decoding
+            output, states = self._call(hidden, before)
+            view.cache.keep_nodes(self.layer, {key: one[:, None] for key, one in states.items()})
+            return output
+        output, batch, size = torch.empty_like(hidden), *hidden.shape[:2]
+        after = {key: one.new_empty(batch, size, *one.shape[1:]) for key, one in before.items()}
+        for level in view.levels:
+            row, node, parent = (one.to(hidden.device) for one in level)
+            states = {}
+            for key, text in before.items():
+                first = ((parent < 0) | (node == 0)).view(-1, *[1] * (text.dim() - 1))
+                states[key] = torch.where(first, text[row], after[key][row, parent.clamp_min(0)])
+            output[row, node], states = self._one(hidden[row, node], states)
+            for key, state in states.items():
+                after[key][row, node] = state
+        view.cache.keep_nodes(self.layer, after)
+        return output
+
+    def _prompts(self, view: StateView, hidden: Tensor) -> Tensor:
+        """Run texts `[1, ΣP, d]` behind those of their rows, and write the states at their ends.
+
+        The last token of a text whose logits are wanted may be committed like the root of a tree, so that the state
+        before it is kept, too.
+        """
+        nodes, cache = view.nodes, view.cache
+        assert isinstance(nodes, PromptNodes)
+        outputs: list[Tensor] = []
+        texts = hidden.split([len(span) for span in nodes.spans], 1)
+        for row, (span, text) in enumerate(zip(nodes.spans, texts, strict=True)):
+            states = view.committed(self.layer, slice(row, row + 1))
+            many = text.shape[1] - 1 if nodes.keep else text.shape[1]
+            if many:
+                output, states = self._read(text[:, :many], states, first=span.start == 0)
+                outputs.append(output)
+            if nodes.keep:
+                cache.put(0, nodes.slot + row, self.layer, states)
+                output, states = self._call(text[:, many:], {key: one.clone() for key, one in states.items()})
+                outputs.append(output)
+                cache.keep_nodes(self.layer, {key: one[:, None] for key, one in states.items()})
+            cache.put(1, nodes.slot + row, self.layer, states)
+        return torch.cat(outputs, 1)
+
+    def _read(self, hidden: Tensor, states: States, *, first: bool) -> tuple[Tensor, States]:
+        if first:
+            return self._call(hidden, dict.fromkeys(states))
+        return self._call(hidden, states) if self.reads_on else self._one_by_one(hidden, states)
+
+    def _one_by_one(self, hidden: Tensor, states: States) -> tuple[Tensor, States]:
+        outputs = []
+        for token in hidden.unbind(1):
+            output, states = self._one(token, states)
+            outputs.append(output)
+        return torch.stack(outputs, 1), states
+
+    def _one(self, hidden: Tensor, states: States) -> tuple[Tensor, States]:
+        """Run one token of each text, `[R, d]`."""
+        output, states = self._call(hidden[:, None], states)
+        return output[:, 0], states
+
+    def _call(self, hidden: Tensor, states: dict[Key, Any]) -> tuple[Tensor, States]:
+        """Run the model's code over tokens `[R, n, d]` behind texts of these states, or, if they are None, behind none.
+
+        Returns the outputs `[R, n, d]` and the states after the last token. `states` may be overwritten.
+        """
+        layer = LinearAttentionLayer(1 + max(number for _, number in states))
+        for (kind, number), state in states.items():
+            if state is not None:
+                _set(layer, kind, number, state)
+        cache = Cache(layers=[layer] * (self.layer + 1))
+        output: Tensor = self._forward(hidden, **{self._cache_name: cache})
+        return output, _states_of(layer)
+
+
+def _set(layer: LinearAttentionLayer, kind: str, number: int, state: Tensor) -> None:
+    """Make a state that of a layer of transformers' cache, as if the layer had come to it itself."""
+    if kind == "conv":
+        layer.conv_states[number], layer.conv_kernel_size[number] = state, state.shape[-1]
+        layer.is_conv_states_initialized[number] = True
+    else:
+        layer.recurrent_states[number] = state
+        layer.is_recurrent_states_initialized[number] = True
+    layer.has_previous_state[number] = True
+    layer.dtype, layer.device = state.dtype, state.device
+
+
+def _states_of(layer: LinearAttentionLayer) -> States:
+    kinds = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
+    return {(kind, number): one for kind, states in kinds for number, one in states.items() if one is not None}
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    tolerance = _TOLERANCE if one.dtype == torch.float32 else _HALF_TOLERANCE
+    return bool((one - other).abs().amax() <= tolerance * other.abs().amax())
