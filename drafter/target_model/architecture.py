@@ -220,6 +220,11 @@ def _kv_heads(value: int, of: _Copy) -> int:
 _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
     (r"(num_key_value_heads|kv_heads|num_query_groups)$", _kv_heads),
     (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$", lambda value, of: of.layers or min(value, 2)),
+    (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", _at_most(_NUMBER)),
+    (r"^(mamba_)?n_?groups$", _at_most(2)),
+    (r"^(mamba_)?chunk_size$", _at_most(_NUMBER)),  # tokens that a kernel takes at once: not a window
+    (r"^attn_layer_(offset|indices)$", lambda value, of: 1),
+    (r"^attn_layer_period$", _at_most(2)),
     (r"^num_kv_shared_layers$", lambda value, of: of.layers // 2 if value else 0),
     (r"^(n_group|num_expert_group|topk_group)$", lambda value, of: 1),
     (
@@ -239,11 +244,17 @@ _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
     (r"(attention_heads|^n_heads?|^num_heads|_n_heads)$", _heads),
     (r"(experts_per_tok(en)?|^moe_(k|topk|top_k)|^top_k_experts)$", _at_most(2)),
     (
-        r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|hidden_size.*|head_size|_channels)$",
+        r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|_d_ssm|hidden_size.*|head_size|_channels)$",
         lambda value, of: value if value <= PASSED else _NUMBER,
     ),
 )
 """Names of sizes, and a copy's size instead of a model's. All other numbers may be lengths."""
+_INNER = (
+    ("num_heads", "head_dim", "expand"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+)
+"""Heads of a state space layer, size of each, and the layer's width ÷ that of the model."""
 _WINDOWS = re.compile(r"window|chunk|local|block|span|topk|floor")
 
 
@@ -312,6 +323,17 @@ def _shrink(config: Any, longest: int) -> None:
             setattr(config, name, small)
     if getattr(config, "qk_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if getattr(config, "attention_hidden_size", None):
+        config.attention_hidden_size = 2 * config.hidden_size
+        config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
+    if getattr(config, "hybrid_layer_ids", None):
+        config.hybrid_layer_ids = [number for number, kind in enumerate(config.layer_types) if kind == "hybrid"]
+    for heads_name, dim_name, factor_name in _INNER:
+        if all(isinstance(getattr(config, name, None), int) for name in (heads_name, dim_name, factor_name)):
+            inner = getattr(config, factor_name) * config.hidden_size
+            setattr(config, dim_name, inner // getattr(config, heads_name))
+            if getattr(config, "mamba_d_ssm", None):
+                config.mamba_d_ssm = inner
 
 
 def _kept_layers(config: Any, layers: int) -> list[int]:
@@ -323,8 +345,9 @@ def _kept_layers(config: Any, layers: int) -> list[int]:
     kept = list(first.values())[:_LAYERS]
     kept += [layer for layer in range(layers) if layer not in kept][: max(0, 2 - len(kept))]
     kept.sort()
-    # Layers that share the keys of others need some of each kind before them.
-    return kept + kept if getattr(config, "num_kv_shared_layers", None) else kept
+    # Layers that share the keys or the weights of others need some of each kind before them.
+    shares = getattr(config, "num_kv_shared_layers", None) or any("hybrid" in one for one in lists)
+    return kept + kept if shares else kept
 
 
 def _small(name: str, value: Any, of: _Copy) -> Any:

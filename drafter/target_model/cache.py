@@ -152,7 +152,7 @@ class Rows:
     """Tensors `[slots, length, ...]` with an entry for each position."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors, self.slots = tensors, len(tensors[0])
+        self.tensors, self.slots = tensors, len(tensors[0]) if tensors else 0
 
     def copy(self, source: int, target: int, length: int) -> int:
         """See `TargetCache.copy`."""

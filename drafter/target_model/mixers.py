@@ -65,7 +65,10 @@ def find_mixers(
         for layer, mixer in mixers.items():
             kind_of_mixer = type(mixer.module)
             if kind_of_mixer not in known:
-                known[kind_of_mixer] = mixer.reads_on_from_state(shapes[layer], width)
+                try:
+                    known[kind_of_mixer] = mixer.reads_on_from_state(shapes[layer], width)
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    raise unknown from error
             mixer.reads_on = known[kind_of_mixer]
 
 

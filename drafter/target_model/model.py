@@ -146,6 +146,11 @@ class BaseModel:
         return [0 if shape is None else shape.bytes_per_token for shape in self._layer_shapes]
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of a text, or of a node of a draft tree; 0 for a model without."""
+        return sum(shape.nbytes for shapes in self._states.values() for shape in shapes.values())
+
+    @property
     def copies_of_kv(self) -> int:
         """Copies of a layer's keys and values that attention over trees makes, beside those of `GrowingBlocks`."""
         groups = query_groups(self.config)
@@ -195,7 +200,9 @@ class BaseModel:
         self._executor = self._model_code
 
     def compile(self) -> None:
-        """Switch to the model's own code and compile it."""
+        """Switch to the model's own code and compile it; raise `LoadError` for a model with recurrent layers."""
+        if self._states:
+            raise LoadError(f"{self.name} has recurrent layers and cannot be compiled: leave compile out")
         self.leave_native()
         self._model_code.compile()
 

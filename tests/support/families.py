@@ -27,10 +27,13 @@ from drafter.target_model.model import BaseModel
 from tests.support.models import OracleDrafter, generate_reference, run_engine
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_MAMBA, _ATTENTION = "linear_attention", "full_attention"
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": [_MAMBA, _MAMBA, _ATTENTION, _MAMBA], "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
