@@ -46,7 +46,7 @@ class TextReader(Drafter):
     def __init__(
         self, model: BaseModel, base: Target, nodes: int, depth: int, run: int, layers: int | None = None
     ) -> None:
-        if model.state_bytes:
+        if model.cache_bytes.node:
             raise LoadError(f"{model.name} has recurrent layers, and cannot draft; it can only be a target model")
         self._model, self._vocabulary, self._layers = model, base.vocab_size, layers
         beside = model.device == base.device

@@ -62,17 +62,17 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
     slots, nodes, width, number = config.max_num_seqs, spec.max_nodes, base.hidden_size, base.dtype.itemsize
     length = slot_length(max_length, nodes, spec.max_depth)
     positions, tree, prompt = slots * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
-    layers, groups = base.kv_bytes_per_token, query_groups(base.config)
+    kept_bytes, groups = base.cache_bytes, query_groups(base.config)
     inner = getattr(base.config, "intermediate_size", None) or 4 * width
-    cache, copied = sum(layers) * positions, base.copies_of_kv
+    by_position, copied = kept_bytes.position * positions, base.copies_of_kv
     in_parts = base.reads_to_length  # attention over trees reads committed positions without a mask
     if config.kv_bytes is not None:
-        cache, copied, in_parts = min(cache, config.kv_bytes), max(copied, 1), False
+        by_position, copied, in_parts = min(by_position, config.kv_bytes), max(copied, 1), False
     # Prompts are read, and steps are done, one after the other. Prompts have no logits but for their last token.
     forward = max(tree, prompt) * number * (_HIDDEN_COPIES * width + _INNER_COPIES * inner)
     masks = max(tree * groups * (nodes + 1 if in_parts else length), prompt * length) * (number + _MASKS)
     # A long prompt's attention repeats its keys and values for each query head, as transformers does it.
-    copies = max(copied * positions, groups * length) * max(layers)
+    copies = max(copied * positions, groups * length) * max(base.kv_bytes_per_token)
     step = {
         "forward": forward,
         "attention": masks + copies,
@@ -80,7 +80,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         "sampling": slots * base.vocab_size * 8 * _SAMPLING_COPIES,
     }
     kept = {
-        "KV cache": cache,
+        "KV cache": by_position + kept_bytes.slot * slots + kept_bytes.node * tree,
         "draft's own KV": spec.bytes_per_token * positions,
         "hidden states": len(spec.hidden_layers) * width * number * positions,
         "texts": 8 * positions,

@@ -22,6 +22,7 @@ from drafter.drafters.target import Target
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.target_model.cache import Rows
+from drafter.target_model.kv_cache import LayerShape
 from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
@@ -69,8 +70,9 @@ class ContextReader(ABC):
     slots: Sequence[SlotState] = ()
 
     def __init__(self, base: Target, fresh: int, rates: Tensor, *, layers: int, heads: int, behind: int = 0) -> None:
-        self._base, self._rates, self._behind, self._layers, self._heads = base, rates, behind, layers, heads
-        self.bytes_per_token = 2 * layers * heads * 2 * len(rates) * base.dtype.itemsize
+        self._base, self._rates, self._behind, self._layers = base, rates, behind, layers
+        self._shape = LayerShape(heads, 2 * len(rates), 2 * len(rates), base.dtype, base.device)
+        self.bytes_per_token = layers * self._shape.bytes_per_token
         # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
         # number of entries from every row, enough for two steps.
         self._late = devices.is_asynchronous(base.device)
@@ -81,15 +83,15 @@ class ContextReader(ABC):
         """Read entries into the cache."""
 
     def open(self, loan: Loan) -> None:
-        device = self._base.device
+        shape, device = self._shape, self._shape.device
         self._length = loan.length + self._behind + 1
         # `[layers, 2, slots · length, H, D]`, keys first.
-        size, dtype = (self._layers, 2, loan.slots * self._length, self._heads, 2 * len(self._rates)), self._base.dtype
-        self._cache = devices.zeros(size, dtype, device)
+        size = (self._layers, 2, loan.slots * self._length, shape.heads, shape.key_dim)
+        self._cache = devices.zeros(size, shape.dtype, device)
         by_slot = self._cache.unflatten(2, (loan.slots, self._length)).movedim((2, 3), (0, 1))
         self._entries = SlotTensors(Rows([by_slot]), self._usual, self._behind)
         self.slots = [self._entries]
-        self._rotation = rotation_table(self._rates, self._length, self._base.dtype)
+        self._rotation = rotation_table(self._rates, self._length, shape.dtype)
         self._place = torch.arange(self._length, device=device)
         self._slot = torch.arange(loan.slots, device=device)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -166,13 +167,25 @@ class Rows:
             rows[slot, :length] = 0
 
 
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes that layers keep, whose sums say how large a cache will be before there is one."""
+
+    position: int = 0  # of a position of a slot's text
+    slot: int = 0  # of a slot, however long its text is
+    node: int = 0  # of a node of a step, until this is committed
+
+    def __add__(self, other: CacheBytes) -> CacheBytes:
+        return CacheBytes(self.position + other.position, self.slot + other.slot, self.node + other.node)
+
+
 class LayerCache(ABC):
     """What layers of one kind keep: a room of `TargetCache`, which tells it of every event."""
 
     @property
     @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
+    def bytes(self) -> CacheBytes:
+        """What it takes for each position, slot and node."""
 
     @abstractmethod
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
@@ -224,8 +237,13 @@ class TargetCache:
         self.slots, self.length = blocks.slots, blocks.length
 
     @property
+    def bytes(self) -> CacheBytes:
+        return sum((layer.bytes for layer in self.layers), CacheBytes())
+
+    @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of all slots, without those of nodes."""
+        return self.bytes.position * self.blocks.places + self.bytes.slot * self.slots
 
     def view(self, nodes: Nodes, apart: Collection[int] = ()) -> Cache:
         """Return the cache as the model sees it in one forward.

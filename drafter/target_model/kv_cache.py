@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from drafter import devices
-from drafter.target_model.cache import BLOCK, Blocks, GrowingBlocks, LayerCache, Rows
+from drafter.target_model.cache import BLOCK, Blocks, CacheBytes, GrowingBlocks, LayerCache, Rows
 from drafter.target_model.nodes import Nodes
 
 
@@ -134,8 +134,8 @@ class KVCache(LayerCache):
             self._rows = Rows([buffer.unflatten(0, shape_of_rows).movedim(0, 2) for buffer in self.buffers])
 
     @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
+    def bytes(self) -> CacheBytes:
+        return CacheBytes(position=sum(buffer[:: self.blocks.places].nbytes for buffer in self.buffers))
 
     def keys_values(self) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values `[places, H, D]` of each layer; raise `ValueError` if one stores nothing."""

@@ -26,7 +26,16 @@ from drafter.target_model.architecture import (
     state_layers,
 )
 from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
-from drafter.target_model.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
+from drafter.target_model.cache import (
+    BLOCK,
+    SPARE,
+    Blocks,
+    CacheBytes,
+    GrowingBlocks,
+    LayerCache,
+    TargetCache,
+    blocks_of,
+)
 from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
 from drafter.target_model.kv_cache import KVCache
 from drafter.target_model.mixers import find_mixers
@@ -82,6 +91,7 @@ class BaseModel:
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
         texts, logits, self._layer_shapes, self._states = run_plainly(self)
+        self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
         if recurrent:
             find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, model.config.model_type)
         prove_tree_decoding(self, texts, logits)
@@ -144,11 +154,6 @@ class BaseModel:
     def kv_bytes_per_token(self) -> list[int]:
         """Bytes of keys and values per position of each layer; 0 for one that caches none."""
         return [0 if shape is None else shape.bytes_per_token for shape in self._layer_shapes]
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the recurrent states of a text, or of a node of a draft tree; 0 for a model without."""
-        return sum(shape.nbytes for shapes in self._states.values() for shape in shapes.values())
 
     @property
     def copies_of_kv(self) -> int:
@@ -258,6 +263,13 @@ class BaseModel:
             if shape is not None:
                 by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
         in_all = sum(by_device.values())
+        if memory is not None and (states := slots * self.cache_bytes.slot):
+            if states > memory:
+                raise LoadError(
+                    f"the recurrent states of {slots:,} slots of {self.name} take {states / 2**30:,.2f} GiB, more than "
+                    "the KV cache may: raise kv_gib or lower max_num_seqs"
+                )
+            memory -= states
         if memory is None or memory >= slots * length * in_all:
             self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
             return self._cache_on(Blocks(slots, length, self.device), layers)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from drafter import devices
-from drafter.target_model.cache import LayerCache
+from drafter.target_model.cache import CacheBytes, LayerCache
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 
 Key = tuple[str, int]
@@ -66,8 +66,9 @@ class StateCache(LayerCache):
         self._nodes: dict[int, States] = {}  # `[B, N, ...]` after each node of the last forward
 
     @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._tensors())
+    def bytes(self) -> CacheBytes:
+        size = sum(buffer[0].nbytes for buffer in self._tensors())
+        return CacheBytes(slot=2 * size, node=size)
 
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
         rows = slice(nodes.slot, nodes.slot + len(nodes.tokens))

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.contract import Drafter, DraftSpec, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.memory import plan_memory, slot_length
 from drafter.requests import Request, SamplingParams
-from drafter.target_model.cache import Blocks, LayerCache, TargetCache
+from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, TargetCache
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 from tests.support.caches import tree_nodes
@@ -70,8 +71,9 @@ class RunningSums(LayerCache):
         self.nodes: Tensor | None = None  # `[B, N, d]` of the last forward's nodes
 
     @property
-    def nbytes(self) -> int:
-        return self.sums.nbytes
+    def bytes(self) -> CacheBytes:
+        size = WIDTH * self.sums.itemsize
+        return CacheBytes(slot=2 * size, node=size)
 
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
         return {SUMS: SumView(self, nodes)}
@@ -227,6 +229,16 @@ def test_a_step_that_fails_leaves_the_sums_from_before_it(
         engine.step()
     assert [handle.result(0).token_ids for handle in handles] == expected()
     assert engine.state().preemptions > 0
+
+
+def test_the_plan_has_what_a_slot_and_a_node_take() -> None:
+    config, spec = EngineConfig(max_num_seqs=4), DraftSpec(max_nodes=10, max_depth=5)
+    length = slot_length(64, 10, 5)
+    with_sums, without = (base.cache_bytes for base in (summing_model(), BaseModel(random_model("llama"))))
+    assert with_sums == without + CacheBytes(slot=2 * WIDTH * 4, node=WIDTH * 4)
+    assert summing_model().new_cache(4, length).nbytes == without.position * 4 * length + 4 * 2 * WIDTH * 4
+    planned = plan_memory(summing_model(), spec, config, 64, 0).items["KV cache"]
+    assert planned == without.position * 4 * length + 4 * 2 * WIDTH * 4 + 4 * 11 * WIDTH * 4
 
 
 def test_a_text_is_shared_as_far_as_its_sum_is_known() -> None:
