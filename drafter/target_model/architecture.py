@@ -124,9 +124,7 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
 def whole_layers(config: Any) -> frozenset[int]:
     """Return the decoder's layers, counted from 0, whose attention has neither window nor chunks."""
     kinds = attention_kinds(config)
-    return frozenset(
-        number for number, kind in enumerate(_kinds_of_layers(config)) if kinds.get(kind) == (None, None)
-    )
+    return frozenset(number for number, kind in enumerate(_kinds_of_layers(config)) if kinds.get(kind) == (None, None))
 
 
 def state_layers(config: Any) -> frozenset[int]:
@@ -220,7 +218,8 @@ def _kv_heads(value: int, of: _Copy) -> int:
 _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
     (r"(num_key_value_heads|kv_heads|num_query_groups)$", _kv_heads),
     (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$", lambda value, of: of.layers or min(value, 2)),
-    (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", _at_most(_NUMBER)),
+    (r"^(mamba_(n|num)_heads|n_mamba_heads|linear_num_.*heads)$", _at_most(_NUMBER)),
+    (r"^mamba_(d_head|headdim|head_dim|d_state|dt_rank)$|state_size$|^time_step_rank$", _at_most(_NUMBER)),
     (r"^(mamba_)?n_?groups$", _at_most(2)),
     (r"^(mamba_)?chunk_size$", _at_most(_NUMBER)),  # tokens that a kernel takes at once: not a window
     (r"^attn_layer_(offset|indices)$", lambda value, of: 1),

@@ -1,8 +1,8 @@
 """Mixers, the parts of recurrent layers that read and change a state, run over prompts and draft trees.
 
-A model's code hands each mixer the hidden states of a forward's nodes. Where they are a tree's, the mixer's own code runs
-once for each depth: a node's token alone, from its parent's state, exactly as in plain decoding. All else in the model
-runs over the whole tree at once.
+A model's code hands each mixer the hidden states of a forward's nodes. Where they are a tree's, the mixer's own code
+runs once for each depth: a node's token alone, from its parent's state, exactly as in plain decoding. All else in the
+model runs over the whole tree at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_mixers(
     for module in decoder.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and _UPDATES & set(code.co_names):
-            layer = getattr(module, "layer_idx", None)
+            layer = getattr(module, "layer_idx", -1)
             if layer not in shapes or layer in mixers:
                 raise unknown
             mixers[layer] = Mixer.of(module)
@@ -87,7 +87,7 @@ class Mixer:
         """Return the one of this module, which may have been made for another target model of the same weights."""
         if not isinstance(module.forward, Mixer):
             module.forward = Mixer(module)
-        return module.forward  # type: ignore[no-any-return]
+        return module.forward
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         given = self._signature.bind(*args, **others).arguments
@@ -98,7 +98,7 @@ class Mixer:
         return self._prompts(view, hidden) if isinstance(view.nodes, PromptNodes) else self._tree(view, hidden)
 
     def reads_on_from_state(self, shapes: Mapping[Key, StateShape], width: int) -> bool:
-        """Return whether several tokens at once give what they give one after the other, from a state that is not zero."""
+        """Return whether tokens that are read at once give what they give one after the other, from a random state."""
         weight = next(self.module.parameters())
         if weight.is_meta:
             return False
@@ -108,11 +108,9 @@ class Mixer:
             return torch.randn(*sizes, generator=random)
 
         hidden = draw(1, _PROBE, width).to(weight)
-        start = {
-            key: draw(1, *shape.sizes).to(shape.device, shape.dtype) for key, shape in shapes.items()
-        }
+        start = {key: draw(1, *shape.sizes).to(shape.device, shape.dtype) for key, shape in shapes.items()}
         try:
-            at_once, end = self._call(hidden, start)
+            at_once, end = self._call(hidden, {key: one.clone() for key, one in start.items()})
         except (RuntimeError, ValueError, TypeError, IndexError):
             return False
         singly, other_end = self._one_by_one(hidden, start)

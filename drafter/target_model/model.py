@@ -77,7 +77,9 @@ class BaseModel:
         self.config = model.config.get_text_config(decoder=True)
         recurrent = state_layers(self.config)
         if getattr(model, "_is_stateful", False) and not recurrent:
-            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state of its own kind; {NO_PLACE}")
+            raise LoadError(
+                f"{self.name}: {model.config.model_type} keeps a recurrent state of its own kind; {NO_PLACE}"
+            )
         self._head: nn.Module = model.get_output_embeddings()
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:

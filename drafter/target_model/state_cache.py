@@ -1,7 +1,7 @@
 """States of the target model's recurrent layers: linear attention, state spaces and short convolutions.
 
-Such a layer keeps no entry for each position but one state for the whole text, which each token changes. Nothing undoes a
-change, so every node of a draft tree has a state of its own until the step commits one of them.
+Such a layer keeps no entry for each position but one state for the whole text, which each token changes. Nothing undoes
+a change, so every node of a draft tree has a state of its own until the step commits one of them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ class StateView(CacheLayerMixin):
     def committed(self, layer: int, rows: slice = slice(None)) -> States:
         """Return copies `[R, ...]` of the states of the rows' committed texts."""
         index = self._index[rows]
-        return {key: buffer.index_select(0, index.to(buffer.device)) for key, buffer in self.cache.buffers[layer].items()}
+        return {
+            key: buffer.index_select(0, index.to(buffer.device)) for key, buffer in self.cache.buffers[layer].items()
+        }
 
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -20,7 +20,7 @@ from tests.support.trees import check_slice_contract, nodes
 
 
 def test_matches_vote_and_share_their_beginnings() -> None:
-    paths = np.array([[[5, 6, 7], [5, 8, NOTHING], [9, 6, 7]]], np.int64)
+    paths = np.array([[[5, 6, 7], [5, 8, NOTHING], [9, 6, 7]]], np.int32)
     matches = Matches(np.array([[3, 2, 2]]), paths, np.zeros((1, 3), np.int64))
     candidates = vote(matches, np.log(np.full((1, 8), 0.5)))
     tokens, parents, depths, log_probs = (torch.from_numpy(part) for part in candidates)
