@@ -1,14 +1,15 @@
 """Mixers, the parts of recurrent layers that read and change a state, run over prompts and draft trees.
 
-A model's code hands each mixer the hidden states of a forward's nodes. Where they are a tree's, the mixer's own code
-runs once for each depth: a node's token alone, from its parent's state, exactly as in plain decoding. All else in the
-model runs over the whole tree at once.
+A model's code hands each mixer the hidden states of a forward's nodes. Where they are a tree's, the mixer runs over all
+of them at once if its kernels are known for trees (see `tree_mixing`). If not, its own code runs once for each depth: a
+node's token alone, from its parent's state, exactly as in plain decoding.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from drafter.errors import LoadError
 from drafter.target_model.architecture import NO_PLACE
 from drafter.target_model.nodes import PromptNodes
-from drafter.target_model.state_cache import Key, LayerStates, States, StateShape, StateView, view_in
+from drafter.target_model.state_cache import Chosen, Key, LayerStates, States, StateShape, StateView, view_in
+from drafter.target_model.tree_mixing import TreeMixing
+from drafter.target_model.tree_scan import TreePaths
 
 _CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the argument that has the cache
 _UPDATES = {"update_conv_state", "update_recurrent_state"}  # called by all mixers, and by nothing else
-_PROBE = 3  # tokens of a text that is read at once, and one by one
+_PROBE_PARENTS = torch.tensor([[0, 0, 1, 0, 2, 1, 4], [0, 0, 0, 2, 3, 3, 5]])
+"""Parents in two trees that a mixer is tried with; texts that it is tried with have as many tokens."""
+_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1  # largest difference between the two ÷ the largest number
 
 
@@ -41,8 +46,10 @@ def state_shapes(layers: Iterable[Any]) -> LayerStates:
 
 def find_mixers(
     decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
-) -> None:
+) -> int:
     """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
+
+    Returns the bytes that they keep of a node until it is committed.
 
     Raises:
         LoadError: A layer's mixer cannot be told.
@@ -61,15 +68,12 @@ def find_mixers(
     if mixers.keys() != shapes.keys():
         raise unknown
     with torch.inference_mode():
-        known: dict[type, bool] = {}
         for layer, mixer in mixers.items():
-            kind_of_mixer = type(mixer.module)
-            if kind_of_mixer not in known:
-                try:
-                    known[kind_of_mixer] = mixer.reads_on_from_state(shapes[layer], width)
-                except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    raise unknown from error
-            mixer.reads_on = known[kind_of_mixer]
+            try:
+                mixer.prove(shapes[layer], width)
+            except _ERRORS as error:
+                raise unknown from error
+    return sum(mixer.node_bytes for mixer in mixers.values())
 
 
 class Mixer:
@@ -81,6 +85,8 @@ class Mixer:
         self._cache_name = next(name for name in _CACHE_NAMES if name in self._signature.parameters)
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self.reads_on = False  # it reads several tokens at once behind others; if not, one after the other
+        self.at_once: TreeMixing | None = None  # runs all nodes of a tree; if None, one depth runs after the other
+        self.node_bytes = 0
 
     @staticmethod
     def of(module: nn.Module) -> Mixer:
@@ -97,52 +103,80 @@ class Mixer:
         hidden: Tensor = next(iter(given.values()))
         return self._prompts(view, hidden) if isinstance(view.nodes, PromptNodes) else self._tree(view, hidden)
 
-    def reads_on_from_state(self, shapes: Mapping[Key, StateShape], width: int) -> bool:
-        """Return whether tokens that are read at once give what they give one after the other, from a random state."""
+    def prove(self, shapes: Mapping[Key, StateShape], width: int) -> None:
+        """Find out what gives the numbers of one token after the other, by random tokens behind random states."""
+        self.node_bytes = sum(shape.nbytes for shape in shapes.values())
         weight = next(self.module.parameters())
-        if weight.is_meta:
-            return False
+        if weight.is_meta:  # where sizes are counted, without numbers
+            return
         random = torch.Generator().manual_seed(0)
-
-        def draw(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=random)
-
-        hidden = draw(1, _PROBE, width).to(weight)
-        start = {key: draw(1, *shape.sizes).to(shape.device, shape.dtype) for key, shape in shapes.items()}
+        rows, nodes = _PROBE_PARENTS.shape
+        hidden = torch.randn(rows, nodes, width, generator=random).to(weight)
+        before = {
+            key: torch.randn(rows, *shape.sizes, generator=random).to(shape.device, shape.dtype)
+            for key, shape in shapes.items()
+        }
+        outputs, states = self._one_by_one(hidden, _cloned(before))
         try:
-            at_once, end = self._call(hidden, {key: one.clone() for key, one in start.items()})
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return False
-        singly, other_end = self._one_by_one(hidden, start)
-        pairs = [(at_once, singly), *((end[key], other_end[key]) for key in end)]
-        return all(_alike(one, other) for one, other in pairs)
+            found, ends = self._call(hidden, _cloned(before))
+            self.reads_on = _alike(found, outputs) and all(_alike(ends[key], states[key]) for key in states)
+        except _ERRORS:
+            self.reads_on = False
+        if not hasattr(self.module, "_hf_hook"):  # accelerate's, which moves weights when it is called
+            self.at_once = self._tree_mixing(hidden, before)
+
+    def _tree_mixing(self, hidden: Tensor, before: States) -> TreeMixing | None:
+        """Return what runs trees at once, if it gives the same as one depth after the other."""
+        rows, nodes = _PROBE_PARENTS.shape
+        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
+        for place in range(1, nodes):
+            ancestors[:, place] |= ancestors[torch.arange(rows), _PROBE_PARENTS[:, place]]
+        paths = TreePaths(_PROBE_PARENTS.to(hidden.device), ancestors.to(hidden.device))
+        expected, after = self._by_depth(hidden, _cloned(before), paths)
+        every = torch.cartesian_prod(torch.arange(rows), torch.arange(nodes)).to(hidden.device)
+        row, node = every.unbind(1)
+        try:
+            mixing = TreeMixing(self.module, self._cache_name)
+            found, run = mixing(hidden, _cloned(before), paths)
+            states = {key: chosen(row, node) for key, chosen in run.after.items()}
+        except _ERRORS:
+            return None
+        if states.keys() != after.keys():
+            return None
+        both = [(found, expected), *((states[key], after[key](row, node)) for key in after)]
+        if not all(_alike(one, other) for one, other in both):
+            return None
+        self.node_bytes = run.nbytes // (rows * nodes)
+        return mixing
 
     def _tree(self, view: StateView, hidden: Tensor) -> Tensor:
         """Run a tree's nodes `[B, N, d]`, or packed `[1, M, d]`, from the states of their parents."""
-        packing = view.nodes.packing
-        if packing is not None:
-            return packing.pack(self._tree_by_depth(view, packing.unpack(hidden)))
-        return self._tree_by_depth(view, hidden)
+        packing, before = view.nodes.packing, view.committed(self.layer)
+        unpacked = hidden if packing is None else packing.unpack(hidden)
+        if unpacked.shape[1] == 1:  # plain decoding
+            output, states = self._call(unpacked, before)
+            view.cache.nodes[self.layer] = _only_nodes(states)
+        elif self.at_once is not None:
+            output, run = self.at_once(unpacked, before, view.paths)
+            view.cache.nodes[self.layer] = run.after
+        else:
+            output, view.cache.nodes[self.layer] = self._by_depth(unpacked, before, view.paths)
+        return output if packing is None else packing.pack(output)
 
-    def _tree_by_depth(self, view: StateView, hidden: Tensor) -> Tensor:
-        before = view.committed(self.layer)
-        if hidden.shape[1] == 1:  # plain decoding
-            output, states = self._call(hidden, before)
-            view.cache.keep_nodes(self.layer, {key: one[:, None] for key, one in states.items()})
-            return output
-        output, batch, size = torch.empty_like(hidden), *hidden.shape[:2]
+    def _by_depth(self, hidden: Tensor, before: States, paths: TreePaths) -> tuple[Tensor, dict[Key, Chosen]]:
+        output, (batch, size) = torch.empty_like(hidden), hidden.shape[:2]
         after = {key: one.new_empty(batch, size, *one.shape[1:]) for key, one in before.items()}
-        for level in view.levels:
-            row, node, parent = (one.to(hidden.device) for one in level)
-            states = {}
-            for key, text in before.items():
-                first = ((parent < 0) | (node == 0)).view(-1, *[1] * (text.dim() - 1))
-                states[key] = torch.where(first, text[row], after[key][row, parent.clamp_min(0)])
+        for depth, level in enumerate(paths.levels):
+            row, node = (one.to(hidden.device) for one in level)
+            if depth:
+                parent = paths.parents.to(hidden.device)[row, node]
+                states = {key: one[row, parent] for key, one in after.items()}
+            else:
+                states = {key: one[row] for key, one in before.items()}
             output[row, node], states = self._one(hidden[row, node], states)
             for key, state in states.items():
                 after[key][row, node] = state
-        view.cache.keep_nodes(self.layer, after)
-        return output
+        return output, {key: partial(_at, one) for key, one in after.items()}
 
     def _prompts(self, view: StateView, hidden: Tensor) -> Tensor:
         """Run texts `[1, ΣP, d]` behind those of their rows, and write the states at their ends.
@@ -162,9 +196,9 @@ class Mixer:
                 outputs.append(output)
             if nodes.keep:
                 cache.put(0, nodes.slot + row, self.layer, states)
-                output, states = self._call(text[:, many:], {key: one.clone() for key, one in states.items()})
+                output, states = self._call(text[:, many:], _cloned(states))
                 outputs.append(output)
-                cache.keep_nodes(self.layer, {key: one[:, None] for key, one in states.items()})
+                cache.nodes[self.layer] = _only_nodes(states)
             cache.put(1, nodes.slot + row, self.layer, states)
         return torch.cat(outputs, 1)
 
@@ -214,6 +248,20 @@ def _set(layer: LinearAttentionLayer, kind: str, number: int, state: Tensor) -> 
 def _states_of(layer: LinearAttentionLayer) -> States:
     kinds = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
     return {(kind, number): one for kind, states in kinds for number, one in states.items() if one is not None}
+
+
+def _cloned(states: States) -> States:
+    return {key: one.clone() for key, one in states.items()}
+
+
+def _at(states: Tensor, row: Tensor, node: Tensor) -> Tensor:
+    """Return `[R, ...]` of states `[B, N, ...]`."""
+    return states[row, node]
+
+
+def _only_nodes(states: States) -> dict[Key, Chosen]:
+    """Return what chooses among nodes of which each row has one, with states `[B, ...]`."""
+    return {key: partial(_at, one[:, None]) for key, one in states.items()}
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

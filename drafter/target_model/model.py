@@ -93,9 +93,11 @@ class BaseModel:
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
         texts, logits, self._layer_shapes, self._states = run_plainly(self)
-        self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
+        self._node_bytes = 0
         if recurrent:
-            find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, model.config.model_type)
+            kind = model.config.model_type
+            self._node_bytes = find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, kind)
+        self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
         prove_tree_decoding(self, texts, logits)
         prove_last_positions(self)
         self._prove_long_texts()
@@ -293,7 +295,9 @@ class BaseModel:
         """Return what the first `depth` layers keep; the first is of keys and values."""
         keys_and_values = KVCache(self._layer_shapes[:depth], blocks)
         states = {layer: shapes for layer, shapes in self._states.items() if layer < depth}
-        return [keys_and_values, StateCache(states, blocks.slots, self.device, depth)] if states else [keys_and_values]
+        if not states:
+            return [keys_and_values]
+        return [keys_and_values, StateCache(states, blocks.slots, self.device, depth, self._node_bytes)]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():

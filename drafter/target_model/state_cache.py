@@ -6,7 +6,7 @@ a change, so every node of a draft tree has a state of its own until the step co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,11 +17,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from drafter import devices
 from drafter.target_model.cache import CacheBytes, LayerCache
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
+from drafter.target_model.tree_scan import TreePaths
 
 Key = tuple[str, int]
 """Name of a state in its layer: `conv` for a convolution's last inputs or `recurrent`, and a number."""
 States = dict[Key, Tensor]
 """States of one layer, `[R, ...]` for R texts or nodes."""
+Chosen = Callable[[Tensor, Tensor], Tensor]
+"""Returns a state `[R, ...]` after one node of each of R rows of a forward, given rows and nodes `[R]`."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class StateCache(LayerCache):
     Args:
         shapes: Of each layer that has states.
         number: Number of the view that mixers find it by: behind those of the model's layers.
+        node_bytes: What mixers keep of a node until the commit.
     """
 
-    def __init__(self, shapes: LayerStates, slots: int, device: torch.device, number: int) -> None:
-        self.slots, self._number = slots, number
+    def __init__(self, shapes: LayerStates, slots: int, device: torch.device, number: int, node_bytes: int) -> None:
+        self.slots, self._number, self._node_bytes = slots, number, node_bytes
         # `[2 S + 1, ...]`: both states of all slots, and zeros, the state of an empty text.
         self.buffers: dict[int, States] = {
             layer: {
@@ -63,12 +67,11 @@ class StateCache(LayerCache):
         }
         self.at = torch.full((2, slots), -1, device=device)  # tokens of the text whose state this is; -1 for none
         self._slot = torch.arange(slots, device=device)
-        self._nodes: dict[int, States] = {}  # `[B, N, ...]` after each node of the last forward
+        self.nodes: dict[int, dict[Key, Chosen]] = {}  # states after the nodes of the last forward, by layer
 
     @property
     def bytes(self) -> CacheBytes:
-        size = sum(buffer[0].nbytes for buffer in self._tensors())
-        return CacheBytes(slot=2 * size, node=size)
+        return CacheBytes(slot=2 * sum(buffer[0].nbytes for buffer in self._tensors()), node=self._node_bytes)
 
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
         rows = slice(nodes.slot, nodes.slot + len(nodes.tokens))
@@ -78,12 +81,8 @@ class StateCache(LayerCache):
         if isinstance(nodes, PromptNodes):
             ends = devices.send(torch.tensor([span.stop for span in nodes.spans]), at.device)
             at[1], at[0] = ends, ends - 1 if nodes.keep else -1
-        self._nodes = {}
+        self.nodes = {}
         return {self._number: view}
-
-    def keep_nodes(self, layer: int, states: States) -> None:
-        """Keep the states `[B, N, ...]` after each node of a forward until the next one."""
-        self._nodes[layer] = states
 
     def put(self, which: int, slot: int, layer: int, states: States) -> None:
         """Write the first or second state of a slot, `[1, ...]`."""
@@ -95,11 +94,11 @@ class StateCache(LayerCache):
         spare = (at[0] == lengths).long()
         at.copy_(torch.where(at == lengths, at, -1))
         target, row, last = spare * self.slots + slot, slot - rows.start, path.amax(1)
-        for layer, states in self._nodes.items():
-            for key, state in states.items():
-                there = state.device
-                chosen = state[row.to(there), last.to(there)]
-                self.buffers[layer][key].index_copy_(0, target.to(there), chosen)
+        for layer, states in self.nodes.items():
+            for key, after in states.items():
+                buffer = self.buffers[layer][key]
+                there = buffer.device
+                buffer.index_copy_(0, target.to(there), after(row.to(there), last.to(there)).to(buffer.dtype))
         at.scatter_(0, spare[None], (lengths + 1 + (path > 0).sum(1))[None])
 
     def shareable(self, source: int, length: int) -> int:
@@ -161,16 +160,10 @@ class StateView(CacheLayerMixin):
         }
 
     @cached_property
-    def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Row, node and parent `[M]` of the nodes of each depth, from the roots on. Waits for the device."""
+    def paths(self) -> TreePaths:
         nodes = self.nodes
         assert isinstance(nodes, TreeNodes)
-        depths = nodes.ancestors.sum(2) - 1
-        found = []
-        for depth in range(int(depths.max()) + 1):
-            row, node = (depths == depth).nonzero(as_tuple=True)
-            found.append((row, node, nodes.parents[row, node]))
-        return found
+        return TreePaths(nodes.parents, nodes.ancestors)
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         raise TypeError("states are read and written by their mixers, not by attention")

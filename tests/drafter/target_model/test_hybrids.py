@@ -83,7 +83,7 @@ def test_random_texts_are_those_of_plain_decoding(family: str) -> None:
     ]
     base = base_of(family)
     alone = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
-    texts = OracleDrafter([one.prompt_ids + text for one, text in zip(requests, alone, strict=True)])
+    texts = OracleDrafter([[*one.prompt_ids, *text] for one, text in zip(requests, alone, strict=True)])
     for drafter in (texts, AdversarialDrafter(1)):
         found = run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10)
         assert [one.token_ids for one in found] == alone
@@ -109,7 +109,12 @@ def test_rows_grow_in_a_small_cache(family: str) -> None:
     base = base_of(family)
     size = base.cache_bytes
     memory = (SPARE + 4) * BLOCK * size.position + 4 * size.slot
-    settings = {"max_num_seqs": 4, "num_draft_tokens": 10, "max_model_len": 60, "kv_gib": memory / 2**30}
+    settings: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "num_draft_tokens": 10,
+        "max_model_len": 60,
+        "kv_gib": memory / 2**30,
+    }
     found = run_engine(base, oracle(family), requests_of(family), **settings)
     assert [one.token_ids for one in found] == greedy(family)[1]
 
@@ -158,9 +163,11 @@ def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
         logits, hidden = real(cache, nodes)
         if calls == 3:  # one row's states become NaN with its logits
             logits[1] = torch.nan
-            for states in cache.layers[1]._nodes.values():
-                for state in states.values():
-                    state[1] = torch.nan
+            for states in cache.layers[1].nodes.values():
+                for key, after in states.items():
+                    states[key] = lambda row, node, after=after: after(row, node).index_fill(
+                        0, torch.tensor(1), torch.nan
+                    )
         return logits, hidden
 
     monkeypatch.setattr(base, "verify", poisoned)
