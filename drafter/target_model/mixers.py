@@ -153,15 +153,21 @@ class Mixer:
         """Run a tree's nodes `[B, N, d]`, or packed `[1, M, d]`, from the states of their parents."""
         packing, before = view.nodes.packing, view.committed(self.layer)
         unpacked = hidden if packing is None else packing.unpack(hidden)
-        if unpacked.shape[1] == 1:  # plain decoding
-            output, states = self._call(unpacked, before)
-            view.cache.nodes[self.layer] = _only_nodes(states)
-        elif self.at_once is not None:
-            output, run = self.at_once(unpacked, before, view.paths)
-            view.cache.nodes[self.layer] = run.after
-        else:
-            output, view.cache.nodes[self.layer] = self._by_depth(unpacked, before, view.paths)
+        output, view.cache.nodes[self.layer] = self.run_tree(unpacked, before, view.paths)
         return output if packing is None else packing.pack(output)
+
+    def run_tree(self, hidden: Tensor, before: States, paths: TreePaths) -> tuple[Tensor, dict[Key, Chosen]]:
+        """Run nodes `[B, N, d]` behind texts whose states are `before`, which may be overwritten.
+
+        Returns the outputs `[B, N, d]`, and what gives the states after chosen nodes.
+        """
+        if hidden.shape[1] == 1:  # plain decoding
+            output, states = self._call(hidden, before)
+            return output, _only_nodes(states)
+        if self.at_once is None:
+            return self._by_depth(hidden, before, paths)
+        output, run = self.at_once(hidden, before, paths)
+        return output, run.after
 
     def _by_depth(self, hidden: Tensor, before: States, paths: TreePaths) -> tuple[Tensor, dict[Key, Chosen]]:
         output, (batch, size) = torch.empty_like(hidden), hidden.shape[:2]
