@@ -322,7 +322,7 @@ def _shrink(config: Any, longest: int) -> None:
             setattr(config, name, small)
     if getattr(config, "qk_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if getattr(config, "attention_hidden_size", None):
+    if getattr(config, "attention_hidden_size", None) and getattr(config, "attention_head_dim", None):
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
     if getattr(config, "hybrid_layer_ids", None):

@@ -200,12 +200,13 @@ class Mixer:
             if many:
                 output, states = self._read(text[:, :many], states, first=span.start == 0)
                 outputs.append(output)
+            before = None
             if nodes.keep:
-                cache.put(0, nodes.slot + row, self.layer, states)
-                output, states = self._call(text[:, many:], _cloned(states))
+                before = _cloned(states)
+                output, states = self._call(text[:, many:], states)
                 outputs.append(output)
                 cache.nodes[self.layer] = _only_nodes(states)
-            cache.put(1, nodes.slot + row, self.layer, states)
+            cache.put(nodes.slot + row, self.layer, before, states)
         return torch.cat(outputs, 1)
 
     def _read(self, hidden: Tensor, states: States, *, first: bool) -> tuple[Tensor, States]:

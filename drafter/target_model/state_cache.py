@@ -44,10 +44,14 @@ LayerStates = Mapping[int, Mapping[Key, StateShape]]
 """Shapes of the states of each layer that has some, by the layer's number."""
 
 
-class StateCache(LayerCache):
-    """Two states for each slot and layer, and the lengths of the text to which they belong.
+_SNAPSHOT = 2  # the place of a slot's third state, that at its prompt's end
 
-    What a step commits goes to the one that does not belong to the present length, so a step that fails loses nothing.
+
+class StateCache(LayerCache):
+    """Three states for each slot and layer, and the lengths of the texts to which they belong.
+
+    What a step commits goes to one of the first two, that which does not belong to the present length, so a step that
+    fails loses nothing. The third is that at the end of the prompt, for others that begin with the same text.
 
     Args:
         shapes: Of each layer that has states.
@@ -57,37 +61,46 @@ class StateCache(LayerCache):
 
     def __init__(self, shapes: LayerStates, slots: int, device: torch.device, number: int, node_bytes: int) -> None:
         self.slots, self._number, self._node_bytes = slots, number, node_bytes
-        # `[2 S + 1, ...]`: both states of all slots, and zeros, the state of an empty text.
+        # `[3 S + 1, ...]`: the states of all slots, and zeros, the state of an empty text.
         self.buffers: dict[int, States] = {
             layer: {
-                key: devices.zeros((2 * slots + 1, *shape.sizes), shape.dtype, shape.device)
+                key: devices.zeros((3 * slots + 1, *shape.sizes), shape.dtype, shape.device)
                 for key, shape in of_layer.items()
             }
             for layer, of_layer in shapes.items()
         }
         self.at = torch.full((2, slots), -1, device=device)  # tokens of the text whose state this is; -1 for none
+        self.snapshots = [0] * slots  # tokens of each slot's third state, on the host; 0 for none
         self._slot = torch.arange(slots, device=device)
         self.nodes: dict[int, dict[Key, Chosen]] = {}  # states after the nodes of the last forward, by layer
 
     @property
     def bytes(self) -> CacheBytes:
-        return CacheBytes(slot=2 * sum(buffer[0].nbytes for buffer in self._tensors()), node=self._node_bytes)
+        return CacheBytes(slot=3 * sum(buffer[0].nbytes for buffer in self._tensors()), node=self._node_bytes)
 
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
         rows = slice(nodes.slot, nodes.slot + len(nodes.tokens))
         at, slot = self.at[:, rows], self._slot[rows]
-        later = torch.where(at[1] == nodes.lengths, slot + self.slots, 2 * self.slots)
+        later = torch.where(at[1] == nodes.lengths, slot + self.slots, 3 * self.slots)
         view = StateView(self, nodes, torch.where(at[0] == nodes.lengths, slot, later))
         if isinstance(nodes, PromptNodes):
             ends = devices.send(torch.tensor([span.stop for span in nodes.spans]), at.device)
             at[1], at[0] = ends, ends - 1 if nodes.keep else -1
+            for slot_of_text, span in enumerate(nodes.spans, nodes.slot):
+                self.snapshots[slot_of_text] = span.stop - 1 if nodes.keep else span.stop
         self.nodes = {}
         return {self._number: view}
 
-    def put(self, which: int, slot: int, layer: int, states: States) -> None:
-        """Write the first or second state of a slot, `[1, ...]`."""
-        for key, state in states.items():
-            self.buffers[layer][key][which * self.slots + slot] = state[0]
+    def put(self, slot: int, layer: int, before: States | None, after: States) -> None:
+        """Write the states `[1, ...]` of a slot's text that has been read, and of that without its last token.
+
+        Args:
+            before: None if all tokens are committed. If not, the last one may be the first that is not a prompt's.
+        """
+        places = ((1, after), (_SNAPSHOT, after)) if before is None else ((0, before), (1, after), (_SNAPSHOT, before))
+        for place, states in places:
+            for key, state in states.items():
+                self.buffers[layer][key][place * self.slots + slot] = state[0]
 
     def commit(self, lengths: Tensor, path: Tensor, rows: slice) -> None:
         at, slot = self.at[:, rows], self._slot[rows]
@@ -102,20 +115,25 @@ class StateCache(LayerCache):
         at.scatter_(0, spare[None], (lengths + 1 + (path > 0).sum(1))[None])
 
     def shareable(self, source: int, length: int) -> int:
-        return 0
+        known = self.snapshots[source]
+        return known if known <= length else 0
 
     def copy(self, source: int, target: int, length: int) -> None:
-        self.move(source, target, length)
+        for buffer in self._in_slots():
+            buffer[1:, target] = buffer[_SNAPSHOT, source]
+        self.at[0, target], self.at[1, target] = -1, length
+        self.snapshots[target] = length
 
     def move(self, source: int, target: int, length: int) -> None:
         for buffer in self._in_slots():
             buffer[:, target] = buffer[:, source]
         self.at[:, target] = self.at[:, source]
+        self.snapshots[target] = self.snapshots[source]
 
     def clear(self, slot: int, length: int | None = None) -> None:
         for buffer in self._in_slots():
             buffer[:, slot] = 0
-        self.at[:, slot] = -1
+        self.at[:, slot], self.snapshots[slot] = -1, 0
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
         # The present length names the state from before the step.
@@ -124,21 +142,22 @@ class StateCache(LayerCache):
         at.masked_fill_(gone, -1)
         for buffer in self._in_slots():
             gone_there = gone.to(buffer.device).view(*gone.shape, *[1] * (buffer.dim() - 2))
-            buffer[:, rows].masked_fill_(gone_there, 0)
+            buffer[:_SNAPSHOT, rows].masked_fill_(gone_there, 0)
 
     def zero(self) -> None:
         for buffer in self._tensors():
             devices.zero_untouched(buffer)
         self.at.fill_(-1)
+        self.snapshots = [0] * self.slots
 
     def _tensors(self) -> Iterator[Tensor]:
         for states in self.buffers.values():
             yield from states.values()
 
     def _in_slots(self) -> Iterator[Tensor]:
-        """Yield `[2, S, ...]` of each buffer."""
+        """Yield `[3, S, ...]` of each buffer."""
         for buffer in self._tensors():
-            yield buffer[:-1].unflatten(0, (2, self.slots))
+            yield buffer[:-1].unflatten(0, (_SNAPSHOT + 1, self.slots))
 
 
 class StateView(CacheLayerMixin):

@@ -105,6 +105,36 @@ def test_prompts_are_read_in_chunks(family: str, streamed: bool) -> None:
 
 
 @pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
+def test_equal_prompts_are_read_once(family: str) -> None:
+    """Others share nothing, as a state is known at the end of a prompt alone."""
+    base, prompt = base_of(family), [*range(20, 40)]
+    prompts = [prompt, prompt, [*prompt[:15], 9, 9], prompt]
+    expected = [generate_reference(base.model, prompt, 12) for prompt in prompts]
+    for streamed in (False, True):
+        settings = EngineConfig(max_num_seqs=4, num_draft_tokens=8)
+        engine = Engine(base, AdversarialDrafter(3), SpellingTokenizer(), settings)
+        handles = [engine.submit(Request(prompt, SamplingParams(12)), stream=streamed) for prompt in prompts]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == expected
+        assert engine.state().shared_tokens == 2 * (len(prompt) - 1)
+
+
+def test_the_state_of_a_prompt_stays_while_its_text_grows() -> None:
+    base = base_of(MAIN[1])
+    kept, prompt = base.new_cache(3, 64), torch.arange(5, 15)
+    with torch.inference_mode():
+        base.prefill(kept, 0, [prompt])
+        assert kept.copy(0, 1, 9) == 0
+        base.prefill_last(kept, 0, torch.tensor([20, 21]), 10)
+        kept.move(0, 2, 12)
+        assert kept.copy(2, 1, 64) == 11
+        logits, _ = base.prefill_last(kept, 1, torch.tensor([33]), 11)
+        whole = base.model(input_ids=torch.tensor([[*prompt.tolist(), 20, 33]]), use_cache=False).logits[0, -1]
+    assert torch.allclose(logits[0], whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
 def test_rows_grow_in_a_small_cache(family: str) -> None:
     base = base_of(family)
     size = base.cache_bytes

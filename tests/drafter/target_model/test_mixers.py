@@ -116,10 +116,10 @@ def test_recurrent_layers_whose_code_is_not_known_are_refused(monkeypatch: pytes
 
 def test_the_plan_counts_what_kernels_keep_of_a_node() -> None:
     found = {family: BaseModel(hybrid_model(family)).cache_bytes for family in ("lfm2", "qwen3_next", "mamba")}
-    # Three layers each, two states a slot. Convolutions keep three or four inputs for each of their channels.
-    assert (found["lfm2"].slot, found["lfm2"].node) == (2 * 3 * 32 * 3 * 4, 3 * 32 * 3 * 4)
+    # Three layers each, three states a slot. Convolutions keep three or four inputs for each of their channels.
+    assert (found["lfm2"].slot, found["lfm2"].node) == (3 * 3 * 32 * 3 * 4, 3 * 32 * 3 * 4)
     channels, state = 2 * 16 + 32, 4 * 8 * 8
-    assert found["qwen3_next"].slot == 2 * 3 * (channels * 4 + state) * 4
+    assert found["qwen3_next"].slot == 3 * 3 * (channels * 4 + state) * 4
     # Instead of the state a key, a value and a decay of each head.
     assert found["qwen3_next"].node == 3 * (channels * 4 + 4 * (8 + 8 + 1)) * 4
-    assert found["mamba"].node == found["mamba"].slot // 2
+    assert found["mamba"].node == found["mamba"].slot // 3

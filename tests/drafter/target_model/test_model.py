@@ -51,7 +51,12 @@ _SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_to
         ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "openai-gpt has no KV cache"),
         (
             "lfm2",
-            _SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "layer_types": ["indexed_attention", "full_attention"]},
+            _SMALL
+            | {
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "layer_types": ["indexed_attention", "full_attention"],
+            },
             "lfm2 has indexed_attention layers; the engine",
         ),
     ],
