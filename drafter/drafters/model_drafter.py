@@ -14,6 +14,7 @@ from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
 from drafter.drafters.slots import SlotTensors
 from drafter.drafters.target import Target
+from drafter.errors import LoadError
 from drafter.target_model.attention import Packing
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import TreeNodes
@@ -37,11 +38,16 @@ class TextReader(Drafter):
         base: The target model: tokens are on its device and in its vocabulary.
         run: Tree nodes that are run behind a sequence at most.
         layers: Run only so many first layers of the model, its final norm and LM head.
+
+    Raises:
+        LoadError: The model has recurrent layers.
     """
 
     def __init__(
         self, model: BaseModel, base: Target, nodes: int, depth: int, run: int, layers: int | None = None
     ) -> None:
+        if model.cache_bytes.node:
+            raise LoadError(f"{model.name} has recurrent layers, and cannot draft; it can only be a target model")
         self._model, self._vocabulary, self._layers = model, base.vocab_size, layers
         beside = model.device == base.device
         kept = sum(model.kv_bytes_per_token[:layers]) if beside else 0

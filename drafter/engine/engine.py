@@ -87,7 +87,7 @@ class Engine:
             base.leave_native()
         self._packs = base.allow_packing()
         self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
-        recorded = self._queued and alone and drafter.spec.graph_safe
+        recorded = self._queued and alone and drafter.spec.graph_safe and not base.cache_bytes.node
         plan = None
         if self._queued and alone:
             graphs = cuda_graph.MOST_GRAPHS if recorded else 0

@@ -21,12 +21,15 @@ from drafter.errors import LoadError
 _MAKING = threading.RLock()
 TIE_WEIGHTS, _LINSPACE = PreTrainedModel.tie_weights, torch.linspace
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_KINDS = {"linear_attention", "conv"}  # layers that keep a state
+_BOTH = {"hybrid": "full_attention"}  # layers that keep a state beside keys and values, and the kind of their attention
+_MASKLESS = _STATE_KINDS | {"mlp", "moe"}  # layers that take no mask
 _ALIBI = ("bloom", "mpt")
 NO_PLACE = (
-    "the engine keeps keys and values of softmax attention, and has no place for another state, with or without a "
-    "drafter: use transformers' generate for this model"
+    "the engine has no place for what such layers keep, with or without a drafter: use transformers' generate for this "
+    "model"
 )
-"""Why a model with a recurrent state is refused, as the end of a message."""
+"""Why a model with a state of another kind is refused, as the end of a message."""
 
 
 @contextmanager
@@ -64,7 +67,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
             f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a target model"
         )
     text = config.get_text_config(decoder=True)
-    if foreign := sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS):
+    known = _ATTENTION_KINDS | _MASKLESS | _BOTH.keys()
+    if foreign := sorted(set(getattr(text, "layer_types", None) or ()) - known):
         raise LoadError(f"{name}: {config.model_type} has {', '.join(foreign)} layers; {NO_PLACE}")
     if config.model_type in _ALIBI or getattr(text, "alibi", False):
         raise LoadError(
@@ -103,11 +107,11 @@ def max_positions(config: Any) -> int | None:
 
 
 def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
-    """Return window and chunk, in tokens, of each kind of attention in a decoder, by transformers' name of the kind."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:
-        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = {"sliding_attention" if sliding else "full_attention"}
+    """Return window and chunk, in tokens, of each kind of attention in a decoder, by transformers' name of the kind.
+
+    Empty for a decoder without attention.
+    """
+    kinds = set(_kinds_of_layers(config)) - _MASKLESS
     return {
         kind: (
             config.sliding_window if kind == "sliding_attention" else None,
@@ -120,8 +124,28 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
 def whole_layers(config: Any) -> frozenset[int]:
     """Return the decoder's layers, counted from 0, whose attention has neither window nor chunks."""
     kinds = attention_kinds(config)
-    of_layers = getattr(config, "layer_types", None) or [next(iter(kinds))] * config.num_hidden_layers
-    return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
+    return frozenset(number for number, kind in enumerate(_kinds_of_layers(config)) if kinds.get(kind) == (None, None))
+
+
+def state_layers(config: Any) -> frozenset[int]:
+    """Return the decoder's layers, counted from 0, that keep a recurrent state."""
+    of_layers = getattr(config, "layer_types", None) or ()
+    return frozenset(number for number, kind in enumerate(of_layers) if kind in _STATE_KINDS or kind in _BOTH)
+
+
+def maskless_kinds(config: Any) -> frozenset[str]:
+    """Return the names by which a decoder's layers that are not attention ask for a mask; empty if it has none."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # A layer that is both asks for two masks.
+    return frozenset(_MASKLESS) if kinds & (_MASKLESS | _BOTH.keys()) else frozenset()
+
+
+def _kinds_of_layers(config: Any) -> list[str]:
+    """Return the kind of each layer, by the name of its mask."""
+    if of_layers := getattr(config, "layer_types", None):
+        return [_BOTH.get(kind, kind) for kind in of_layers]
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
 _SAMPLED = 1 << 14  # largest number of values hashed per tensor
@@ -194,6 +218,12 @@ def _kv_heads(value: int, of: _Copy) -> int:
 _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
     (r"(num_key_value_heads|kv_heads|num_query_groups)$", _kv_heads),
     (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?decoder_layers)$", lambda value, of: of.layers or min(value, 2)),
+    (r"^(mamba_(n|num)_heads|n_mamba_heads|linear_num_.*heads)$", _at_most(_NUMBER)),
+    (r"^mamba_(d_head|headdim|head_dim|d_state|dt_rank)$|state_size$|^time_step_rank$", _at_most(_NUMBER)),
+    (r"^(mamba_)?n_?groups$", _at_most(2)),
+    (r"^(mamba_)?chunk_size$", _at_most(_NUMBER)),  # tokens that a kernel takes at once: not a window
+    (r"^attn_layer_(offset|indices)$", lambda value, of: 1),
+    (r"^attn_layer_period$", _at_most(2)),
     (r"^num_kv_shared_layers$", lambda value, of: of.layers // 2 if value else 0),
     (r"^(n_group|num_expert_group|topk_group)$", lambda value, of: 1),
     (
@@ -213,11 +243,17 @@ _SIZES: tuple[tuple[str, Callable[[int, _Copy], int]], ...] = (
     (r"(attention_heads|^n_heads?|^num_heads|_n_heads)$", _heads),
     (r"(experts_per_tok(en)?|^moe_(k|topk|top_k)|^top_k_experts)$", _at_most(2)),
     (
-        r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|hidden_size.*|head_size|_channels)$",
+        r"(intermediate_size.*|(_|^)dim(_.*)?|_rank|experts?|_inner|_d_ssm|hidden_size.*|head_size|_channels)$",
         lambda value, of: value if value <= PASSED else _NUMBER,
     ),
 )
 """Names of sizes, and a copy's size instead of a model's. All other numbers may be lengths."""
+_INNER = (
+    ("num_heads", "head_dim", "expand"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+)
+"""Heads of a state space layer, size of each, and the layer's width ÷ that of the model."""
 _WINDOWS = re.compile(r"window|chunk|local|block|span|topk|floor")
 
 
@@ -286,6 +322,17 @@ def _shrink(config: Any, longest: int) -> None:
             setattr(config, name, small)
     if getattr(config, "qk_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if getattr(config, "attention_hidden_size", None) and getattr(config, "attention_head_dim", None):
+        config.attention_hidden_size = 2 * config.hidden_size
+        config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
+    if getattr(config, "hybrid_layer_ids", None):
+        config.hybrid_layer_ids = [number for number, kind in enumerate(config.layer_types) if kind == "hybrid"]
+    for heads_name, dim_name, factor_name in _INNER:
+        if all(isinstance(getattr(config, name, None), int) for name in (heads_name, dim_name, factor_name)):
+            inner = getattr(config, factor_name) * config.hidden_size
+            setattr(config, dim_name, inner // getattr(config, heads_name))
+            if getattr(config, "mamba_d_ssm", None):
+                config.mamba_d_ssm = inner
 
 
 def _kept_layers(config: Any, layers: int) -> list[int]:
@@ -297,8 +344,9 @@ def _kept_layers(config: Any, layers: int) -> list[int]:
     kept = list(first.values())[:_LAYERS]
     kept += [layer for layer in range(layers) if layer not in kept][: max(0, 2 - len(kept))]
     kept.sort()
-    # Layers that share the keys of others need some of each kind before them.
-    return kept + kept if getattr(config, "num_kv_shared_layers", None) else kept
+    # Layers that share the keys or the weights of others need some of each kind before them.
+    shares = getattr(config, "num_kv_shared_layers", None) or any("hybrid" in one for one in lists)
+    return kept + kept if shares else kept
 
 
 def _small(name: str, value: Any, of: _Copy) -> Any:

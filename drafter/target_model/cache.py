@@ -153,10 +153,10 @@ class Rows:
     """Tensors `[slots, length, ...]` with an entry for each position."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors, self.slots = tensors, len(tensors[0])
+        self.tensors, self.slots = tensors, len(tensors[0]) if tensors else 0
 
     def copy(self, source: int, target: int, length: int) -> int:
-        """See `LayerCache.copy`."""
+        """See `TargetCache.copy`."""
         for rows in self.tensors:
             rows[target, :length] = rows[source, :length]
         return length
@@ -200,11 +200,12 @@ class LayerCache(ABC):
         """Append the accepted nodes of the last forward to slots `rows`; see `TargetCache.commit`."""
 
     @abstractmethod
-    def copy(self, source: int, target: int, length: int) -> int:
-        """Copy the first `length` positions of a slot to another.
+    def shareable(self, source: int, length: int) -> int:
+        """Return the greatest number of a slot's first positions, up to `length`, whose state is known; 0 for none."""
 
-        Return how many positions the two share now: fewer, down to 0, where the state of so many is not known.
-        """
+    @abstractmethod
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot, a number that is `shareable`, to another."""
 
     @abstractmethod
     def move(self, source: int, target: int, length: int) -> None:
@@ -265,10 +266,13 @@ class TargetCache:
 
     def copy(self, source: int, target: int, length: int) -> int:
         """Copy the first positions of a slot, up to `length`; return how many the two share now."""
-        # Rooms whose state is not by position come last and are asked first: what they share, the others can share.
-        for layer in reversed(self.layers):
-            length = layer.copy(source, target, length) if length else 0
-        return length
+        shared = length
+        while shared and (least := min(layer.shareable(source, shared) for layer in self.layers)) < shared:
+            shared = least  # which not all of the others may know
+        if shared:
+            for layer in self.layers:
+                layer.copy(source, target, shared)
+        return shared
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the first `length` positions of slot `source` to slot `target`."""

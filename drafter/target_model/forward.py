@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.errors import LoadError
-from drafter.target_model.architecture import attention_kinds, max_positions, whole_layers
+from drafter.target_model.architecture import attention_kinds, maskless_kinds, max_positions, whole_layers
 from drafter.target_model.attention import (
     CommittedLayers,
     Prefix,
@@ -116,7 +116,7 @@ class ModelCode:
         # Read once: transformers' configurations are slow to ask.
         self._dtype: torch.dtype = model.dtype
         self._max_positions = max_positions(config)
-        self._kinds = attention_kinds(config)
+        self._kinds, self._maskless = attention_kinds(config), dict.fromkeys(maskless_kinds(config))
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.query_groups = 1  # query heads per KV head in the masks that the layers get; see `tree_attention`
         self.prefix_attention: PrefixAttention | None = None  # reads committed positions in `whole` layers
@@ -220,17 +220,19 @@ class ModelCode:
     ) -> dict[str, Any]:
         tokens, positions, packing = nodes.tokens, nodes.positions, nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
-        masks = {
+        masks: dict[str, Tensor | None] = {
             kind: self._mask(nodes, ancestors, window, chunk, groups, in_parts=committed is not None)
             for kind, (window, chunk) in self._kinds.items()
         }
+        if masks:  # a model without attention takes none at all
+            masks |= self._maskless
         if self._max_positions is not None:
             # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
             # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self._max_positions - 1)
         apart = () if committed is None else committed.whole
         inputs = {
-            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()), None),
             self._cache_name: cache.view(nodes, apart),
             "use_cache": True,
         }

@@ -19,11 +19,12 @@ from drafter.target_model.nodes import Nodes
 
 
 def cache_name(model: nn.Module) -> str:
-    """Return the name by which a model takes a KV cache, and by which its output has it.
+    """Return the name by which a model takes a cache, and by which its output has it.
 
-    transformers 5.24 renamed it; models with code of their own may keep the old name.
+    transformers 5.24 renamed it; models with code of their own may keep the old name, and Mamba has one of its own.
     """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
 
 
 @dataclass(frozen=True)
@@ -183,12 +184,15 @@ class KVCache(LayerCache):
         target = self.blocks.of(rows, base + self._offsets[:, : path.shape[1]]).flatten()
         self._copy(source, target)
 
-    def copy(self, source: int, target: int, length: int) -> int:
+    def shareable(self, source: int, length: int) -> int:
+        return length
+
+    def copy(self, source: int, target: int, length: int) -> None:
         if self._rows is not None:
-            return self._rows.copy(source, target, length)
+            self._rows.copy(source, target, length)
+            return
         places = [self.blocks.of(slice(slot, slot + 1), self._offsets[:, :length])[0] for slot in (source, target)]
         self._copy(*places)
-        return length
 
     def move(self, source: int, target: int, length: int) -> None:
         if self._rows is not None:  # otherwise the slots swap their blocks, and nothing is copied

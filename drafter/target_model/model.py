@@ -23,6 +23,7 @@ from drafter.target_model.architecture import (
     names_window,
     refuse_unsupported,
     small_copy,
+    state_layers,
 )
 from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
 from drafter.target_model.cache import (
@@ -37,6 +38,7 @@ from drafter.target_model.cache import (
 )
 from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
 from drafter.target_model.kv_cache import KVCache
+from drafter.target_model.mixers import find_mixers
 from drafter.target_model.native_decoder import NativeDecoder
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.target_model.prepacked import prepack
@@ -48,6 +50,7 @@ from drafter.target_model.proof import (
     prove_tree_decoding,
     run_plainly,
 )
+from drafter.target_model.state_cache import StateCache
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +70,16 @@ class BaseModel:
     def __init__(self, model: Any, name: str = "", *, native: bool = True) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
-        if getattr(model, "_is_stateful", False):
-            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state; {NO_PLACE}")
         self.model = model.eval().requires_grad_(False)
         if model.device.type == "cuda":
             # cuDNN plans each new shape, which takes longer than most prompts; the other kernels take masks, too.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = model.config.get_text_config(decoder=True)
+        recurrent = state_layers(self.config)
+        if getattr(model, "_is_stateful", False) and not recurrent:
+            raise LoadError(
+                f"{self.name}: {model.config.model_type} keeps a recurrent state of its own kind; {NO_PLACE}"
+            )
         self._head: nn.Module = model.get_output_embeddings()
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
@@ -86,7 +92,11 @@ class BaseModel:
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
-        texts, logits, self._layer_shapes = run_plainly(self)
+        texts, logits, self._layer_shapes, self._states = run_plainly(self)
+        self._node_bytes = 0
+        if recurrent:
+            kind = model.config.model_type
+            self._node_bytes = find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, kind)
         self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
         prove_tree_decoding(self, texts, logits)
         prove_last_positions(self)
@@ -199,7 +209,9 @@ class BaseModel:
         self._executor = self._model_code
 
     def compile(self) -> None:
-        """Switch to the model's own code and compile it."""
+        """Switch to the model's own code and compile it; raise `LoadError` for a model with recurrent layers."""
+        if self._states:
+            raise LoadError(f"{self.name} has recurrent layers and cannot be compiled: leave compile out")
         self.leave_native()
         self._model_code.compile()
 
@@ -255,6 +267,13 @@ class BaseModel:
             if shape is not None:
                 by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
         in_all = sum(by_device.values())
+        if memory is not None and (states := slots * self.cache_bytes.slot):
+            if states > memory:
+                raise LoadError(
+                    f"the recurrent states of {slots:,} slots of {self.name} take {states / 2**30:,.2f} GiB, more than "
+                    "the KV cache may: raise kv_gib or lower max_num_seqs"
+                )
+            memory -= states
         if memory is None or memory >= slots * length * in_all:
             self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
             return self._cache_on(Blocks(slots, length, self.device), layers)
@@ -274,7 +293,11 @@ class BaseModel:
 
     def _layer_caches(self, blocks: Blocks, depth: int) -> Sequence[LayerCache]:
         """Return what the first `depth` layers keep; the first is of keys and values."""
-        return [KVCache(self._layer_shapes[:depth], blocks)]
+        keys_and_values = KVCache(self._layer_shapes[:depth], blocks)
+        states = {layer: shapes for layer, shapes in self._states.items() if layer < depth}
+        if not states:
+            return [keys_and_values]
+        return [keys_and_values, StateCache(states, blocks.slots, self.device, depth, self._node_bytes)]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():

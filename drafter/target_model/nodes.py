@@ -33,6 +33,7 @@ class PromptNodes(Nodes):
     """Texts, each of whose tokens follows the one before. They are committed once they have been run."""
 
     keep: int = 0  # return the logits of so many tokens at the end of the only row
+    spans: tuple[range, ...] = ()  # positions of each row's tokens, on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,4 +62,5 @@ def prompt_nodes(
         hidden_layers=hidden_layers,
         slot=slot,
         keep=keep,
+        spans=tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True)),
     )

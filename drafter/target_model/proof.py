@@ -15,7 +15,9 @@ from drafter.target_model.attention import Packing
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.forward import Executor
 from drafter.target_model.kv_cache import LayerShape, cache_name
+from drafter.target_model.mixers import state_shapes
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
+from drafter.target_model.state_cache import LayerStates
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """Errors that a model's code may raise when called in an unsupported way."""
@@ -52,11 +54,12 @@ class Candidate(Protocol):
 @torch.inference_mode()
 def run_plainly(
     base: Candidate, longest: int = _PROMPTS[1] + _STEPS
-) -> tuple[list[Tensor], list[Tensor], list[LayerShape | None]]:
+) -> tuple[list[Tensor], list[Tensor], list[LayerShape | None], LayerStates]:
     """Run two texts `[P + 4]`, of 15 and `longest` tokens, the model's own way, each by itself.
 
     Returns:
-        Texts, the logits `[P + 4, V]` of each, and the cached shape of each layer; None for one that caches nothing.
+        Texts, the logits `[P + 4, V]` of each, the cached shape of each layer (None for one that caches nothing by
+        position), and the shapes of recurrent states.
 
     Raises:
         LoadError: The model does not run with a cache.
@@ -81,7 +84,7 @@ def run_plainly(
         raise
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, "on token ids with a KV cache", error) from error
-    return texts, logits, [_layer_shape(layer) for layer in layers]
+    return texts, logits, [_layer_shape(layer) for layer in layers], state_shapes(layers)
 
 
 def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
@@ -142,7 +145,7 @@ def prove_last_positions(base: Candidate) -> None:
     """
     if base.max_positions is None or base.max_positions > POSITIONS:
         return
-    texts, plain, _ = run_plainly(base, base.max_positions)
+    texts, plain, _, _ = run_plainly(base, base.max_positions)
     try:
         prove_tree_decoding(base, texts, plain)
     except LoadError as error:

@@ -27,10 +27,13 @@ from drafter.target_model.model import BaseModel
 from tests.support.models import OracleDrafter, generate_reference, run_engine
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_MAMBA, _ATTENTION = "linear_attention", "full_attention"
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": [_MAMBA, _MAMBA, _ATTENTION, _MAMBA], "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
@@ -38,6 +41,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 8},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False, "is_decoder": True},
 }
 """What a family's own defaults lack, and the kinds of layers of published models where the defaults have others."""
@@ -80,7 +84,10 @@ def _try(family: str, settings: dict[str, Any]) -> Tried:
         config = _config(family, settings)
         refuse_unsupported(family, config)
         config = small_config(config, max_positions(config.get_text_config(decoder=True)))
-        model = random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if kind.config_class is config.sub_configs.get("text_config"):  # as transformers loads it
+            config = config.get_text_config(decoder=True)
+        model = random_model(kind, config)
     except LoadError as error:
         return _refused(family, error)
     except Exception as error:  # whatever a family's code raises for what its own defaults are
@@ -153,10 +160,15 @@ def table(tried: Iterable[Tried]) -> Iterator[str]:
         "model of its default configuration, with the kinds of layers that published models have: rows of 40 and 15 "
         "tokens, longer than its windows, and one that ends at its last position are decoded together, plainly and "
         f"with draft trees. {count['equal']} give the tokens of `generate`, {count['refused']} are refused at load, "
-        f"and for {count['not built']} the default configuration builds no model here. A target model needs softmax "
-        "attention in every layer, because the engine has no place for another state, not even for plain decoding; it "
-        "must run with a tree mask, explicit positions and a slot cache, and give the same logits with them as alone. "
-        "Settings may matter, too: `falcon` with ALiBi is refused.\n\n"
+        f"and for {count['not built']} the default configuration builds no model here. A target model's layers are "
+        "softmax attention, or keep a recurrent state in transformers' own cache: linear attention, state spaces, "
+        "short convolutions. It must run with a tree mask, explicit positions and a slot cache, and give the same "
+        "logits with them as alone. Settings may matter, too: `falcon` with ALiBi is refused.\n\n"
+        "In recurrent layers, all nodes of a draft tree run at once where a kernel for trees is known: for short "
+        "convolutions, the gated delta rule, Kimi delta attention and Mamba 2. Others, such as Mamba's, run once for "
+        "each depth of the tree, and read what follows a prompt's first chunk token by token. Models with recurrent "
+        "layers share equal prompts but no prefixes, draft for no other model, and are neither compiled nor recorded "
+        "as CUDA graphs.\n\n"
         "`python -m tests.support.families docs/families.md` writes this page, and `make test-slow` checks it.\n\n"
     )
     yield "| outcome | reason | `model_type` |\n|---|---|---|\n"

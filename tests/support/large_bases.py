@@ -31,7 +31,7 @@ def large_base(config: LlamaConfig) -> Iterator[BaseModel]:
     """For a `with` block, a base in bf16 on one fake GPU. What is proved of a base at load is taken to be true."""
     gpu = torch.device("cuda", 0)
     shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, torch.bfloat16, gpu)
-    plain: tuple[list[Any], ...] = [], [], [shape] * config.num_hidden_layers
+    plain: tuple[Any, ...] = [], [], [shape] * config.num_hidden_layers, {}
     where = "drafter.target_model.model"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

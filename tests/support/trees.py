@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafter.target_model.tree_scan import TreePaths
 from drafter.tree.token_tree import TokenTree
 
 Prefix = tuple[int, ...]
@@ -62,3 +63,14 @@ def check_same_trees(first: TokenTree, second: TokenTree, depth: int) -> None:
         least = max(min(ours.values()), min(theirs.values()))
         for prefix in ours.keys() | theirs.keys():
             assert ours.get(prefix, least) == pytest.approx(theirs.get(prefix, least), abs=1e-4)
+
+
+def random_paths(rows: int, nodes: int, seed: int) -> TreePaths:
+    """Trees of random shapes."""
+    random = torch.Generator().manual_seed(seed)
+    parents = torch.zeros(rows, nodes, dtype=torch.long)
+    ancestors = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
+    for node in range(1, nodes):
+        parents[:, node] = torch.randint(0, node, (rows,), generator=random)
+        ancestors[:, node] |= ancestors[torch.arange(rows), parents[:, node]]
+    return TreePaths(parents, ancestors)

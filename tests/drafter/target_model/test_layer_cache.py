@@ -113,11 +113,11 @@ class RunningSums(LayerCache):
             self.sums[spare, slot] = self.nodes[row, path[row].max()]
             self.at[spare, slot] = lengths[row] + 1 + (path[row] > 0).sum()
 
-    def copy(self, source: int, target: int, length: int) -> int:
-        if not bool((self.at[:, source] == length).any()):
-            return 0
+    def shareable(self, source: int, length: int) -> int:
+        return max([at for at in self.at[:, source].tolist() if 0 < at <= length], default=0)
+
+    def copy(self, source: int, target: int, length: int) -> None:
         self.move(source, target, length)
-        return length
 
     def move(self, source: int, target: int, length: int) -> None:
         self.sums[:, target], self.at[:, target] = self.sums[:, source], self.at[:, source]
@@ -246,7 +246,7 @@ def test_a_text_is_shared_as_far_as_its_sum_is_known() -> None:
     kept = base.new_cache(3, 32)
     base.prefill(kept, 0, [torch.arange(5, 15)])
     assert kept.copy(0, 1, 7) == 0
-    assert kept.copy(0, 1, 10) == 10
+    assert kept.copy(0, 1, 12) == 10
     kept.move(1, 2, 10)
     for slot in (0, 2):
         logits, _ = base.prefill_last(kept, slot, torch.tensor([20]), 10)

@@ -35,14 +35,9 @@ _SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_to
     ("family", "fields", "reason"),
     [
         (
-            "mamba",
-            {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50},
-            "mamba has linear_attention layers; the engine .* with or without a drafter: use transformers' generate",
-        ),
-        (
             "rwkv",
             {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50},
-            "rwkv keeps a recurrent state; the engine .* with or without a drafter: use transformers' generate",
+            "rwkv keeps a recurrent state .*; the engine .* with or without a drafter: use transformers' generate",
         ),
         ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "bloom has ALiBi, which counts"),
         ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 50}, "mpt has ALiBi"),
@@ -59,8 +54,13 @@ _SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_to
         ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "openai-gpt has no KV cache"),
         (
             "lfm2",
-            _SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-            "lfm2 has conv layers; the engine",
+            _SMALL
+            | {
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "layer_types": ["indexed_attention", "full_attention"],
+            },
+            "lfm2 has indexed_attention layers; the engine",
         ),
     ],
 )

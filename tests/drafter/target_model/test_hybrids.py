@@ -1,0 +1,215 @@
+"""Models with recurrent layers are decoded as `generate` does, by every drafter and in every setting of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.model_drafter import ModelDrafter
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.errors import LoadError
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.requests import Request, SamplingParams
+from drafter.target_model.cache import BLOCK, SPARE
+from drafter.target_model.model import BaseModel
+from tests.support.heads import make_head
+from tests.support.hybrids import HYBRIDS, hybrid_model
+from tests.support.marks import slow_but
+from tests.support.models import (
+    AdversarialDrafter,
+    OracleDrafter,
+    SpellingTokenizer,
+    generate_reference,
+    random_prompts,
+    run_engine,
+)
+
+MAIN = ("lfm2", "qwen3_5_text")
+NEW = 18
+
+
+@cache
+def base_of(family: str) -> BaseModel:
+    """The proof at load, whose trees have decoys, is the first test."""
+    return BaseModel(hybrid_model(family))
+
+
+@cache
+def greedy(family: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, one of them of one token and two of them equal, and how `generate` continues them."""
+    prompts = [[5], *random_prompts(5, seed=3)]
+    prompts[3] = prompts[1] = [*range(10, 31)]
+    return prompts, [generate_reference(base_of(family).model, prompt, NEW) for prompt in prompts]
+
+
+def requests_of(family: str, **settings: Any) -> list[Request]:
+    return [Request(prompt, SamplingParams(NEW, **settings)) for prompt in greedy(family)[0]]
+
+
+def oracle(family: str) -> Drafter:
+    return OracleDrafter([prompt + text for prompt, text in zip(*greedy(family), strict=True)])
+
+
+DRAFTERS: dict[str, Callable[[str], Drafter]] = {
+    "none": lambda family: PlainDecoding(),
+    "oracle": oracle,
+    "adversarial": lambda family: AdversarialDrafter(0),
+    "ngram": lambda family: NgramDrafter(),
+    "ctc": lambda family: make_head(base_of(family), "ctc").drafter(base_of(family), 8),
+}
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN, HYBRIDS))
+def test_every_drafter_gives_the_tokens_of_generate(family: str) -> None:
+    for name, make in DRAFTERS.items():
+        # Three slots for six requests: slots are refilled while others decode.
+        found = run_engine(base_of(family), make(family), requests_of(family), max_num_seqs=3, num_draft_tokens=10)
+        assert [one.token_ids for one in found] == greedy(family)[1], name
+        if name == "oracle":
+            assert sum(one.counts.num_accepted_draft_tokens for one in found) > 30
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
+def test_random_texts_are_those_of_plain_decoding(family: str) -> None:
+    requests = [
+        Request(prompt, SamplingParams(NEW, temperature=0.8, top_p=0.9, seed=row, ignore_eos=True))
+        for row, prompt in enumerate(greedy(family)[0])
+    ]
+    base = base_of(family)
+    alone = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
+    texts = OracleDrafter([[*one.prompt_ids, *text] for one, text in zip(requests, alone, strict=True)])
+    for drafter in (texts, AdversarialDrafter(1)):
+        found = run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10)
+        assert [one.token_ids for one in found] == alone
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN, HYBRIDS))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_prompts_are_read_in_chunks(family: str, streamed: bool) -> None:
+    """Those of streams end with a plain step, whose state is not committed with the prompt's."""
+    base = base_of(family)
+    prompts = [[*range(3, 45)], [*range(50, 73)], [9, 8, 7]]
+    expected = [generate_reference(base.model, prompt, 8) for prompt in prompts]
+    engine = Engine(base, AdversarialDrafter(2), SpellingTokenizer(), EngineConfig(max_num_seqs=2, num_draft_tokens=6))
+    engine.scheduler.chunk = 8
+    handles = [engine.submit(Request(prompt, SamplingParams(8)), stream=streamed) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == expected
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
+def test_equal_prompts_are_read_once(family: str) -> None:
+    """Others share nothing, as a state is known at the end of a prompt alone."""
+    base, prompt = base_of(family), [*range(20, 40)]
+    prompts = [prompt, prompt, [*prompt[:15], 9, 9], prompt]
+    expected = [generate_reference(base.model, prompt, 12) for prompt in prompts]
+    for streamed in (False, True):
+        settings = EngineConfig(max_num_seqs=4, num_draft_tokens=8)
+        engine = Engine(base, AdversarialDrafter(3), SpellingTokenizer(), settings)
+        handles = [engine.submit(Request(prompt, SamplingParams(12)), stream=streamed) for prompt in prompts]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == expected
+        assert engine.state().shared_tokens == 2 * (len(prompt) - 1)
+
+
+def test_the_state_of_a_prompt_stays_while_its_text_grows() -> None:
+    base = base_of(MAIN[1])
+    kept, prompt = base.new_cache(3, 64), torch.arange(5, 15)
+    with torch.inference_mode():
+        base.prefill(kept, 0, [prompt])
+        assert kept.copy(0, 1, 9) == 0
+        base.prefill_last(kept, 0, torch.tensor([20, 21]), 10)
+        kept.move(0, 2, 12)
+        assert kept.copy(2, 1, 64) == 11
+        logits, _ = base.prefill_last(kept, 1, torch.tensor([33]), 11)
+        whole = base.model(input_ids=torch.tensor([[*prompt.tolist(), 20, 33]]), use_cache=False).logits[0, -1]
+    assert torch.allclose(logits[0], whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
+def test_rows_grow_in_a_small_cache(family: str) -> None:
+    base = base_of(family)
+    size = base.cache_bytes
+    memory = (SPARE + 4) * BLOCK * size.position + 4 * size.slot
+    settings: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "num_draft_tokens": 10,
+        "max_model_len": 60,
+        "kv_gib": memory / 2**30,
+    }
+    found = run_engine(base, oracle(family), requests_of(family), **settings)
+    assert [one.token_ids for one in found] == greedy(family)[1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stage", ["prefill_last", "verify", "commit"])
+def test_a_step_that_fails_leaves_the_states_from_before_it(
+    monkeypatch: pytest.MonkeyPatch, stage: str, late: bool
+) -> None:
+    """Before or after it has written; half of the rows are preempted, and come back."""
+    family = MAIN[0]
+    base = base_of(family)
+    engine = Engine(base, oracle(family), SpellingTokenizer(), EngineConfig(max_num_seqs=5, num_draft_tokens=10))
+    owner = engine.batch.cache if stage == "commit" else base
+    real, calls = getattr(owner, stage), 0
+
+    def failing(*arguments: Any, **others: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        fails = calls in (2, 5)
+        if fails and not late:
+            raise torch.OutOfMemoryError
+        result = real(*arguments, **others)
+        if fails:
+            raise torch.OutOfMemoryError
+        return result
+
+    monkeypatch.setitem(vars(owner), stage, failing)
+    handles = [engine.submit(request, stream=True) for request in requests_of(family)]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == greedy(family)[1]
+    assert engine.state().preemptions > 0
+
+
+def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family = MAIN[1]
+    base = base_of(family)
+    real, calls = base.verify, 0
+
+    def poisoned(cache: Any, nodes: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        logits, hidden = real(cache, nodes)
+        if calls == 3:  # one row's states become NaN with its logits
+            logits[1] = torch.nan
+            for states in cache.layers[1].nodes.values():
+                for key, after in states.items():
+                    states[key] = lambda row, node, after=after: after(row, node).index_fill(
+                        0, torch.tensor(1), torch.nan
+                    )
+        return logits, hidden
+
+    monkeypatch.setattr(base, "verify", poisoned)
+    found = run_engine(base, oracle(family), requests_of(family), max_num_seqs=3, num_draft_tokens=10)
+    assert [one.token_ids for one in found] == greedy(family)[1]
+
+
+def test_what_cannot_run_recurrent_layers_says_so() -> None:
+    base = base_of(MAIN[0])
+    with pytest.raises(LoadError, match="cannot draft"):
+        ModelDrafter(base, base, 4)
+    with pytest.raises(LoadError, match="leave compile out"):
+        base.compile()
+    with pytest.raises(LoadError, match="recurrent states of 64 slots"):
+        base.new_cache(64, 64, memory=1)
