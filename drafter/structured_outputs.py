@@ -25,7 +25,6 @@ class StructuredOutputs:
         regex: A regular expression that matches the whole output.
         choice: Texts of which the output is one.
         grammar: A context-free grammar in Lark's notation.
-        calls: Calls of functions, which the endpoint makes of `tools`.
 
     Raises:
         RequestError: None or several are given, or one is of the wrong type or too long.
@@ -36,7 +35,6 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
-    calls: Calls | None = None
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -48,12 +46,11 @@ class StructuredOutputs:
             if text is not None and not (isinstance(text, str) and text):
                 raise RequestError(f"structured_outputs.{name} must be a text that is not empty, not {shown(text)}")
         object.__setattr__(self, "choice", _choices(self.choice))
-        object.__setattr__(self, "calls", Calls.of(self.calls))
         given = [one.name for one in fields(self) if getattr(self, one.name)]
         if len(given) != 1:
             named = ", ".join(one.name for one in fields(self))
             raise RequestError(f"structured_outputs must have one of {named}, not {' and '.join(given) or 'none'}")
-        if (length := len(self._text(given[0]))) > LONGEST:
+        if (length := len(self._text())) > LONGEST:
             raise RequestError(
                 f"structured_outputs.{given[0]} may have up to {LONGEST} characters, and has {length}: make it smaller"
             )
@@ -64,9 +61,9 @@ class StructuredOutputs:
                 f"structured_outputs.{given[0]} has {error.object[error.start]!r}, half a character: remove it"
             ) from error
 
-    def _text(self, kind: str) -> str:
-        value = getattr(self, kind)
-        return value.text if isinstance(value, Calls) else "" if value is True else "".join(value)
+    def _text(self) -> str:
+        """Return the characters of the one that is given."""
+        return "".join(self.choice) or self.json or self.regex or self.grammar or ""
 
     @property
     def kind(self) -> str:
@@ -80,9 +77,24 @@ class StructuredOutputs:
             return given
         if not isinstance(given, Mapping):
             raise RequestError(f"structured_outputs must be an object with a schema or the like, not {shown(given)}")
-        if problem := unknown_setting(given, cls):
+        kind = CallOutputs if given.get("calls") is not None else cls
+        if problem := unknown_setting(given, kind):
             raise RequestError(f"structured_outputs: {problem}")
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return kind(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class CallOutputs(StructuredOutputs):
+    """Calls of functions, which the endpoint makes of a body's `tools`: no setting of users."""
+
+    calls: Calls | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", Calls.of(self.calls))
+        super().__post_init__()
+
+    def _text(self) -> str:
+        return "" if self.calls is None else self.calls.text
 
 
 def _schema_text(schema: Any) -> str:

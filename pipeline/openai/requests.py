@@ -13,7 +13,7 @@ from drafter.calls import CallForm
 from drafter.errors import RequestError
 from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
-from drafter.structured_outputs import StructuredOutputs
+from drafter.structured_outputs import CallOutputs
 from drafter.text.conversation import Conversation
 from pipeline.openai.errors import (
     OpenAIError,
@@ -113,7 +113,7 @@ class ParsedRequest:
         if form is None:  # calls stay text
             return replace(self, tools=None)
         try:
-            wanted = StructuredOutputs(calls=self.tools.calls(form, self.settings.get("structured_outputs")))
+            wanted = CallOutputs(calls=self.tools.calls(form, self.settings.get("structured_outputs")))
         except RequestError as error:
             refusal = self.unusable_output(str(error))
             raise refusal or bad_request(f"Invalid 'tools': {error}.", "tools", "invalid_value") from error

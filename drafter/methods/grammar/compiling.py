@@ -11,11 +11,12 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from drafter.calls import Calls
 from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
 from drafter.methods.grammar.schemas import Place, checked_schema, places, pointer, refusal
-from drafter.structured_outputs import StructuredOutputs
+from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
 LIMITS = LLParserLimits(
     max_items_in_row=10_000,  # two for each optional property that may come next
@@ -61,14 +62,13 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
         case "choice":
             grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in asked.choice))
         case "calls":
-            assert asked.calls is not None
-            grammar = LLMatcher.grammar_from_lark(calls_grammar(asked.calls, added, _embedded))
+            grammar = LLMatcher.grammar_from_lark(calls_grammar(_calls(asked), added, _embedded))
         case _:
             grammar = LLMatcher.grammar_from_lark(_checked_grammar(asked.grammar or ""))
     matcher, place = _on_deep_stack(grammar, tokenizer, schema)
     if matcher.is_error():
-        if asked.calls is not None:  # the schema that is to blame has an error of its own, with its place
-            calls_grammar(asked.calls, added, partial(_alone, tokenizer=tokenizer))
+        if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
+            calls_grammar(_calls(asked), added, partial(_alone, tokenizer=tokenizer))
         reason = _reason(matcher.get_error())
         raise (
             RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
@@ -113,6 +113,12 @@ def _refused_place(schema: Any, reason: str) -> Place:
 
 def _by_schema(schema: Any) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_STYLE)
+
+
+def _calls(asked: StructuredOutputs) -> Calls:
+    assert isinstance(asked, CallOutputs)
+    assert asked.calls is not None
+    return asked.calls
 
 
 def _read(schema: str) -> Any:

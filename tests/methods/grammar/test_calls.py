@@ -15,7 +15,7 @@ from drafter.calls import CallForm, Calls
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
 from drafter.methods.grammar.grammars import Grammars
-from drafter.structured_outputs import StructuredOutputs
+from drafter.structured_outputs import CallOutputs, StructuredOutputs
 from drafter.text.tokenizers import load_tokenizer
 
 TAGGED = CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
@@ -45,7 +45,7 @@ def tokens(request: pytest.FixtureRequest) -> bool:
 
 
 def guide_of(tokens: bool, form: CallForm, **more: Any) -> Guide:
-    return grammars(tokens)[1].guide(StructuredOutputs(calls=Calls(form, FUNCTIONS, **more)), [5])
+    return grammars(tokens)[1].guide(CallOutputs(calls=Calls(form, FUNCTIONS, **more)), [5])
 
 
 def follows(guide: Guide, text: str, tokens: bool) -> str:
@@ -143,7 +143,7 @@ def test_a_record_and_a_call_without_a_mark_cannot_be_told_apart() -> None:
 
 @pytest.mark.parametrize("schema", ['{"unevaluatedProperties":false}', '{"properties":{"x":{"pattern":"("}}}'])
 def test_the_function_whose_schema_cannot_be_followed_is_named(schema: str) -> None:
-    asked = StructuredOutputs(calls=Calls(TAGGED, (*FUNCTIONS, ("odd", schema)), otherwise=""))
+    asked = CallOutputs(calls=Calls(TAGGED, (*FUNCTIONS, ("odd", schema)), otherwise=""))
     with pytest.raises(RequestError, match=r"^structured_outputs\.calls: arguments of the function 'odd': "):
         grammars(False)[1].guide(asked, [5])
 
@@ -151,7 +151,7 @@ def test_the_function_whose_schema_cannot_be_followed_is_named(schema: str) -> N
 def test_calls_go_through_json() -> None:
     """As rows' settings do, on their way to an engine."""
     for form in FORMS.values():
-        asked = StructuredOutputs(calls=Calls(form, FUNCTIONS, several=False, otherwise=""))
+        asked = CallOutputs(calls=Calls(form, FUNCTIONS, several=False, otherwise=""))
         assert StructuredOutputs.of(json.loads(json.dumps(asdict(asked)))) == asked
     wrong: Any
     for wrong in ({}, {"form": {}, "functions": []}, {"form": {}, "functions": [["a", 1]]}, 3):
