@@ -120,10 +120,9 @@ class Mixer:
         before = {
             key: torch.randn(rows, *shape.sizes, generator=random).to(shape.device) for key, shape in shapes.items()
         }
-        paths, fits = _probe_paths(hidden.device), alike.at_once is not None
-        self.reads_on = alike.reads_on
+        paths, self.reads_on, fits = _probe_paths(hidden.device), alike.reads_on, alike.at_once is not None
         if alike is self:
-            exact = Mixer(_exact_copy(self.module))
+            exact, self.at_once = Mixer(_exact_copy(self.module)), None
             self.reads_on, fits = exact._reads_on_from_states(hidden, before), exact._fits_trees(hidden, before, paths)
         # accelerate's hook moves weights when a module is called, and this calls the code inside.
         if fits and not hasattr(self.module, "_hf_hook"):
