@@ -7,6 +7,7 @@ node's token alone, from its parent's state, exactly as in plain decoding.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -28,7 +29,7 @@ _UPDATES = {"update_conv_state", "update_recurrent_state"}  # called by all mixe
 _PROBE_PARENTS = torch.tensor([[0, 0, 1, 0, 2, 1, 4], [0, 0, 0, 2, 3, 3, 5]])
 """Parents in two trees that a mixer is tried with; texts that it is tried with have as many tokens."""
 _ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
-_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1  # largest difference between the two ÷ the largest number
+_TOLERANCE = 1e-3  # largest difference ÷ the largest number
 
 
 def state_shapes(layers: Iterable[Any]) -> LayerStates:
@@ -67,10 +68,11 @@ def find_mixers(
             mixers[layer] = Mixer.of(module)
     if mixers.keys() != shapes.keys():
         raise unknown
+    proved: dict[type, Mixer] = {}  # of each class, one mixer
     with torch.inference_mode():
         for layer, mixer in mixers.items():
             try:
-                mixer.prove(shapes[layer], width)
+                mixer.prove(shapes[layer], width, proved.setdefault(type(mixer.module), mixer))
             except _ERRORS as error:
                 raise unknown from error
     return sum(mixer.node_bytes for mixer in mixers.values())
@@ -103,51 +105,58 @@ class Mixer:
         hidden: Tensor = next(iter(given.values()))
         return self._prompts(view, hidden) if isinstance(view.nodes, PromptNodes) else self._tree(view, hidden)
 
-    def prove(self, shapes: Mapping[Key, StateShape], width: int) -> None:
-        """Find out what gives the numbers of one token after the other, by random tokens behind random states."""
+    def prove(self, shapes: Mapping[Key, StateShape], width: int, alike: Mixer) -> None:
+        """Find out how it may be run, by random tokens behind random states, in float32.
+
+        Args:
+            alike: This mixer, or another one of the same class for which it is known.
+        """
         self.node_bytes = sum(shape.nbytes for shape in shapes.values())
         weight = next(self.module.parameters())
         if weight.is_meta:  # where sizes are counted, without numbers
             return
-        random = torch.Generator().manual_seed(0)
-        rows, nodes = _PROBE_PARENTS.shape
-        hidden = torch.randn(rows, nodes, width, generator=random).to(weight)
+        random, (rows, nodes) = torch.Generator().manual_seed(0), _PROBE_PARENTS.shape
+        hidden = torch.randn(rows, nodes, width, generator=random).to(weight.device)
         before = {
-            key: torch.randn(rows, *shape.sizes, generator=random).to(shape.device, shape.dtype)
-            for key, shape in shapes.items()
+            key: torch.randn(rows, *shape.sizes, generator=random).to(shape.device) for key, shape in shapes.items()
         }
-        outputs, states = self._one_by_one(hidden, _cloned(before))
-        try:
-            found, ends = self._call(hidden, _cloned(before))
-            self.reads_on = _alike(found, outputs) and all(_alike(ends[key], states[key]) for key in states)
-        except _ERRORS:
-            self.reads_on = False
-        if not hasattr(self.module, "_hf_hook"):  # accelerate's, which moves weights when it is called
-            self.at_once = self._tree_mixing(hidden, before)
+        paths, self.reads_on, fits = _probe_paths(hidden.device), alike.reads_on, alike.at_once is not None
+        if alike is self:
+            exact, self.at_once = Mixer(_exact_copy(self.module)), None
+            self.reads_on, fits = exact._reads_on_from_states(hidden, before), exact._fits_trees(hidden, before, paths)
+        # accelerate's hook moves weights when a module is called, and this calls the code inside.
+        if fits and not hasattr(self.module, "_hf_hook"):
+            self.at_once = TreeMixing(self.module, self._cache_name)
+            states = {key: one.to(shapes[key].dtype) for key, one in before.items()}
+            _, run = self.at_once(hidden.to(weight), states, paths)
+            self.node_bytes = run.nbytes // (rows * nodes)
 
-    def _tree_mixing(self, hidden: Tensor, before: States) -> TreeMixing | None:
-        """Return what runs trees at once, if it gives the same as one depth after the other."""
-        rows, nodes = _PROBE_PARENTS.shape
-        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
-        for place in range(1, nodes):
-            ancestors[:, place] |= ancestors[torch.arange(rows), _PROBE_PARENTS[:, place]]
-        paths = TreePaths(_PROBE_PARENTS.to(hidden.device), ancestors.to(hidden.device))
-        expected, after = self._by_depth(hidden, _cloned(before), paths)
+    def _reads_on_from_states(self, hidden: Tensor, states: States) -> bool:
+        """Return whether a text in two parts, each read at once, gives what it gives as a whole."""
+        nothing, half = dict.fromkeys(states), hidden.shape[1] // 2
+        whole, end = self._call(hidden, nothing)
+        _, between = self._call(hidden[:, :half], nothing)
+        try:
+            rest, other_end = self._call(hidden[:, half:], between)
+        except _ERRORS:
+            return False
+        return _alike(rest, whole[:, half:]) and all(_alike(other_end[key], end[key]) for key in end)
+
+    def _fits_trees(self, hidden: Tensor, before: States, paths: TreePaths) -> bool:
+        """Return whether a tree at once gives what it gives one depth after the other."""
+        (rows, nodes), (expected, after) = hidden.shape[:2], self._by_depth(hidden, _cloned(before), paths)
         every = torch.cartesian_prod(torch.arange(rows), torch.arange(nodes)).to(hidden.device)
         row, node = every.unbind(1)
         try:
-            mixing = TreeMixing(self.module, self._cache_name)
-            found, run = mixing(hidden, _cloned(before), paths)
+            found, run = TreeMixing(self.module, self._cache_name)(hidden, _cloned(before), paths)
             states = {key: chosen(row, node) for key, chosen in run.after.items()}
         except _ERRORS:
-            return None
-        if states.keys() != after.keys():
-            return None
-        both = [(found, expected), *((states[key], after[key](row, node)) for key in after)]
-        if not all(_alike(one, other) for one, other in both):
-            return None
-        self.node_bytes = run.nbytes // (rows * nodes)
-        return mixing
+            return False
+        return (
+            states.keys() == after.keys()
+            and _alike(found, expected)
+            and all(_alike(state, after[key](row, node)) for key, state in states.items())
+        )
 
     def _tree(self, view: StateView, hidden: Tensor) -> Tensor:
         """Run a tree's nodes `[B, N, d]`, or packed `[1, M, d]`, from the states of their parents."""
@@ -271,6 +280,24 @@ def _only_nodes(states: States) -> dict[Key, Chosen]:
     return {key: partial(_at, one[:, None]) for key, one in states.items()}
 
 
+def _probe_paths(device: torch.device) -> TreePaths:
+    rows, nodes = _PROBE_PARENTS.shape
+    ancestors, row = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1), torch.arange(rows)
+    for node in range(1, nodes):
+        ancestors[:, node] |= ancestors[row, _PROBE_PARENTS[:, node]]
+    return TreePaths(_PROBE_PARENTS.to(device), ancestors.to(device))
+
+
+def _exact_copy(module: nn.Module) -> nn.Module:
+    """Return a module in float32, with the forward of its class."""
+    mixer = vars(module).pop("forward", None)
+    try:
+        with torch.inference_mode(False):  # whose tensors have no version, which prepacked layers compare
+            return copy.deepcopy(module).float()
+    finally:
+        if mixer is not None:
+            module.forward = mixer
+
+
 def _alike(one: Tensor, other: Tensor) -> bool:
-    tolerance = _TOLERANCE if one.dtype == torch.float32 else _HALF_TOLERANCE
-    return bool((one - other).abs().amax() <= tolerance * other.abs().amax())
+    return bool((one - other).abs().amax() <= _TOLERANCE * other.abs().amax())

@@ -1,4 +1,4 @@
-"""The target model: any decoder-only softmax-attention causal LM of transformers, its modeling code unforked."""
+"""The target model: any decoder-only causal LM of transformers that passes the proof, its modeling code unforked."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ def prove_tree_decoding(base: Candidate, texts: list[Tensor], plain: list[Tensor
             _refuse_encoder(base, text, expected)
             raise LoadError(
                 f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
-                "itself; it cannot be a target model (state-space and linear attention, ALiBi, and models that make "
-                "windows of their own cannot)"
+                "itself; it cannot be a target model (ALiBi, and models that make windows of their own, cannot)"
             )
     if len(widths) > 1:
         raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a target model")

@@ -31,7 +31,7 @@ from tests.support.models import (
 )
 
 MAIN = ("lfm2", "qwen3_5_text")
-NEW = 18
+NEW = 12
 
 
 @cache
@@ -72,7 +72,7 @@ def test_every_drafter_gives_the_tokens_of_generate(family: str) -> None:
         found = run_engine(base_of(family), make(family), requests_of(family), max_num_seqs=3, num_draft_tokens=10)
         assert [one.token_ids for one in found] == greedy(family)[1], name
         if name == "oracle":
-            assert sum(one.counts.num_accepted_draft_tokens for one in found) > 30
+            assert sum(one.counts.num_accepted_draft_tokens for one in found) > 20
 
 
 @pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
