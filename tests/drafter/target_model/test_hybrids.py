@@ -14,7 +14,6 @@ from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
@@ -60,7 +59,6 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "none": lambda family: PlainDecoding(),
     "oracle": oracle,
     "adversarial": lambda family: AdversarialDrafter(0),
-    "ngram": lambda family: NgramDrafter(),
     "ctc": lambda family: make_head(base_of(family), "ctc").drafter(base_of(family), 8),
 }
 
