@@ -1,0 +1,106 @@
+"""Which state belongs to a slot's text, whatever happened in its slot before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafter.target_model.nodes import prompt_nodes
+from drafter.target_model.state_cache import Key, StateCache, StateShape, StateView
+from tests.support.caches import tree_nodes
+
+KEY: Key = ("recurrent", 0)
+LAYER, VIEW = 0, 1
+
+
+def new_cache(slots: int = 3) -> StateCache:
+    cpu = torch.device("cpu")
+    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4)
+
+
+def read_prompt(cache: StateCache, slot: int, length: int, state: float, before: float | None = None) -> None:
+    """Read a text to its end, and also its last token alone if the state `before` it is given."""
+    keep = 0 if before is None else 1
+    cache.views(prompt_nodes(slot, [torch.zeros(length, dtype=torch.long)], [0], (), keep), ())
+    earlier = None if before is None else {KEY: torch.tensor([[before]])}
+    cache.put(slot, LAYER, earlier, {KEY: torch.tensor([[state]])})
+
+
+def step(cache: StateCache, lengths: Sequence[int], after: Sequence[Sequence[float]]) -> list[float]:
+    """Run trees, one node below the other, whose nodes have these states; return the states of the texts."""
+    states, nodes = torch.tensor(after), len(after[0])
+    ancestors = torch.ones(nodes, nodes).tril().bool().expand(len(after), -1, -1)
+    tokens = torch.zeros(len(after), nodes, dtype=torch.long)
+    trees = tree_nodes(tokens, torch.tensor(lengths), torch.arange(nodes).expand(len(after), -1), ancestors, 64)
+    view = cache.views(trees, ())[VIEW]
+    assert isinstance(view, StateView)
+
+    def chosen(row: Tensor, node: Tensor) -> Tensor:
+        return states[row, node][:, None]
+
+    cache.nodes[LAYER] = {KEY: chosen}
+    return [float(one) for one in view.committed(LAYER)[KEY][:, 0]]
+
+
+def commit(cache: StateCache, lengths: Sequence[int], path: Sequence[Sequence[int]]) -> None:
+    cache.commit(torch.tensor(lengths), torch.tensor(path), slice(0, len(path)))
+
+
+def test_a_step_that_is_not_committed_loses_nothing() -> None:
+    cache = new_cache()
+    read_prompt(cache, 0, 5, 1.5)
+    assert step(cache, [5], [[2.0, 3.0]]) == [1.5]
+    commit(cache, [5], [[0, 1]])
+    assert step(cache, [5], [[4.0, 5.0]]) == [1.5]  # as after a failure, where the length has stayed
+    commit(cache, [5], [[0, 0]])
+    assert step(cache, [6], [[6.0, 7.0]]) == [4.0]
+    commit(cache, [6], [[0, 1]])
+    assert step(cache, [8], [[0.0]]) == [7.0]
+
+
+def test_a_prompts_last_token_may_be_committed_or_not() -> None:
+    cache = new_cache()
+    read_prompt(cache, 0, 5, 2.5, before=1.5)
+    assert step(cache, [4], [[9.0]]) == [1.5]
+    assert step(cache, [5], [[9.0]]) == [2.5]
+
+
+def test_a_recycled_slot_begins_with_nothing() -> None:
+    cache = new_cache()
+    read_prompt(cache, 0, 3, 1.5)
+    assert step(cache, [3], [[2.0]]) == [1.5]
+    commit(cache, [3], [[0]])
+    assert step(cache, [0], [[3.0, 4.0, 5.0]]) == [0.0]
+    commit(cache, [0], [[0, 1, 2]])
+    # Three tokens long, as the text before was once.
+    assert step(cache, [3], [[6.0]]) == [5.0]
+
+
+def test_a_row_that_is_not_sound_keeps_its_state_and_leaves_none_behind() -> None:
+    cache = new_cache(2)
+    read_prompt(cache, 0, 5, 1.5)
+    read_prompt(cache, 1, 7, 2.5)
+    step(cache, [5, 7], [[torch.nan, torch.nan], [3.0, 4.0]])
+    commit(cache, [5, 7], [[0, 1], [0, 1]])
+    cache.scrub(torch.tensor([5, 7]), 2, torch.tensor([True, False]), slice(0, 2))
+    assert all(bool(one.isfinite().all()) for one in cache.buffers[LAYER].values())
+    assert step(cache, [5, 9], [[0.0], [0.0]]) == [1.5, 4.0]
+    assert step(cache, [7, 7], [[0.0], [0.0]]) == [0.0, 2.5]
+
+
+def test_a_prompts_state_is_shared_and_moves_with_its_slot() -> None:
+    cache = new_cache()
+    read_prompt(cache, 0, 5, 1.5)
+    step(cache, [5], [[2.0]])
+    commit(cache, [5], [[0]])
+    cache.move(0, 1, 6)
+    assert (cache.shareable(1, 4), cache.shareable(1, 9)) == (0, 5)
+    cache.copy(1, 0, 5)
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [1.5, 2.0]
+    cache.clear(1)
+    assert cache.shareable(1, 9) == 0
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [1.5, 0.0]
+    cache.zero()
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [0.0, 0.0]
