@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from drafter.calls import Calls
-from drafter.errors import RequestError, shown, unknown_setting
+from drafter.errors import RequestError, first_line, shown, unknown_setting
 
 MOST_CHOICES = 1000
 LONGEST = 120_000
@@ -99,7 +99,10 @@ class CallOutputs(StructuredOutputs):
 
 def _schema_text(schema: Any) -> str:
     if isinstance(schema, type) and callable(made := getattr(schema, "model_json_schema", None)):
-        schema = made()
+        try:
+            schema = made()
+        except Exception as error:  # Pydantic has many, of types that have no schema
+            raise RequestError(f"structured_outputs.json: {schema.__name__}: {first_line(error)}") from error
     try:
         if isinstance(schema, str):
             schema = json.loads(schema, parse_constant=_refuse_constant)

@@ -326,8 +326,9 @@ def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]
     values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
     for name, inner in get_type_hints(kind).items():
         if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
-            if isinstance(values[name], Namespace):  # a group that may be left out, which its owner makes of a mapping
-                values[name] = vars(values[name])
+            groups = [one for one in get_args(inner) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+            if groups and isinstance(values[name], Namespace):  # a group that may be left out
+                values[name] = groups[0](**vars(values[name]))
             continue
         if not isinstance(values[name], Namespace):
             raise InputError(f"{prefix}{name} must be a group of settings, not {values[name]!r}")

@@ -94,7 +94,7 @@ def test_the_code_of_a_page_runs_block_after_block(page: str, least: int) -> Non
     blocks = python_of(ROOT / page)
     try:
         for block in blocks:
-            exec(compile(block, page, "exec"), names)
+            exec(compile(block, page, "exec", dont_inherit=True), names)
     finally:
         if "lm" in names:
             names["lm"].close()

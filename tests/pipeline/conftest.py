@@ -237,6 +237,7 @@ class FinishedJob:
         """Have the job go on, as after a driver that died: what is missing in the output is to be made again."""
         file = self.outcome.folder / "run.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running"}))
+        (self.outcome.folder / "_temporary").mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,11 @@ def test_what_stands_beside_messages_goes_to_the_template(model: Path, tmp_path:
     assert "it reads no thinkin, which would have no effect" in refused
     (text,) = requests(tmp_path, [{"prompt": "how many"}], PromptSource("prompt"), **every)
     assert tokenizer.decode(text["prompt_ids"]) == "how many friend"
-    body = {"model": "m", "messages": [user], "tools": [{"type": "function", "function": {}, "name": "pens"}]}
+    body = {
+        "model": "m",
+        "messages": [user],
+        "tools": [{"type": "function", "function": {"name": "pens"}, "name": "pens"}],
+    }
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": json.dumps(body), "sample": 0}
     (batch,) = requests(tmp_path, [line], PromptSource("body", "openai"), **every)
     assert tokenizer.decode(batch["prompt_ids"]) == "pens how many friend"

@@ -245,7 +245,9 @@ def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint)
     log = endpoint.log.read_text(encoding="utf-8")
     assert "Traceback" not in log
     stopping = "stopping: open requests may end; a second signal ends them\n"
-    assert log.endswith(stopping), log  # and no error after it
+    assert stopping in log
+    after = log.partition(stopping)[2].splitlines()
+    assert all(line.startswith("WARNING") for line in after), log  # Ray's, of a machine that is busy, and no error
     assert any(endpoint.session.rglob("replica_*.log"))
     for folder in (endpoint.log.parent, endpoint.session):
         found = subprocess.run(["grep", "-rlE", f"{KEY}|sk-wrong-key", folder], capture_output=True, text=True)
