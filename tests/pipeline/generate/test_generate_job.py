@@ -304,7 +304,7 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     (tmp_path / "in").mkdir()
     pa.parquet.write_table(table, tmp_path / "in" / "a.parquet")
     settings = ("--reading.messages_column", "chat", "--reading.id_column", "key")
-    done = run(tmp_path / "in", *settings, "--writing.per_step_accepted", "false", drafter="none")
+    done = run(tmp_path / "in", *settings, drafter="none")
     assert done.code == 0, done.stderr
     assert [row["request_id"] for row in done.rows] == ["30", "10", "20"]
     assert [row["chat"] for row in done.rows] == chats
@@ -314,4 +314,4 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     assert done.errors == []
     assert "speculation none: every step was plain decoding" in done.stdout
     # Columns that were not asked for are not there.
-    assert not {"sample", "logprobs", "per_step_accepted"} & set(done.rows[0])
+    assert not {"sample", "logprobs"} & set(done.rows[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-address, model, prompt, tokenizer = sys.argv[1:]
+address, model, prompt, tokenizer = sys.argv[1:5]
 ANSWERS = ["red and blue", "nothing at all"]
 TASK = """
 task: {name}
