@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from drafter.acceptance.choices import bits
+from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.guiding import guided, masks
+from drafter.engine.guiding import guided, masks, under_guides
 from drafter.errors import RequestError
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
@@ -82,6 +84,25 @@ def test_each_node_has_a_mask_of_its_own() -> None:
     allowed = [set(row.nonzero()[:, 0].tolist()) for row in bits(found[0], WORDS)]
     assert allowed == [{3, 5}, {69, 31}, {4, 2}, {32}]
     assert bool(bits(masks(FORK, [None], WORDS)[0], WORDS).all())
+
+
+@pytest.mark.parametrize("tree", [FORK, None])
+def test_masks_are_made_of_what_the_host_knows(tree: TokenTree | None) -> None:
+    """The verified trees are on a device whose numbers cannot be read, as those of a GPU that is at work."""
+    meta = TokenTree(*(part.to("meta") for part in vars(FORK).values()))
+    logits, hidden = (torch.empty(1, 4, width, device="meta") for width in (WORDS, 0))
+    verified = Verified(meta, meta.ancestors(), 2, logits, hidden)
+    assert under_guides([None], tree, verified) is verified
+    filled: list[list[int]] = []
+
+    class Noting(RuleGuide):
+        def fill(self, mask: Tensor) -> None:
+            filled.append(list(self.output))
+
+    allowed = under_guides([Noting(phrases((3,), (5, 4)), WORDS, EOS)], tree, verified).allowed
+    assert allowed is not None
+    assert (allowed.shape, allowed.device.type) == ((1, 4, 3), "meta")
+    assert filled == ([[], [3], [5], [5, 4]] if tree is FORK else [[]])
 
 
 @st.composite
