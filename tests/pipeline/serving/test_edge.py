@@ -25,6 +25,7 @@ from pipeline.serving.config import EdgeConfig
 from pipeline.serving.keys import read_keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
+from tests.support.guides import hold_new
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -209,6 +210,20 @@ def answer(socket: ClientConnection) -> Message:
 def ask(socket: ClientConnection, message: Message) -> Message:
     socket.send(write(message))
     return answer(socket)
+
+
+def test_a_schema_that_takes_its_time_delays_no_other_session(
+    plain: SpeculativeLM, verifying: SpeculativeLM, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = hold_new(verifying.engine.guides, monkeypatch)
+    (case,) = cases(plain, 1)
+    request = {"prompt": case[0], "structured_outputs": {"choice": ["nobody has asked for this"]}}
+    with talk(address) as socket:
+        socket.send(write(Open("0" * 32, vocabulary_digest(plain.tokenizer), request)))
+        assert begun.wait(PATIENCE)
+        assert device(plain, address, case, 1.0).generate(case[0], case[1]).token_ids == case[2].token_ids
+        may_go_on.set()
+        assert isinstance(answer(socket), Opened)
 
 
 def test_repeated_stale_and_early_drafts(plain: SpeculativeLM, address: str) -> None:
