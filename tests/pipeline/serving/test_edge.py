@@ -123,6 +123,30 @@ def test_real_drafters_and_messages(plain: SpeculativeLM, model: Path, address: 
                 assert stream.counts.num_accepted_draft_tokens > 0
 
 
+OUTPUTS: list[Any] = [
+    {"json": {"properties": {"kind": {"enum": ["apple", "pear"]}, "ripe": {"type": "boolean"}}}},
+    {"regex": "[a-f]{3,9} pens"},
+    {"choice": ["apples", "apples and pens"]},
+    {"json_object": True},
+    {"grammar": 'start: "pens" | "pears" start'},
+]
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=lambda one: next(iter(one)))
+def test_records_are_those_of_one_process(plain: SpeculativeLM, address: str, outputs: Any) -> None:
+    """Greedy and sampled, by the default drafter and by one that knows nothing."""
+    prompt = plain.encode("how many apples")
+    for drafter, temperature in ((None, 0.0), ("none", 0.9)):
+        sampling = SamplingParams(40, temperature, seed=3, structured_outputs=outputs)
+        expected = plain.generate(prompt, sampling)[0]
+        found = EdgeLM(address, drafter, tokenizer=plain.tokenizer).generate(prompt, sampling)
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            expected.token_ids,
+            expected.text,
+            expected.finish_reason,
+        )
+
+
 def run_through_faults(plain: SpeculativeLM, address: str, count: int, seed: int) -> dict[str, int]:
     some = cases(plain, 8)
     chosen = random.Random(seed)
