@@ -103,9 +103,18 @@ class MatrixStruct(ctypes.Structure):
     _fields_ = _fields((Pointer, "weights bias"), (_I64, "inputs outputs"), (_I32, "half unused"))
 
 
+class ExpertsStruct(ctypes.Structure):
+    _fields_ = _fields(
+        (MatrixStruct, "router"), (ctypes.POINTER(MatrixStruct), "gate_up down"), (_I64, "taken normed")
+    )
+
+
 class LayerStruct(ctypes.Structure):
     _fields_ = _fields(
-        (Pointer, "attention_norm mlp_norm query_norm key_norm"), (MatrixStruct, "qkv output gate_up down")
+        (Pointer, "attention_norm mlp_norm attention_after mlp_after query_norm key_norm cosines sines"),
+        (_I64, "window"),
+        (ctypes.POINTER(ExpertsStruct), "experts"),
+        (MatrixStruct, "qkv output gate_up down"),
     )
 
 
@@ -114,9 +123,9 @@ class DecoderStruct(ctypes.Structure):
         (ctypes.POINTER(LayerStruct), "layers"),
         (Pointer, "embedding final_norm"),
         (MatrixStruct, "head"),
-        (Pointer, "cosines sines"),
-        (_I64, "positions hidden heads kv_heads head_size intermediate vocabulary"),
-        (_F32, "epsilon scale"),
+        (_I64, "positions hidden heads kv_heads head_size rotated vocabulary joint_heads"),
+        (_F32, "epsilon scale score_cap embedding_scale residual_scale logit_scale logit_cap"),
+        (_I32, "gate"),
     )
 
 

@@ -111,7 +111,7 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
 
     Empty for a decoder without attention.
     """
-    kinds = set(_kinds_of_layers(config)) - _MASKLESS
+    kinds = set(layer_kinds(config)) - _MASKLESS
     return {
         kind: (
             config.sliding_window if kind == "sliding_attention" else None,
@@ -124,7 +124,7 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
 def whole_layers(config: Any) -> frozenset[int]:
     """Return the decoder's layers, counted from 0, whose attention has neither window nor chunks."""
     kinds = attention_kinds(config)
-    return frozenset(number for number, kind in enumerate(_kinds_of_layers(config)) if kinds.get(kind) == (None, None))
+    return frozenset(number for number, kind in enumerate(layer_kinds(config)) if kinds.get(kind) == (None, None))
 
 
 def state_layers(config: Any) -> frozenset[int]:
@@ -140,8 +140,8 @@ def maskless_kinds(config: Any) -> frozenset[str]:
     return frozenset(_MASKLESS) if kinds & (_MASKLESS | _BOTH.keys()) else frozenset()
 
 
-def _kinds_of_layers(config: Any) -> list[str]:
-    """Return the kind of each layer, by the name of its mask."""
+def layer_kinds(config: Any) -> list[str]:
+    """Return the kind of each of a decoder's layers, by transformers' name of its mask."""
     if of_layers := getattr(config, "layer_types", None):
         return [_BOTH.get(kind, kind) for kind in of_layers]
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,6 +44,9 @@ class Executor(Protocol):
             the logits `[keep, V]` at the end of the only one and hidden states `[ΣP, K · d]`. None where no logits are
             asked for.
         """
+
+    def windows_up_to(self, longest: int) -> AbstractContextManager[None]:
+        """Shorten layers' windows to `longest` tokens within a `with` block, so that short texts pass them."""
 
 
 class DecoderLayers:
@@ -141,6 +144,16 @@ class ModelCode:
             return self._forward(cache, nodes, self._verify)
         with self._layers.only_first(cache.depth):
             return self._forward(cache, nodes, self._run)
+
+    @contextmanager
+    def windows_up_to(self, longest: int) -> Iterator[None]:
+        """See `Executor.windows_up_to`."""
+        kinds = self._kinds
+        self._kinds = {kind: (window and min(window, longest), chunk) for kind, (window, chunk) in kinds.items()}
+        try:
+            yield
+        finally:
+            self._kinds = kinds
 
     def _forward(
         self, cache: TargetCache, nodes: PromptNodes | TreeNodes, verify: Verify

@@ -1,8 +1,11 @@
-"""Forwards of Llama-like models on a CPU by the C++ library: the same numbers up to rounding, much faster."""
+"""Forwards of a model on a CPU by the C++ library: the same numbers up to rounding, much faster."""
 
 from __future__ import annotations
 
 import ctypes
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,29 +14,31 @@ from torch import Tensor, nn
 
 from drafter.native.build import (
     DecoderStruct,
+    ExpertsStruct,
     ForwardStruct,
     LayerStruct,
+    MatrixStruct,
     PackedWeights,
     Pointer,
     UnsuitableError,
     library,
 )
-from drafter.target_model.architecture import attention_kinds
+from drafter.target_model.architecture import attention_kinds, layer_kinds, max_positions
+from drafter.target_model.blocks import FAMILIES
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.kv_cache import KVCache
 from drafter.target_model.nodes import PromptNodes, TreeNodes
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types of transformers with this structure: RMSNorm, rotary positions, grouped queries, gated SiLU."""
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings whose frequencies do not depend on the text's length."""
-
+_GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+"""Rotary embeddings whose frequencies do not depend on the text's length, up to `max_positions`."""
+_ENDLESS = (1 << 63) - 1  # the window of a layer that sees the whole text
 
 Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 
 
 class NativeDecoder:
-    """`Executor` for a Llama-like decoder in fp32; `config` is the decoder's.
+    """`Executor` in fp32 for a decoder of one of the `FAMILIES`; `config` is the decoder's.
 
     Raises:
         BuildError: The library cannot be compiled here.
@@ -43,7 +48,9 @@ class NativeDecoder:
     def __init__(self, model: Any, decoder: Any, config: Any) -> None:
         _refuse_others(model, config)
         library()
+        self._block = FAMILIES[config.model_type](config)
         self._weights = PackedWeights()
+        self._kinds = layer_kinds(config)
         try:
             self._rotary: nn.Module = decoder.rotary_emb
             self._head_size: int = decoder.layers[0].self_attn.head_dim
@@ -53,42 +60,87 @@ class NativeDecoder:
             self._struct = self._decoder(model, decoder, config)
         except AttributeError as error:
             raise UnsuitableError(str(error)) from error
+        windows = {kind: window or _ENDLESS for kind, (window, _) in attention_kinds(config).items()}
+        for layer, kind in zip(self._layers, self._kinds, strict=True):
+            layer.window = windows[kind]
         self._vocabulary, self._hidden = decoder.embed_tokens.weight.shape
-        self._rotations: tuple[Tensor, Tensor] | None = None
+        self._longest = max_positions(config)
+        self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self._caches: WeakKeyDictionary[TargetCache, Addresses] = WeakKeyDictionary()
 
     def _layer(self, layer: Any) -> LayerStruct:
-        attention, mlp, weights = layer.self_attn, layer.mlp, self._weights
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]  # some families norm their heads
-        query_norm, key_norm = (None if norm is None else weights.address(norm.weight) for norm in norms)
-        return LayerStruct(
-            attention_norm=weights.address(layer.input_layernorm.weight),
-            mlp_norm=weights.address(layer.post_attention_layernorm.weight),
-            query_norm=query_norm,
-            key_norm=key_norm,
-            qkv=weights.matrix(*_joined(attention.q_proj, attention.k_proj, attention.v_proj)),
-            output=weights.matrix(*_joined(attention.o_proj)),
-            gate_up=weights.gated(*_joined(mlp.gate_proj, mlp.up_proj)),
-            down=weights.after_gate(*_joined(mlp.down_proj)),
+        attention, mlp, block, weights = layer.self_attn, layer.mlp, self._block, self._weights
+        struct = LayerStruct(
+            attention_norm=self._norm(layer, block.before_attention),
+            mlp_norm=self._norm(layer, block.before_mlp),
+            attention_after=self._norm(layer, block.after_attention),
+            mlp_after=self._norm(layer, block.after_mlp),
+            qkv=weights.matrix(*_joined([getattr(attention, name) for name in block.qkv])),
+            output=weights.matrix(*_joined([attention.o_proj])),
+        )
+        if hasattr(attention, "q_norm"):  # some families norm their heads
+            struct.query_norm, struct.key_norm = self._norm(attention, "q_norm"), self._norm(attention, "k_norm")
+        if hasattr(mlp, "experts"):
+            struct.experts = ctypes.pointer(self._experts(mlp))
+        else:
+            struct.gate_up = weights.gated(*_joined([getattr(mlp, name) for name in block.gate_up]))
+            struct.down = weights.after_gate(*_joined([mlp.down_proj]))
+        return struct
+
+    def _experts(self, mlp: Any) -> ExpertsStruct:
+        experts, router, weights = mlp.experts, mlp.gate, self._weights
+        gate_up = [weights.gated(weight) for weight in experts.gate_up_proj]
+        down = [weights.after_gate(weight) for weight in experts.down_proj]
+        return ExpertsStruct(
+            router=weights.matrix(router.weight),
+            gate_up=(MatrixStruct * len(gate_up))(*gate_up),
+            down=(MatrixStruct * len(down))(*down),
+            taken=router.top_k,
+            normed=router.norm_topk_prob,
         )
 
+    def _norm(self, owner: Any, name: str | None) -> int | None:
+        if name is None:
+            return None
+        weight = getattr(owner, name).weight
+        return self._weights.address(weight + self._block.norm_offset if self._block.norm_offset else weight)
+
     def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
-        weights, embedding = self._weights, decoder.embed_tokens.weight
+        block, embedding, attention = self._block, decoder.embed_tokens.weight, decoder.layers[0].self_attn
+        normed = len(attention.q_norm.weight) if hasattr(attention, "q_norm") else self._head_size
         return DecoderStruct(
             layers=self._layers,
-            embedding=weights.address(embedding),
-            final_norm=weights.address(decoder.norm.weight),
-            head=weights.matrix(*_joined(model.get_output_embeddings())),
+            embedding=self._weights.address(embedding),
+            final_norm=self._norm(decoder, "norm"),
+            head=self._weights.matrix(*_joined([model.get_output_embeddings()])),
             positions=0,
             hidden=embedding.shape[1],
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_size=self._head_size,
-            intermediate=self._layers[0].down.inputs,
             vocabulary=embedding.shape[0],
+            joint_heads=normed != self._head_size,
             epsilon=config.rms_norm_eps,
-            scale=decoder.layers[0].self_attn.scaling,
+            scale=attention.scaling,
+            score_cap=block.score_cap or 0,
+            embedding_scale=block.embedding_scale,
+            residual_scale=block.residual_scale,
+            logit_scale=block.logit_scale,
+            logit_cap=block.logit_cap or 0,
+            gate=_GATES[block.gate],
         )
+
+    @contextmanager
+    def windows_up_to(self, longest: int) -> Iterator[None]:
+        """See `Executor.windows_up_to`."""
+        windows = [layer.window for layer in self._layers]
+        for layer in self._layers:
+            layer.window = layer.window if layer.window == _ENDLESS else min(layer.window, longest)
+        try:
+            yield
+        finally:
+            for layer, window in zip(self._layers, windows, strict=True):
+                layer.window = window
 
     def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
         """See `Executor.forward`. Raises `IndexError` for a node outside the cache, or a token of no vocabulary."""
@@ -96,8 +148,9 @@ class NativeDecoder:
         which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
         taps, logits = nodes.hidden_layers, None
         hidden = _floats(rows, size, len(taps) * self._hidden)
-        if nodes.logits if isinstance(nodes, TreeNodes) else nodes.keep:
-            logits = _floats(rows, size, self._vocabulary)
+        kept = size * nodes.logits if isinstance(nodes, TreeNodes) else nodes.keep
+        if kept:
+            logits = _floats(rows, kept, self._vocabulary)
             if len(which) < rows * size:
                 logits.zero_()
                 hidden.zero_()
@@ -105,7 +158,7 @@ class NativeDecoder:
         if isinstance(nodes, TreeNodes):
             return logits, hidden
         return (
-            None if logits is None else logits[0, -nodes.keep :],
+            None if logits is None else logits[0],
             hidden[0] if nodes.packing is None else hidden.flatten(0, 1)[which],
         )
 
@@ -118,7 +171,7 @@ class NativeDecoder:
         hidden: Tensor,
         logits: Tensor | None,
     ) -> None:
-        """Run the nodes `which` `[M]`; fill `hidden` `[B, N, K · d]` and `logits` `[B, N, V]`, of a prompt the last."""
+        """Run the nodes `which` `[M]`; fill `hidden` `[B, N, K · d]` and `logits` `[B, N, V]`, of a prompt `[1, keep, V]`."""
         self._prepare_positions(cache.length)
         rows, size = nodes.tokens.shape
         # Kept until the call returns.
@@ -165,25 +218,32 @@ class NativeDecoder:
         return self._caches[cache]
 
     def _prepare_positions(self, count: int) -> None:
-        if count > self._struct.positions:
-            tables = self._rotary(torch.zeros(1, 1, 1, dtype=torch.float32), torch.arange(count)[None])
-            cosines, sines = (table[0, :, : self._head_size // 2].float().contiguous() for table in tables)
-            self._rotations = cosines, sines
-            self._struct.cosines, self._struct.sines = cosines.data_ptr(), sines.data_ptr()
-            self._struct.positions = count
+        # Some rotary embeddings change all frequencies past the longest text; tokens there are never emitted.
+        count = min(count, self._longest or count)
+        if count <= self._struct.positions:
+            return
+        inputs = torch.zeros(1, 1, 1, dtype=torch.float32), torch.arange(count)[None]
+        by_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        for kind in set(self._kinds):
+            tables = self._rotary(*inputs, *([kind] if by_kind else []))
+            cosines, sines = (table[0, :, : table.shape[2] // 2].float().contiguous() for table in tables)
+            self._rotations[kind] = cosines, sines
+            self._struct.rotated = 2 * cosines.shape[1]
+        for layer, kind in zip(self._layers, self._kinds, strict=True):
+            layer.cosines, layer.sines = (table.data_ptr() for table in self._rotations[kind])
+        self._struct.positions = count
 
 
 def _refuse_others(model: Any, config: Any) -> None:
     if config.model_type not in FAMILIES:
         raise UnsuitableError(f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}")
-    if config.hidden_act != "silu":
-        raise UnsuitableError(f"its activation is {config.hidden_act}, not silu")
-    if any(kind != (None, None) for kind in attention_kinds(config).values()):
-        raise UnsuitableError("some of its layers do not see the whole text")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _STATIC_ROPE:
-        raise UnsuitableError(f"its rotary positions ({kind}) depend on the text's length")
+    if (gate := FAMILIES[config.model_type](config).gate) not in _GATES:
+        raise UnsuitableError(f"its activation is {gate}, not {' or '.join(_GATES)}")
+    if any(chunk is not None for _, chunk in attention_kinds(config).values()):
+        raise UnsuitableError("some of its layers attend in chunks")
+    for kind in _rotary_kinds(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}):
+        if kind not in _STATIC_ROPE:
+            raise UnsuitableError(f"its rotary positions ({kind}) depend on the text's length")
     for name, tensor in model.named_parameters():
         if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
             raise UnsuitableError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on a CPU")
@@ -191,7 +251,14 @@ def _refuse_others(model: Any, config: Any) -> None:
             raise UnsuitableError(f"{name} is quantised")
 
 
-def _joined(*layers: Any) -> tuple[Tensor, Tensor | None]:
+def _rotary_kinds(parameters: dict[str, Any]) -> Iterator[str]:
+    """Yield the kinds of rotary positions, of all kinds of layers if each has parameters of its own."""
+    inside = [one for one in parameters.values() if isinstance(one, dict)]
+    for one in inside or [parameters]:
+        yield one.get("rope_type") or one.get("type") or "default"
+
+
+def _joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     """Stack weights `[outputs, inputs]` and biases `[outputs]` of linear layers with the same input."""
     for layer in layers:
         if not isinstance(layer, nn.Linear):

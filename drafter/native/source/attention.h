@@ -14,7 +14,7 @@
 // Sizes of a head, in vectors, that attention is compiled for.
 #define DRAFTER_HEAD_SIZES                                                                                        \
     DRAFTER_HEAD(1) DRAFTER_HEAD(2) DRAFTER_HEAD(3) DRAFTER_HEAD(4) DRAFTER_HEAD(5) DRAFTER_HEAD(6) DRAFTER_HEAD(8) \
-    DRAFTER_HEAD(10) DRAFTER_HEAD(12) DRAFTER_HEAD(16)
+    DRAFTER_HEAD(10) DRAFTER_HEAD(12) DRAFTER_HEAD(16) DRAFTER_HEAD(32)
 
 namespace drafter {
 
@@ -39,10 +39,10 @@ struct Lane {
     float* at(int64_t position) const {
         return first + (blocks[position / block] * block + position % block) * stride;
     }
-    // Call `work(position, numbers, count)` for runs of up to `kTile` positions that lie one behind another, up to `end`.
+    // Call `work(position, numbers, count)` for runs of up to `kTile` positions that lie one behind another.
     template <class Work>
-    void walk(int64_t end, const Work& work) const {
-        for (int64_t from = 0, count; from < end; from += count) {
+    void walk(int64_t begin, int64_t end, const Work& work) const {
+        for (int64_t from = begin, count; from < end; from += count) {
             count = std::min({kTile, block - from % block, end - from});
             work(from, at(from), count);
         }
@@ -117,63 +117,89 @@ struct Shape {
     int count() const { return nodes * kv_heads * heads; }
 };
 
+// What scores are made of products of queries and keys, and for which positions.
+struct Scoring {
+    float scale;
+    float cap = 0.0f;                                      // a score s becomes cap * tanh(s / cap); 0 for none
+    int64_t window = std::numeric_limits<int64_t>::max();  // positions that a node sees, backwards from its own
+};
+
 // Attention of some nodes of one row. Memory is read in the order in which it lies, whatever the number of heads.
 //
 // prefix: positions that all of the nodes see. ancestors: for each node, the cache positions behind the prefix that it
 // sees, in order; the last one is its own. queries(node, head), out(node, head): where they are.
+//
+// Positions before a node's window weigh exactly 0. Those before all windows are not read, and scores begin at a multiple
+// of a vector, so that each stays in its lane.
 template <int vectors, class Ancestors, class Queries, class Out>
-void attend(Lane keys, Lane values, int64_t prefix, Shape shape, float scale, const Ancestors& ancestors,
+void attend(Lane keys, Lane values, int64_t prefix, Shape shape, Scoring scoring, const Ancestors& ancestors,
             const Queries& queries, const Out& out, std::vector<float>& scratch) {
     constexpr int64_t kSize = vectors * kLanes;
     constexpr int kTogether = vectors <= 4 ? 4 : 1;  // queries whose sums fit into the registers
     const int count = shape.count(), each = shape.nodes * shape.heads;  // each: queries that share a KV head
-    int64_t longest = 0;
-    for (int node = 0; node < shape.nodes; ++node) longest = std::max<int64_t>(longest, ancestors(node).count);
-    const int64_t width = (prefix + longest + kLanes - 1) / kLanes * kLanes;
+    // The first position that a node sees, counted along its path.
+    auto first = [&](int node) {
+        return std::max<int64_t>(0, prefix + static_cast<int64_t>(ancestors(node).count) - scoring.window);
+    };
+    int64_t longest = 0, begin = first(0);
+    for (int node = 0; node < shape.nodes; ++node) {
+        longest = std::max<int64_t>(longest, ancestors(node).count);
+        begin = std::min(begin, first(node));
+    }
+    const int64_t origin = begin / kLanes * kLanes;  // of the scores
+    const int64_t width = (prefix + longest - origin + kLanes - 1) / kLanes * kLanes;
     const int64_t needed = count * (width + kSize + 1);
     if (static_cast<int64_t>(scratch.size()) < needed) scratch.resize(needed);
     float *const sums = scratch.data() + count * width, *const norms = sums + count * kSize;
     std::fill(sums, norms, 0.0f);
-    auto row = [&](int query) { return scratch.data() + query * width; };
+    // A query's scores, from a position on.
+    auto row = [&](int query, int64_t position) { return scratch.data() + query * width + (position - origin); };
     auto node = [&](int query) { return query % each / shape.heads; };
     auto head = [&](int query) { return query / each * shape.heads + query % shape.heads; };
     auto offset = [&](int query) { return query / each * kSize; };  // of its KV head
 
-    keys.walk(prefix, [&](int64_t from, const float* key, int64_t run) {
+    keys.walk(begin, prefix, [&](int64_t from, const float* key, int64_t run) {
         for (int query = 0; query < count; ++query) {
             const float* numbers = queries(node(query), head(query));
             const float* at = key + offset(query);
+            float* scores = row(query, from);
             int64_t t = 0;
             for (; t + kLanes <= run; t += kLanes)
-                store(row(query) + from + t, scale * dots<vectors>(numbers, at + t * keys.stride, keys.stride));
-            for (; t < run; ++t) row(query)[from + t] = scale * dot<vectors>(numbers, at + t * keys.stride);
+                store(scores + t, scoring.scale * dots<vectors>(numbers, at + t * keys.stride, keys.stride));
+            for (; t < run; ++t) scores[t] = scoring.scale * dot<vectors>(numbers, at + t * keys.stride);
         }
     });
     for (int query = 0; query < count; ++query) {
         const auto seen = ancestors(node(query));
         const float* numbers = queries(node(query), head(query));
-        for (int64_t a = 0; a < seen.count; ++a)
-            row(query)[prefix + a] = scale * dot<vectors>(numbers, keys.at(seen.position(a)) + offset(query));
-        norms[query] = soften(row(query), prefix + seen.count);
+        float *const scores = row(query, origin), *const own = row(query, prefix);
+        const int64_t from = first(node(query)), length = prefix + seen.count - origin;
+        for (int64_t a = std::max<int64_t>(0, from - prefix); a < seen.count; ++a)
+            own[a] = scoring.scale * dot<vectors>(numbers, keys.at(seen.position(a)) + offset(query));
+        if (scoring.cap > 0.0f)
+            for (int64_t t = 0; t < length; t += kLanes)
+                store(scores + t, scoring.cap * tanh(load(scores + t) / scoring.cap));
+        std::fill(scores, row(query, from), -std::numeric_limits<float>::infinity());
+        norms[query] = soften(scores, length);
     }
-    values.walk(prefix, [&](int64_t from, const float* value, int64_t run) {
-        for (int first = 0; first < count; first += each) {
-            int query = first;
+    values.walk(begin, prefix, [&](int64_t from, const float* value, int64_t run) {
+        for (int start = 0; start < count; start += each) {
+            int query = start;
             auto add = [&](auto some) {
                 const float* weights[some];
-                for (int q = 0; q < some; ++q) weights[q] = row(query + q) + from;
+                for (int q = 0; q < some; ++q) weights[q] = row(query + q, from);
                 add_values<vectors, some>(sums + query * kSize, weights, value + offset(query), values.stride, run);
                 query += some;
             };
-            while (query + kTogether <= first + each) add(std::integral_constant<int, kTogether>());
-            while (query < first + each) add(std::integral_constant<int, 1>());
+            while (query + kTogether <= start + each) add(std::integral_constant<int, kTogether>());
+            while (query < start + each) add(std::integral_constant<int, 1>());
         }
     });
     for (int query = 0; query < count; ++query) {
         const auto seen = ancestors(node(query));
         float* const total = sums + query * kSize;
-        for (int64_t a = 0; a < seen.count; ++a) {
-            const float* weights[] = {row(query) + prefix + a};
+        for (int64_t a = std::max<int64_t>(0, first(node(query)) - prefix); a < seen.count; ++a) {
+            const float* weights[] = {row(query, prefix) + a};
             add_values<vectors, 1>(total, weights, values.at(seen.position(a)) + offset(query), values.stride, 1);
         }
         float* to = out(node(query), head(query));

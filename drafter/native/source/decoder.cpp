@@ -1,7 +1,8 @@
-// Forward of a Llama-like decoder over the nodes of draft trees, on a CPU, in fp32.
+// Forward of a decoder over the nodes of draft trees, on a CPU, in fp32: RMSNorm, rotary positions, gated MLPs or experts.
 //
-// Called from Python by way of ctypes; `structures.py` declares the same structures.
+// Called from Python by way of ctypes; `build.py` declares the same structures, and `blocks.py` says what families have.
 
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -13,9 +14,21 @@
 
 namespace drafter {
 
+// MLPs of which each node takes a few: those with the largest logits, weighted by the softmax of all.
+struct Experts {
+    Matrix router;                  // `[E, d]`
+    const Matrix *gate_up, *down;   // of each expert
+    int64_t taken;                  // by each node
+    int64_t normed;                 // whether a node's weights are divided by their sum
+};
+
 struct Layer {
-    const float *attention_norm, *mlp_norm;  // `[d]`
-    const float *query_norm, *key_norm;      // `[D]` or null
+    const float *attention_norm, *mlp_norm;      // `[d]`: of what goes in; null if it goes in as it is
+    const float *attention_after, *mlp_after;    // `[d]`: of what comes out, before it is added; or null
+    const float *query_norm, *key_norm;          // `[D]`; `[H * D]` if `joint_heads`; or null
+    const float *cosines, *sines;                // `[positions, rotated / 2]`
+    int64_t window;                              // positions that a node sees, backwards from its own
+    const Experts* experts;                      // instead of the MLP; or null
     Matrix qkv, output, gate_up, down;
 };
 
@@ -24,9 +37,10 @@ struct Decoder {
     const float* embedding;   // `[V, d]`
     const float* final_norm;  // `[d]`
     Matrix head;
-    const float *cosines, *sines;  // `[positions, D / 2]`
-    int64_t positions, hidden, heads, kv_heads, head_size, intermediate, vocabulary;
-    float epsilon, scale;
+    int64_t positions, hidden, heads, kv_heads, head_size, rotated, vocabulary;
+    int64_t joint_heads;  // whether a node's heads are normed together
+    float epsilon, scale, score_cap, embedding_scale, residual_scale, logit_scale, logit_cap;  // caps: 0 for none
+    Gate gate;
 };
 
 // Nodes of B rows, and where the results go.
@@ -45,7 +59,7 @@ struct Forward {
     const int64_t* taps;       // `[K]` layers whose outputs are wanted; -1 is the LM head's input
     int64_t tap_count;
     float* hidden;             // `[B * N, K * d]` or null
-    float* logits;             // `[B * N, V]` or null
+    float* logits;             // `[B * N - logits_from, V]` or null
     int64_t logits_from;       // logits are computed of the nodes `which[logits_from:]`
     int64_t layers;            // how many of the first layers are run
     int64_t threads;
@@ -114,9 +128,9 @@ class Run {
         const int64_t d = decoder.hidden, qkv = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_size;
         stream_.reserve(rows_, d);
         normed_.reserve(rows_, d);
+        added_.reserve(rows_, d);
         qkv_.reserve(rows_, qkv);
         mixed_.reserve(rows_, decoder.heads * decoder.head_size);
-        gated_.reserve(rows_, decoder.intermediate);
     }
 
     // Whether it could be done.
@@ -125,11 +139,15 @@ class Run {
         share(rows_, [&](int m) {
             const int64_t token = forward_.tokens[forward_.which[m]];
             const float* from = decoder_.embedding + token * decoder_.hidden;
-            std::copy(from, from + decoder_.hidden, stream_.rows[m]);
+            for (int64_t i = 0; i < decoder_.hidden; ++i) stream_.rows[m][i] = decoder_.embedding_scale * from[i];
         });
         for (int64_t layer = 0; layer < forward_.layers; ++layer) {
-            attention(decoder_.layers[layer], forward_.keys[layer], forward_.values[layer]);
-            mlp(decoder_.layers[layer]);
+            const Layer& one = decoder_.layers[layer];
+            attention(one, forward_.keys[layer], forward_.values[layer]);
+            if (one.experts != nullptr)
+                experts(*one.experts, normed(one.mlp_norm));
+            else
+                mlp(one);
             take(layer, stream_);
         }
         norm(stream_, decoder_.final_norm);
@@ -154,40 +172,112 @@ class Run {
         });
     }
 
+    // The stream as a part of a layer takes it.
+    const Rows& normed(const float* weight) {
+        if (weight == nullptr) return stream_;
+        norm(stream_, weight);
+        return normed_;
+    }
+
     template <End end>
-    void product(const Matrix& matrix, const Rows& in, const Rows& out) {
-        multiply_all<end>(team_, {&matrix, in.numbers.data(), out.rows.data(), rows_});
+    void product(const Matrix& matrix, const Rows& in, const Rows& out, float factor = 1.0f) {
+        multiply_all<end>(team_, {&matrix, in.numbers.data(), out.rows.data(), rows_, factor, decoder_.gate});
+    }
+
+    // Add a product to the stream, or its norm.
+    void add(const Matrix& matrix, const Rows& in, const float* after) {
+        if (after == nullptr) return product<End::kAdd>(matrix, in, stream_, decoder_.residual_scale);
+        product<End::kStore>(matrix, in, added_);
+        share(rows_, [&](int m) {
+            float *to = stream_.rows[m], *from = added_.rows[m];
+            normalise(from, after, from, decoder_.hidden, decoder_.epsilon);
+            for (int64_t i = 0; i < decoder_.hidden; ++i) to[i] += decoder_.residual_scale * from[i];
+        });
     }
 
     void attention(const Layer& layer, float* keys, float* values) {
-        norm(stream_, layer.attention_norm);
-        product<End::kStore>(layer.qkv, normed_, qkv_);
+        product<End::kStore>(layer.qkv, normed(layer.attention_norm), qkv_);
         share(rows_, [&](int m) { place_keys(layer, m, keys, values); });
         // A row's positions hold all heads, so one thread had better take them together. Few rows are shared by heads.
         const int all_heads = static_cast<int>(decoder_.kv_heads);
         const int together = groups_.size() >= 4 * static_cast<size_t>(forward_.threads) ? all_heads : 1;
         const int parts = all_heads / together;
         team_.loop(static_cast<int>(groups_.size()) * parts, [&](int chunk) {
-            mix(groups_[chunk / parts], chunk % parts * together, together, keys, values);
+            mix(layer, groups_[chunk / parts], chunk % parts * together, together, keys, values);
         });
-        product<End::kAdd>(layer.output, mixed_, stream_);
+        add(layer.output, mixed_, layer.attention_after);
     }
 
     void mlp(const Layer& layer) {
-        norm(stream_, layer.mlp_norm);
-        product<End::kGated>(layer.gate_up, normed_, gated_);
-        product<End::kAdd>(layer.down, gated_, stream_);
+        gated_.reserve(rows_, layer.down.inputs);
+        product<End::kGated>(layer.gate_up, normed(layer.mlp_norm), gated_);
+        add(layer.down, gated_, layer.mlp_after);
+    }
+
+    // Each expert's weights are read once for all nodes that take it. A node's sums are in the order of its experts.
+    void experts(const Experts& experts, const Rows& in) {
+        const int64_t count = experts.router.outputs, d = decoder_.hidden;
+        routed_.reserve(rows_, count);
+        product<End::kStore>(experts.router, in, routed_);
+        share(rows_, [&](int m) { route(routed_.rows[m], count, experts); });
+        std::vector<int> nodes;
+        std::vector<float*> out;
+        for (int64_t expert = 0; expert < count; ++expert) {
+            nodes.clear();
+            for (int m = 0; m < rows_; ++m)
+                if (routed_.rows[m][expert] > 0.0f) nodes.push_back(m);
+            const int some = static_cast<int>(nodes.size());
+            if (some == 0) continue;
+            gathered_.reserve(some, d);
+            gated_.reserve(some, experts.down[expert].inputs);
+            out.clear();
+            for (int i = 0; i < some; ++i) {
+                std::copy(in.rows[nodes[i]], in.rows[nodes[i]] + d, gathered_.rows[i]);
+                out.push_back(stream_.rows[nodes[i]]);
+            }
+            multiply_all<End::kGated>(team_, {&experts.gate_up[expert], gathered_.numbers.data(), gated_.rows.data(), some,
+                                              1.0f, decoder_.gate});
+            for (int i = 0; i < some; ++i) {
+                const float weight = routed_.rows[nodes[i]][expert];
+                float* row = gated_.rows[i];
+                for (int64_t j = 0; j < experts.down[expert].inputs; ++j) row[j] *= weight;
+            }
+            multiply_all<End::kAdd>(
+                team_, {&experts.down[expert], gated_.numbers.data(), out.data(), some, decoder_.residual_scale});
+        }
+    }
+
+    // Turn a node's logits of experts into their weights, which are 0 for those that it does not take.
+    static void route(float* logits, int64_t count, const Experts& experts) {
+        std::vector<int64_t> order(count);
+        std::iota(order.begin(), order.end(), 0);
+        std::partial_sort(order.begin(), order.begin() + experts.taken, order.end(), [&](int64_t one, int64_t other) {
+            return logits[one] != logits[other] ? logits[one] > logits[other] : one < other;
+        });
+        const float top = logits[order[0]];
+        float sum = 0.0f;
+        for (int64_t i = 0; i < count; ++i) {
+            logits[order[i]] = std::exp(logits[order[i]] - top);
+            if (i < experts.taken || !experts.normed) sum += logits[order[i]];
+        }
+        for (int64_t i = 0; i < count; ++i)
+            logits[order[i]] = i < experts.taken ? logits[order[i]] / sum : 0.0f;
     }
 
     // Rotate a node's queries and keys, and write its keys and values behind its row's committed positions.
     void place_keys(const Layer& layer, int m, float* keys, float* values) {
-        const int64_t size = decoder_.head_size, half = size / 2;
-        const float* cosines = decoder_.cosines + plan_.position[m] * half;
-        const float* sines = decoder_.sines + plan_.position[m] * half;
+        const int64_t size = decoder_.head_size, half = decoder_.rotated / 2;
+        const float* cosines = layer.cosines + plan_.position[m] * half;
+        const float* sines = layer.sines + plan_.position[m] * half;
         float* head = qkv_.rows[m];
+        if (decoder_.joint_heads) {
+            float* const keys_of_node = head + decoder_.heads * size;
+            normalise(head, layer.query_norm, head, decoder_.heads * size, decoder_.epsilon);
+            normalise(keys_of_node, layer.key_norm, keys_of_node, decoder_.kv_heads * size, decoder_.epsilon);
+        }
         for (int64_t h = 0; h < decoder_.heads + decoder_.kv_heads; ++h, head += size) {
             const float* weight = h < decoder_.heads ? layer.query_norm : layer.key_norm;
-            if (weight != nullptr) normalise(head, weight, head, size, decoder_.epsilon);
+            if (weight != nullptr && !decoder_.joint_heads) normalise(head, weight, head, size, decoder_.epsilon);
             rotate(head, cosines, sines, half);
         }
         const int64_t width = decoder_.kv_heads * size;
@@ -202,18 +292,18 @@ class Run {
                 forward_.blocks + slot * forward_.slot_blocks, forward_.block};
     }
 
-    void mix(const Group& group, int kv_head, int kv_heads, float* keys, float* values) {
+    void mix(const Layer& layer, const Group& group, int kv_head, int kv_heads, float* keys, float* values) {
         switch (decoder_.head_size / kLanes) {
 #define DRAFTER_HEAD(vectors) \
     case vectors:             \
-        return mix_heads<vectors>(group, kv_head, kv_heads, keys, values);
+        return mix_heads<vectors>(layer, group, kv_head, kv_heads, keys, values);
             DRAFTER_HEAD_SIZES
 #undef DRAFTER_HEAD
         }
     }
 
     template <int vectors>
-    void mix_heads(const Group& group, int kv_head, int kv_heads, float* keys, float* values) {
+    void mix_heads(const Layer& layer, const Group& group, int kv_head, int kv_heads, float* keys, float* values) {
         static thread_local std::vector<float> scores;
         const Plan::Row& row = plan_.rows[group.row];
         const int64_t size = decoder_.head_size;
@@ -222,7 +312,7 @@ class Run {
         const int64_t prefix = forward_.ancestors ? row.prefix : plan_.place[group.begin];
         attend<vectors>(
             lane(keys, row.slot, kv_head), lane(values, row.slot, kv_head), prefix,
-            {group.end - group.begin, kv_heads, heads}, decoder_.scale,
+            {group.end - group.begin, kv_heads, heads}, {decoder_.scale, decoder_.score_cap, layer.window},
             [&](int node) -> Plan::Seen {
                 if (!forward_.ancestors) return {nullptr, prefix, node + 1};
                 const int64_t from = plan_.seen_at[group.begin + node], to = plan_.seen_at[group.begin + node + 1];
@@ -243,10 +333,23 @@ class Run {
     }
 
     void logits() {
-        const int from = static_cast<int>(forward_.logits_from), count = rows_ - from;
+        const int64_t from = forward_.logits_from, size = decoder_.vocabulary;
+        const int count = rows_ - static_cast<int>(from);
         std::vector<float*> out(count);
-        for (int m = 0; m < count; ++m) out[m] = forward_.logits + forward_.which[from + m] * decoder_.vocabulary;
-        multiply_all<End::kStore>(team_, {&decoder_.head, normed_.rows[from], out.data(), count});
+        for (int m = 0; m < count; ++m) out[m] = forward_.logits + (forward_.which[from + m] - from) * size;
+        multiply_all<End::kStore>(
+            team_, {&decoder_.head, normed_.rows[from], out.data(), count, decoder_.logit_scale});
+        const float cap = decoder_.logit_cap;
+        if (cap <= 0.0f) return;
+        constexpr int64_t kPart = 1024 * kLanes;  // a row is long enough to be shared
+        const int64_t parts = (size + kPart - 1) / kPart;
+        team_.loop(static_cast<int>(count * parts), [&](int chunk) {
+            float* const row = out[chunk / parts];
+            int64_t i = chunk % parts * kPart;
+            const int64_t end = std::min(size, i + kPart);
+            for (; i + kLanes <= end; i += kLanes) store(row + i, cap * tanh(load(row + i) / cap));
+            for (; i < end; ++i) row[i] = cap * std::tanh(row[i] / cap);
+        });
     }
 
     const Decoder& decoder_;
@@ -255,7 +358,7 @@ class Run {
     Plan plan_;
     int rows_;
     std::vector<Group> groups_;
-    Rows stream_, normed_, qkv_, mixed_, gated_;
+    Rows stream_, normed_, added_, qkv_, mixed_, gated_, routed_, gathered_;
 };
 
 // bf16 by its bits: the upper half of a float's.

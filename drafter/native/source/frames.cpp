@@ -164,7 +164,7 @@ class FrameRun {
         const int frames = static_cast<int>(asked_->frames), end = static_cast<int>(asked_->ends[row]);
         auto lane = [&](float* numbers) { return Lane{numbers + offset, d, asked_->slot + end, asked_->length}; };
         attend<vectors>(
-            lane(keys), lane(values), asked_->position[end] + 1 + frames, {frames, 1, 1}, net_->scale,
+            lane(keys), lane(values), asked_->position[end] + 1 + frames, {frames, 1, 1}, {net_->scale},
             [](int) { return None(); },
             [&](int frame, int) { return qkv_.rows[entries_ + row * frames + frame] + offset; },
             [&](int frame, int) { return mixed_.rows[row * frames + frame] + offset; }, scores);

@@ -29,17 +29,21 @@ struct Matrix {
 
 // What becomes of the sums.
 enum class End {
-    kStore,  // out = sum
-    kAdd,    // out += sum
+    kStore,  // out = factor * sum
+    kAdd,    // out += factor * sum
     kSilu,   // out = silu(sum)
-    kGated,  // out = silu(first half of the block) * second half
+    kGated,  // out = gate(first half of the block) * second half
 };
+
+enum class Gate : int32_t { kSilu, kGelu };
 
 struct Product {
     const Matrix* matrix;
     const float* in;  // `[rows, inputs]`
     float* const* out;  // of each row
     int rows;
+    float factor = 1.0f;
+    Gate gate = Gate::kSilu;
 };
 
 struct HalfWeights {
@@ -60,18 +64,24 @@ struct FloatWeights {
 };
 
 template <End end>
-inline void finish(Vec first, Vec second, const float* bias, float* out, int64_t column, int64_t outputs) {
+inline void finish(Vec first, Vec second, const Product& product, int row, int block) {
+    const float* bias = product.matrix->bias;
+    float* out = product.out[row];
+    const int64_t column = static_cast<int64_t>(block) * kBlock, outputs = product.matrix->outputs;
     if (bias != nullptr) {
         first += load(bias + column);
         second += load(bias + column + kLanes);
     }
     if (end == End::kGated) {
-        store(out + column / 2, silu(first) * second);
+        store(out + column / 2, (product.gate == Gate::kGelu ? gelu(first) : silu(first)) * second);
         return;
     }
     if (end == End::kSilu) {
         first = silu(first);
         second = silu(second);
+    } else {
+        first *= product.factor;
+        second *= product.factor;
     }
     if (column + kBlock <= outputs) {
         float* to = out + column;
@@ -143,8 +153,7 @@ void multiply(const Product& product, const Part& part, int block, int ahead) {
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; ++b)
-            finish<end>(sums[r][b][0], sums[r][b][1], matrix.bias, product.out[part.row + r],
-                        static_cast<int64_t>(block + b) * kBlock, matrix.outputs);
+            finish<end>(sums[r][b][0], sums[r][b][1], product, part.row + r, block + b);
 }
 
 // Few rows have few sums. Then several blocks are read at a time, or each product would wait for the one before it.
@@ -229,8 +238,7 @@ void multiply_by_tiles(Team& team, const Product& product) {
         team.loop((blocks + together - 1) / together, [&](int chunk) {
             const int block = chunk * together, count = std::min(together, blocks - block);
             multiply_tiles(tiles, rows, inputs, weights, block, count, [&](int row, int at, Vec first, Vec second) {
-                finish<end>(first, second, matrix.bias, product.out[begin + row], static_cast<int64_t>(at) * kBlock,
-                            matrix.outputs);
+                finish<end>(first, second, product, begin + row, at);
             });
         });
     }

@@ -120,4 +120,22 @@ inline Vec exp(Vec x) {
 
 inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
 
+// GELU in its approximation by tanh (arXiv 1606.08415): x / 2 * (1 + tanh(u)), which is x * sigmoid(2 u).
+inline Vec gelu(Vec x) {
+    const Vec u = 0.79788456080286536f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
+    return x / (1.0f + exp(-2.0f * u));
+}
+
+// tanh, to about two units in the last place: near 0 by Cephes' polynomial, as the difference from 1 loses digits there.
+inline Vec tanh(Vec x) {
+    const Vec square = x * x;
+    Vec series = all(-5.70498872745e-3f);
+    series = series * square + 2.06390887954e-2f;
+    series = series * square - 5.37397155531e-2f;
+    series = series * square + 1.33314422036e-1f;
+    series = series * square - 3.33332819422e-1f;
+    const Vec near = x + x * square * series, far = 1.0f - 2.0f / (1.0f + exp(2.0f * x));
+    return square < all(0.625f * 0.625f) ? near : far;
+}
+
 }  // namespace drafter

@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.native import build
 from drafter.native.build import BuildError, UnsuitableError, gated_order
+from drafter.requests import Request, SamplingParams
 from drafter.target_model import native_decoder
 from drafter.target_model.architecture import decoder_of
 from drafter.target_model.attention import Packing
+from drafter.target_model.blocks import FAMILIES
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.forward import Executor
 from drafter.target_model.model import BaseModel
@@ -24,9 +26,17 @@ from drafter.target_model.native_decoder import NativeDecoder
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
-from tests.support.models import random_prompts
+from tests.support.marks import slow_but
+from tests.support.models import AdversarialDrafter, OracleDrafter, generate_reference, random_prompts, run_engine
 
 LAST = (LM_HEAD_INPUT,)
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": _LAYERS}
+_TWO_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+}
+_EXPERTS = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "one KV head, and heads that are not d / H": {"head_dim": 32, "num_key_value_heads": 1},
@@ -37,6 +47,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "mistral, a window shorter than the trees": {"sliding_window": 4},
+    "gemma2": {
+        **_GEMMA,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3_text": {**_GEMMA, "final_logit_softcapping": 5.0, "rope_parameters": _TWO_BASES},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8, "layer_types": _LAYERS},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "phi3": {"sliding_window": 8},
+    "phi3, half of a head rotated": {
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_moe, weights of all experts": {**_EXPERTS, "norm_topk_prob": False},
 }
 COMMON = {
     "vocab_size": 97,
@@ -55,9 +90,12 @@ COMMON = {
 def model_of(shape: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
     """A random model; of weights that are exact in bf16 if that is the dtype."""
     torch.manual_seed(0)
-    family = shape if shape in ("qwen2", "qwen3", "mistral") else "llama"
-    config = AutoConfig.for_model(family, **{**COMMON, **SHAPES.get(shape, {}), **others})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    named = shape.partition(",")[0]
+    config = AutoConfig.for_model(
+        named if named in FAMILIES else "llama", **{**COMMON, **SHAPES.get(shape, {}), **others}
+    )
+    eager = {"attn_implementation": "eager"} if config.model_type == "gemma2" else {}  # SDPA has no caps
+    model = AutoModelForCausalLM.from_config(config, **eager).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             varied = 3 * parameter if parameter.dim() > 1 else parameter + 0.1 * torch.randn_like(parameter)
@@ -75,10 +113,13 @@ def native_of(base: BaseModel) -> NativeDecoder:
     return NativeDecoder(base.model, base.decoder, base.config)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+_BASES = {"llama": torch.float32, "llama, bf16": torch.bfloat16, "gemma2": torch.float32, "qwen3_moe": torch.bfloat16}
+
+
+@pytest.fixture(scope="module", params=_BASES)
 def base(request: pytest.FixtureRequest) -> BaseModel:
     """Weights of either kind; all sizes are multiples of 32, as the matrix unit of a processor wants them."""
-    return BaseModel(model_of("llama", request.param, intermediate_size=96), native=False)
+    return BaseModel(model_of(request.param, _BASES[request.param], intermediate_size=96), native=False)
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +162,23 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 @torch.no_grad()
 def test_the_models_own_numbers(shape: str, dtype: torch.dtype) -> None:
     base = BaseModel(model_of(shape, dtype), native=False)
-    base.allow_packing()
+    packs = base.allow_packing()
     native = native_of(base)
     layers = (0, 2, LM_HEAD_INPUT)
     lengths = [len(prompt) for prompt in PROMPTS]
     real = torch.arange(7) < torch.tensor([[7], [4], [1]])
     results = []
     for executor in (base._model_code, native):
-        cache = base.new_cache(4, 40)
-        hidden = executor.forward(cache, prompt_nodes(1, PROMPTS, [0] * 3, layers))[1]
+        cache, together = base.new_cache(4, 40), packs or executor is native
+        if together:
+            hidden = executor.forward(cache, prompt_nodes(1, PROMPTS, [0] * 3, layers))[1]
+        else:
+            nodes = [prompt_nodes(row + 1, [prompt], [0], layers) for row, prompt in enumerate(PROMPTS)]
+            hidden = torch.cat([executor.forward(cache, one)[1] for one in nodes])
         for row in range(3):
             cache.move(row + 1, row, 40)
-        packed = verified(executor, cache, nodes_of(TREES, lengths, Packing.of(real), hidden_layers=layers))
+        packing = Packing.of(real) if together else None
+        packed = verified(executor, cache, nodes_of(TREES, lengths, packing, hidden_layers=layers))
         whole = verified(executor, cache, nodes_of(TREES, lengths, hidden_layers=()))
         end = verified(executor, cache, prompt_nodes(0, [torch.tensor([60, 61, 62])], lengths[:1], layers, 1))
         results.append([hidden, packed[0][real], packed[1][real], whole[0], *end])
@@ -227,7 +273,7 @@ def test_threads_do_not_matter(base: BaseModel, native: NativeDecoder, threads: 
     [
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("mistral", {"sliding_window": 8}, "whole text"),
+        ("gemma3_text", {"hidden_activation": "relu"}, "relu"),
         ("llama", {"hidden_size": 24, "head_dim": 6}, "6 numbers"),
     ],
 )
@@ -269,6 +315,34 @@ def test_without_a_compiler_the_models_own_code_runs_and_a_warning_says_so(
 def test_other_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "gated_order", lambda size: gated_order(size).flip(0))
     base = BaseModel(model_of("llama"))
+    assert base._executor is base._model_code
+    assert "gives other numbers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "shape", slow_but(["gemma2", "gemma3_text", "olmo2", "granite", "phi3", "qwen3_moe"], list(SHAPES)[5:])
+)
+def test_texts_of_families_are_those_of_generate(shape: str) -> None:
+    """Longer than windows, with draft trees that are wrong and trees that are long."""
+    base = BaseModel(model_of(shape))
+    assert isinstance(base._executor, NativeDecoder)
+    prompts = random_prompts(4, seed=3)
+    expected = [generate_reference(base.model, prompt, 24) for prompt in prompts]
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    requests = [Request(prompt, SamplingParams(max_new_tokens=24)) for prompt in prompts]
+    for drafter in (AdversarialDrafter(seed=1), OracleDrafter(texts)):
+        found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
+        assert [one.token_ids for one in found] == expected
+
+
+def test_a_window_that_only_one_of_them_has_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Windows of models are longer than the texts of the proof, which are read with shorter ones."""
+    model = model_of("mistral", sliding_window=100)
+    assert isinstance(BaseModel(model)._executor, NativeDecoder)
+    whole = {"sliding_attention": (None, None)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_decoder, "attention_kinds", lambda config: whole)
+        base = BaseModel(model)
     assert base._executor is base._model_code
     assert "gives other numbers" in caplog.text
 
