@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ends = sorted(base.eos_token_ids)
     common: dict[str, Any] = {"model": str(args.model), "dtype": args.dtype, "ends": ends, "threads": threads}
     common["longest"] = max(len(ids) for some in prompts.values() for ids in some) + args.max_new_tokens
-    measured = contenders(args.peers, drafter)
+    measured = [one for one in contenders(args.peers, drafter) if one.is_plain or not args.plain]
     record: dict[str, Any] = {
         "environment": environment(base, shlex.join(["python", "-m", "benchmarks.peers", *given])),
         "rounds": args.rounds,
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--plain", action="store_true", help="measure plain decoding alone")
     parser.add_argument(
         "--environments", type=Path, default=cache_folder(), help="folder that keeps them (default: %(default)s)"
     )

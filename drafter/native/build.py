@@ -104,9 +104,7 @@ class MatrixStruct(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    _fields_ = _fields(
-        (MatrixStruct, "router"), (ctypes.POINTER(MatrixStruct), "gate_up down"), (_I64, "taken normed")
-    )
+    _fields_ = _fields((MatrixStruct, "router"), (ctypes.POINTER(MatrixStruct), "gate_up down"), (_I64, "taken normed"))
 
 
 class LayerStruct(ctypes.Structure):

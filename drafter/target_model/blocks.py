@@ -1,7 +1,7 @@
 """Families that the native decoder runs, each described by how its blocks differ from Llama's.
 
-What a description leaves out (rotary tables, windows, scale of attention, norms of heads, biases, experts) is read from the
-model itself. A wrong description is found at load, as the numbers are compared with those of the model's own code.
+What a description leaves out (rotary tables, windows, scale of attention, norms of heads, biases, experts) is read from
+the model itself. A wrong description is found at load, where numbers are compared with those of the model's own code.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from drafter.native.build import (
     library,
 )
 from drafter.target_model.architecture import attention_kinds, layer_kinds, max_positions
-from drafter.target_model.blocks import FAMILIES
+from drafter.target_model.blocks import FAMILIES, Block
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.kv_cache import KVCache
 from drafter.target_model.nodes import PromptNodes, TreeNodes
@@ -46,12 +46,11 @@ class NativeDecoder:
     """
 
     def __init__(self, model: Any, decoder: Any, config: Any) -> None:
-        _refuse_others(model, config)
-        library()
-        self._block = FAMILIES[config.model_type](config)
         self._weights = PackedWeights()
         self._kinds = layer_kinds(config)
         try:
+            self._block = _block_of(model, config)
+            library()
             self._rotary: nn.Module = decoder.rotary_emb
             self._head_size: int = decoder.layers[0].self_attn.head_dim
             if not library().drafter_takes_heads_of(self._head_size):
@@ -171,7 +170,7 @@ class NativeDecoder:
         hidden: Tensor,
         logits: Tensor | None,
     ) -> None:
-        """Run the nodes `which` `[M]`; fill `hidden` `[B, N, K · d]` and `logits` `[B, N, V]`, of a prompt `[1, keep, V]`."""
+        """Run the nodes `which` `[M]`; fill `hidden` `[B, N, K · d]` and `logits` `[B, N, V]`, of a prompt the last."""
         self._prepare_positions(cache.length)
         rows, size = nodes.tokens.shape
         # Kept until the call returns.
@@ -234,14 +233,15 @@ class NativeDecoder:
         self._struct.positions = count
 
 
-def _refuse_others(model: Any, config: Any) -> None:
+def _block_of(model: Any, config: Any) -> Block:
+    """Return the description of a model's blocks; raise `UnsuitableError` if it has none, or cannot run."""
     if config.model_type not in FAMILIES:
         raise UnsuitableError(f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}")
-    if (gate := FAMILIES[config.model_type](config).gate) not in _GATES:
-        raise UnsuitableError(f"its activation is {gate}, not {' or '.join(_GATES)}")
-    if any(chunk is not None for _, chunk in attention_kinds(config).values()):
-        raise UnsuitableError("some of its layers attend in chunks")
-    for kind in _rotary_kinds(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}):
+    block = FAMILIES[config.model_type](config)
+    if block.gate not in _GATES:
+        raise UnsuitableError(f"its activation is {block.gate}, not {' or '.join(_GATES)}")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for kind in _rotary_kinds(rope):
         if kind not in _STATIC_ROPE:
             raise UnsuitableError(f"its rotary positions ({kind}) depend on the text's length")
     for name, tensor in model.named_parameters():
@@ -249,6 +249,7 @@ def _refuse_others(model: Any, config: Any) -> None:
             raise UnsuitableError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on a CPU")
         if type(tensor) is not nn.Parameter:
             raise UnsuitableError(f"{name} is quantised")
+    return block
 
 
 def _rotary_kinds(parameters: dict[str, Any]) -> Iterator[str]:

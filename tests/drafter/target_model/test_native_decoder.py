@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral, a window shorter than the trees": {"sliding_window": 4},
     "gemma2": {
         **_GEMMA,
+        "head_dim": 256,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -69,6 +70,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3, half of a head rotated": {
         "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "phi3, frequencies that change past 48 tokens": {
+        "original_max_position_embeddings": 48,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + number / 8 for number in range(8)],
+            "long_factor": [8.0] * 8,
+            "original_max_position_embeddings": 48,
+        },
     },
     "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
     "qwen3_moe, weights of all experts": {**_EXPERTS, "norm_topk_prob": False},
@@ -330,9 +341,10 @@ def test_texts_of_families_are_those_of_generate(shape: str) -> None:
     expected = [generate_reference(base.model, prompt, 24) for prompt in prompts]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     requests = [Request(prompt, SamplingParams(max_new_tokens=24)) for prompt in prompts]
-    for drafter in (AdversarialDrafter(seed=1), OracleDrafter(texts)):
+    for drafter, least in ((AdversarialDrafter(seed=1), 0), (OracleDrafter(texts), 24)):
         found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
         assert [one.token_ids for one in found] == expected
+        assert sum(one.counts.num_accepted_draft_tokens for one in found) >= least
 
 
 def test_a_window_that_only_one_of_them_has_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
