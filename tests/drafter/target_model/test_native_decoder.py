@@ -19,7 +19,7 @@ from drafter.target_model import native_decoder
 from drafter.target_model.architecture import decoder_of
 from drafter.target_model.attention import Packing
 from drafter.target_model.blocks import FAMILIES
-from drafter.target_model.cache import TargetCache
+from drafter.target_model.cache import GrowingBlocks, TargetCache
 from drafter.target_model.forward import Executor
 from drafter.target_model.model import BaseModel
 from drafter.target_model.native_decoder import NativeDecoder
@@ -204,6 +204,25 @@ def test_the_models_own_numbers(case: tuple[str, torch.dtype]) -> None:
         end = verified(executor, cache, prompt_nodes(0, [torch.tensor([60, 61, 62])], lengths[:1], layers, 1))
         results.append([hidden, packed[0][real], packed[1][real], whole[0], *end])
         assert whole[1].shape == (3, 7, 0)
+    for ours, theirs in zip(*reversed(results), strict=True):
+        close(ours, theirs)
+
+
+@torch.no_grad()
+def test_windows_that_begin_in_blocks_that_lie_anywhere() -> None:
+    base = BaseModel(model_of("gemma2", sliding_window=37), native=False)
+    texts = torch.arange(2 * 95).view(2, -1) * 31 % 97
+    results = []
+    for executor in (base._model_code, native_of(base)):
+        cache = base.new_cache(3, 120, memory=10 * 32 * sum(base.kv_bytes_per_token))
+        assert isinstance(cache.blocks, GrowingBlocks)
+        hidden = []
+        for start, end in pairwise((0, 10, 50, 90)):
+            for row, text in enumerate(texts):
+                assert cache.blocks.reserve(row, end + 7)
+                hidden.append(executor.forward(cache, prompt_nodes(row, [text[start:end]], [start], LAST))[1])
+        trees = verified(executor, cache, nodes_of(TREES[:2], [90, 90]))
+        results.append([*hidden, *trees])
     for ours, theirs in zip(*reversed(results), strict=True):
         close(ours, theirs)
 
