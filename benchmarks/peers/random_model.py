@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.embedded import EMBEDDED_BASE
 
-_STANDARD_DEVIATION = 0.05  # texts then change from token to token
+_STANDARD_DEVIATION = 0.02  # with larger embeddings that are tied to the LM head, each token would follow itself
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
