@@ -17,13 +17,20 @@ LAYER, VIEW = 0, 1
 
 def new_cache(slots: int = 3) -> StateCache:
     cpu = torch.device("cpu")
-    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4)
+    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4, True)
 
 
-def read_prompt(cache: StateCache, slot: int, length: int, state: float, before: float | None = None) -> None:
-    """Read a text to its end, and also its last token alone if the state `before` it is given."""
+def read_prompt(
+    cache: StateCache, slot: int, length: int, state: float, before: float | None = None, start: int = 0
+) -> None:
+    """Read a text to its end, and also its last token alone if the state `before` it is given.
+
+    Snapshots have their length as their state.
+    """
     keep = 0 if before is None else 1
-    cache.views(prompt_nodes(slot, [torch.zeros(length, dtype=torch.long)], [0], (), keep), ())
+    cache.views(prompt_nodes(slot, [torch.zeros(length - start, dtype=torch.long)], [start], (), keep), ())
+    for stop in cache.stops(range(start, length), keep):
+        cache.put_snapshot(slot, LAYER, stop, {KEY: torch.tensor([[float(stop)]])})
     earlier = None if before is None else {KEY: torch.tensor([[before]])}
     cache.put(slot, LAYER, earlier, {KEY: torch.tensor([[state]])})
 
@@ -98,9 +105,56 @@ def test_a_prompts_state_is_shared_and_moves_with_its_slot() -> None:
     cache.move(0, 1, 6)
     assert (cache.shareable(1, 4), cache.shareable(1, 9)) == (0, 5)
     cache.copy(1, 0, 5)
-    assert step(cache, [5, 6], [[0.0], [0.0]]) == [1.5, 2.0]
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [5.0, 2.0]
     cache.clear(1)
-    assert cache.shareable(1, 9) == 0
-    assert step(cache, [5, 6], [[0.0], [0.0]]) == [1.5, 0.0]
+    assert (cache.shareable(1, 9), cache.shareable(0, 9)) == (0, 5)
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [5.0, 0.0]
     cache.zero()
     assert step(cache, [5, 6], [[0.0], [0.0]]) == [0.0, 0.0]
+
+
+def test_snapshots_lie_every_256_tokens_and_at_the_end_of_a_prompt() -> None:
+    cache = new_cache(4)
+    read_prompt(cache, 0, 300, 0.0)
+    read_prompt(cache, 0, 601, 0.0, before=0.0, start=300)  # the second piece: the prompt does not end at 300
+    assert [cache.shareable(0, length) for length in (255, 256, 511, 512, 599, 600, 900)] == [
+        0,
+        256,
+        256,
+        512,
+        512,
+        600,
+        600,
+    ]
+    cache.copy(0, 1, 512)
+    assert [cache.shareable(1, length) for length in (300, 900)] == [256, 512]
+    assert step(cache, [601, 512], [[0.0], [0.0]]) == [0.0, 512.0]
+    read_prompt(cache, 0, 3, 0.0)  # another text in the slot of the first one
+    assert (cache.shareable(0, 900), cache.shareable(1, 900)) == (3, 512)
+    cache.copy(1, 2, 512)
+    assert step(cache, [3, 512, 512], [[0.0]] * 3) == [0.0, 512.0, 512.0]
+
+
+def test_there_are_as_many_snapshots_as_slots_and_those_in_use_stay() -> None:
+    cache = new_cache(3)
+    read_prompt(cache, 0, 2_000, 0.0)
+    assert [cache.shareable(0, length) for length in (1_535, 1_536, 1_791, 1_999, 2_000)] == [
+        0,
+        1_536,
+        1_536,
+        1_792,
+        2_000,
+    ]
+    cache.copy(0, 1, 1_792)
+    read_prompt(cache, 1, 1_900, 0.0, start=1_792)
+    assert cache.shareable(1, 2_000) == 1_900
+    assert (cache.shareable(0, 1_900), cache.shareable(0, 2_000)) == (1_792, 1_792)
+    cache.copy(0, 2, 1_792)
+    assert step(cache, [2_000, 1_900, 1_792], [[0.0]] * 3) == [0.0, 0.0, 1_792.0]
+
+
+def test_a_place_that_one_forward_needs_twice_has_the_later_snapshot() -> None:
+    cache = new_cache(1)
+    read_prompt(cache, 0, 600, 0.0)
+    assert (cache.shareable(0, 599), cache.shareable(0, 600)) == (0, 600)
+    assert float(cache.buffers[LAYER][KEY][2]) == 600.0
