@@ -76,7 +76,8 @@ class BaseModel:
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = model.config.get_text_config(decoder=True)
         recurrent = state_layers(self.config)
-        if getattr(model, "_is_stateful", False) and not recurrent:
+        # A hybrid's configuration may say that all its layers are attention, as that of Granite 4.0 Micro does.
+        if getattr(model, "_is_stateful", False) and not recurrent and not getattr(self.config, "layer_types", None):
             raise LoadError(
                 f"{self.name}: {model.config.model_type} keeps a recurrent state of its own kind; {NO_PLACE}"
             )

@@ -211,6 +211,17 @@ def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
     assert [one.token_ids for one in found] == greedy(family)[1]
 
 
+@pytest.mark.parametrize("family", slow_but(["granitemoehybrid"], ["granitemoehybrid", "qwen3_5_text", "qwen3_next"]))
+def test_a_family_of_hybrids_may_have_attention_alone(family: str) -> None:
+    base = BaseModel(hybrid_model(family, layer_types=["full_attention"] * 4))
+    prompts = [[5], [*range(10, 31)]]
+    expected = [generate_reference(base.model, prompt, NEW) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(NEW)) for prompt in prompts]
+    found = run_engine(base, AdversarialDrafter(5), requests, max_num_seqs=2, num_draft_tokens=10)
+    assert [one.token_ids for one in found] == expected
+    assert (base.cache_bytes.slot, base.cache_bytes.node) == (0, 0)
+
+
 def test_what_cannot_run_recurrent_layers_says_so() -> None:
     base = base_of(MAIN[0])
     with pytest.raises(LoadError, match="cannot draft"):
