@@ -245,7 +245,8 @@ class StateCache(LayerCache):
 
     def _of_texts(self, buffer: Tensor) -> Tensor:
         """Return `[2, S, ...]` of a buffer."""
-        return buffer[: _TEXT * self.slots].unflatten(0, (_TEXT, self.slots))
+        of_texts: Tensor = buffer[: _TEXT * self.slots].unflatten(0, (_TEXT, self.slots))
+        return of_texts
 
 
 class StateView(CacheLayerMixin):
