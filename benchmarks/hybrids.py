@@ -28,11 +28,12 @@ from transformers import Cache, DynamicCache
 
 from benchmarks.never_slower import DATA
 from drafter.devices import synchronise
+from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import read_questions
-from drafter.evaluation.results import PLAIN, Plan, Results, figures, write_json
-from drafter.evaluation.tables import circumstances, markdown_table
-from drafter.target_model.cache import TargetCache
+from drafter.evaluation.results import PLAIN, RESULTS_FILE, Plan, Results, figures, write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.target_model.cache import CacheBytes, TargetCache
 from drafter.target_model.kv_cache import cache_name
 from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
@@ -42,7 +43,8 @@ from drafter.tree.token_tree import TokenTree
 
 COSTS_FILE, TABLE_FILE = "costs.json", "hybrids.md"
 BATCHES, NODES = (1, 4, 16), (7, 15, 31)
-_CONTEXT, _WARM_UP, _TURNS = 256, 2, 9
+_CONTEXT, _WARM_UP, _TURNS = 256, 1, 7
+_LONG = 512  # tokens of a row whose memory the page has
 _QUESTIONS = "gsm8k/test.jsonl"
 
 
@@ -60,10 +62,12 @@ class Cost:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the record of each model and the page."""
+    """Measure, write the records of each model and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="folders of models")
-    parser.add_argument("--heads", nargs="+", type=Path, required=True, help="folder of a head of each model")
+    parser.add_argument(
+        "--heads", nargs="+", type=Path, default=[], help="a head of each model; without them only costs are measured"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--prompts", type=int, default=16)
@@ -71,32 +75,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
-    if len(args.models) != len(args.heads):
-        parser.error("there must be a head for each model")
+    if len(args.heads) not in (0, len(args.models)):
+        parser.error("there must be a head for each model, or none")
     command = shlex.join(["python", "-m", "benchmarks.hybrids", *given])
-    questions = {"gsm8k": read_questions(DATA / _QUESTIONS, args.prompts)}
-    for folder, head in zip(args.models, args.heads, strict=True):
-        base = load_base(folder)
-        plan = Plan(
-            (str(head),),
-            ("exact",),
-            tuple(args.draft_tokens),
-            tuple(batch for batch in BATCHES if batch <= args.prompts),
-            rounds=args.rounds,
-            max_new_tokens=args.max_new_tokens,
-            transformers=False,
-        )
-        evaluation = Evaluation(base, load_tokenizer(folder), questions, plan)
-        results = evaluation.describe(command, {"gsm8k": f"data/{_QUESTIONS}"})
-        for cells in evaluation.run():
-            if not isinstance(cells, Progress):
-                results.cells.extend(cells)
-                print(f"{folder.name}: {cells[0].setting}", file=sys.stderr)
-        output = args.output / folder.name
-        results.save(output)
-        costs = [measure(base, rows, nodes) for rows in BATCHES for nodes in NODES]
-        write_json(output / COSTS_FILE, {"cache": asdict(base.cache_bytes), "costs": [asdict(cost) for cost in costs]})
+    for number, folder in enumerate(args.models):
+        base, output = load_base(folder), args.output / folder.name
+        output.mkdir(parents=True, exist_ok=True)
+        if args.heads:
+            measure_speed(base, folder, args.heads[number], args, command).save(output)
+        costs = [asdict(measure(base, rows, nodes)) for rows in BATCHES for nodes in NODES]
+        record = {"environment": environment(base, command), "cache": asdict(base.cache_bytes), "costs": costs}
+        write_json(output / COSTS_FILE, record)
     print(write_page(args.output, [folder.name for folder in args.models]))
+
+
+def measure_speed(base: BaseModel, folder: Path, head: Path, args: argparse.Namespace, command: str) -> Results:
+    """Measure a model with its head beside plain decoding, greedy, on held-out questions."""
+    plan = Plan(
+        (str(head),),
+        ("exact",),
+        tuple(args.draft_tokens),
+        tuple(batch for batch in BATCHES if batch <= args.prompts),
+        rounds=args.rounds,
+        max_new_tokens=args.max_new_tokens,
+        transformers=False,
+    )
+    questions = {"gsm8k": read_questions(DATA / _QUESTIONS, args.prompts)}
+    evaluation = Evaluation(base, load_tokenizer(folder), questions, plan)
+    results = evaluation.describe(command, {"gsm8k": f"data/{_QUESTIONS}"})
+    for cells in evaluation.run():
+        if not isinstance(cells, Progress):
+            results.cells.extend(cells)
+            print(f"{folder.name}: {cells[0].setting}", file=sys.stderr)
+    return results
 
 
 def random_trees(rows: int, nodes: int, vocab_size: int) -> TokenTree:
@@ -202,67 +213,76 @@ def _seconds(base: BaseModel, work: Callable[[], object]) -> float:
 
 def write_page(folder: Path, names: Sequence[str]) -> str:
     """Write the page of the records of these models in `folder`; return it."""
-    speeds: list[dict[str, object]] = []
-    memory: list[dict[str, object]] = []
-    costs: list[dict[str, object]] = []
-    for name in names:
-        results = Results.load(folder / name)
-        record = json.loads((folder / name / COSTS_FILE).read_text(encoding="utf-8"))
-        found = [one for one in figures(results.cells) if one.cell.arm != PLAIN]
-        plain = {one.cell.batch: one.rate for one in figures(results.cells) if one.cell.arm == PLAIN}
-        for one in found:
-            speeds.append(
-                {
-                    "model": name,
-                    "batch": one.cell.batch,
-                    "draft tokens": one.cell.arm.nodes,
-                    "β": f"{one.beta:.2f}",
-                    "tokens/s, plain": f"{plain[one.cell.batch]:.0f}",
-                    "with the head": f"{one.rate:.0f}",
-                    "γ": f"{one.gamma:.2f}",
-                    "differing tokens": one.cell.differing_tokens,
-                }
-            )
-        cache = record["cache"]
-        memory.append(
-            {"model": name, "bytes a position": f"{cache['position']:,}"}
-            | {f"bytes a {what}": f"{cache[what]:,}" for what in ("slot", "node")}
-            | {"MiB of a row of 512 tokens": f"{(cache['slot'] + 512 * cache['position']) / 2**20:.2f}"}
-        )
-        for cost in (Cost(**one) for one in record["costs"]):
-            costs.append(
-                {
-                    "model": name,
-                    "rows": cost.rows,
-                    "draft tokens": cost.nodes,
-                    "paths": cost.paths,
-                    "depth": cost.depth,
-                    "a token, ms": f"{1e3 * cost.plain:.1f}",
-                    "tree at once, ms": f"{1e3 * cost.at_once:.1f}",
-                    "paths as rows, ms": f"{1e3 * cost.as_rows:.1f}",
-                    "rows ÷ at once": f"{cost.as_rows / cost.at_once:.1f}",
-                }
-            )
-    where = results.environment
-    page = "\n\n".join(
-        [
-            "# A hybrid beside softmax attention",
-            f"{circumstances(results)}. `{where['command']}`, commit {where['commit']}.",
-            "The models have the same width, depth and training, and heads of the same kind and training. β: new "
-            "tokens per forward. γ: speed relative to plain decoding in the same engine and run, greedy.",
+    records = {name: json.loads((folder / name / COSTS_FILE).read_text(encoding="utf-8")) for name in names}
+    speeds = [row for name in names if (folder / name / RESULTS_FILE).exists() for row in _speeds(folder, name)]
+    memory = [{"model": name} | _memory(CacheBytes(**record["cache"])) for name, record in records.items()]
+    costs = [{"model": name} | _cost(Cost(**cost)) for name, record in records.items() for cost in record["costs"]]
+    where = next(iter(records.values()))["environment"]
+    parts = [
+        "# A hybrid beside softmax attention",
+        f"{machine(where)}, {where['threads']} threads, {where['dtype']}; models of equal width, depth and training. "
+        f"`{where['command']}`, commit {where['commit']}, {where['date']}.",
+    ]
+    if speeds:
+        parts += [
+            "## Speed",
+            "Greedy, on questions of GSM8K's test split, with heads of the same kind and training. β: new tokens per "
+            "forward. γ: speed relative to plain decoding in the same engine and run.",
             markdown_table(speeds),
-            "## Memory",
-            "Of the cache: of each position of a row, of a row however long, and of a node of a step until its commit.",
-            markdown_table(memory),
-            "## One step's forward",
-            f"Behind {_CONTEXT} tokens, over random trees. At once: all nodes, with the commit of the deepest path. "
-            "Paths as rows: the model's own code over each path from root to leaf, behind a copy of the row's cache, "
-            "with no commit, which would take one more forward.",
-            markdown_table(costs),
         ]
-    )
+    parts += [
+        "## Memory",
+        "Of the cache: of each position of a row, of a row however long, and of a node of a step until its commit.",
+        markdown_table(memory),
+        "## One step's forward",
+        f"Behind {_CONTEXT} tokens, over random trees. At once: all nodes, with the commit of the deepest path. A step "
+        "gains where its new tokens are more than its cost in those of plain steps, `÷ a token`. Paths as rows: the "
+        "model's own code over each path from root to leaf, behind a copy of the row's cache, with no commit, which "
+        "would take one more forward.",
+        markdown_table(costs),
+    ]
+    page = "\n\n".join(parts)
     (folder / TABLE_FILE).write_text(page + "\n", encoding="utf-8")
     return page
+
+
+def _speeds(folder: Path, name: str) -> list[dict[str, object]]:
+    found = figures(Results.load(folder / name).cells)
+    plain = {one.cell.batch: one.rate for one in found if one.cell.arm == PLAIN}
+    return [
+        {
+            "model": name,
+            "batch": one.cell.batch,
+            "draft tokens": one.cell.arm.nodes,
+            "β": f"{one.beta:.2f}",
+            "tokens/s, plain": f"{plain[one.cell.batch]:.0f}",
+            "with the head": f"{one.rate:.0f}",
+            "γ": f"{one.gamma:.2f}",
+            "differing tokens": one.cell.differing_tokens,
+        }
+        for one in found
+        if one.cell.arm != PLAIN
+    ]
+
+
+def _memory(cache: CacheBytes) -> dict[str, object]:
+    sizes: dict[str, object] = {f"bytes a {what}": f"{size:,}" for what, size in asdict(cache).items()}
+    row = cache.slot + _LONG * cache.position
+    return sizes | {f"MiB of a row of {_LONG} tokens": f"{row / 2**20:.2f}"}
+
+
+def _cost(cost: Cost) -> dict[str, object]:
+    return {
+        "rows": cost.rows,
+        "draft tokens": cost.nodes,
+        "paths": cost.paths,
+        "depth": cost.depth,
+        "a token, ms": f"{1e3 * cost.plain:.1f}",
+        "tree at once, ms": f"{1e3 * cost.at_once:.1f}",
+        "÷ a token": f"{cost.at_once / cost.plain:.2f}",
+        "paths as rows, ms": f"{1e3 * cost.as_rows:.1f}",
+        "rows ÷ at once": f"{cost.as_rows / cost.at_once:.1f}",
+    }
 
 
 if __name__ == "__main__":

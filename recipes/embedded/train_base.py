@@ -142,7 +142,7 @@ def fit(
         loss_of: Of a batch of `batches`.
         args: Those that `add_arguments` adds.
     """
-    warmup = args.steps // 20
+    warmup = max(args.steps // 20, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -185,18 +185,18 @@ def fit(
             temporary.replace(state_file)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, steps: int, tokens_per_step: int, learning_rate: float) -> None:
     """Add the arguments of a training run: what it does, and where its output goes."""
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--tokens-per-step", type=int, default=2_048)
+    parser.add_argument("--tokens-per-step", type=int, default=tokens_per_step)
     parser.add_argument("--learning-rate", type=float, default=learning_rate)
     parser.add_argument("--seed", type=int, default=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, steps=2_200, learning_rate=2e-3)
+    add_arguments(parser, steps=2_200, tokens_per_step=2_048, learning_rate=2e-3)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
