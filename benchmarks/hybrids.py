@@ -42,8 +42,8 @@ from drafter.text.tokenizers import load_tokenizer
 from drafter.tree.token_tree import TokenTree
 
 COSTS_FILE, TABLE_FILE = "costs.json", "hybrids.md"
-BATCHES, NODES = (1, 4, 16), (7, 15, 31)
-_CONTEXT, _WARM_UP, _TURNS = 256, 1, 7
+BATCHES, NODES = (1, 4, 16), (7, 15)
+_CONTEXT, _WARM_UP, _TURNS = 256, 1, 5
 _LONG = 512  # tokens of a row whose memory the page has
 _QUESTIONS = "gsm8k/test.jsonl"
 
@@ -138,13 +138,11 @@ def measure(base: BaseModel, rows: int, nodes: int) -> Cost:
         base.verify(cache, nodes_of(some, lengths))
         cache.commit(lengths, accepted, slice(0, rows))
 
-    plain, whole, by_path = (
-        _seconds(base, work)
-        for work in (
-            lambda: at_once(root, path[:, :1]),
-            lambda: at_once(tree, path),
-            lambda: paths_as_rows(base, own, tokens, row_of_path),
-        )
+    plain, whole, by_path = _seconds(
+        base.device,
+        lambda: at_once(root, path[:, :1]),
+        lambda: at_once(tree, path),
+        lambda: paths_as_rows(base, own, tokens, row_of_path),
     )
     return Cost(rows, nodes, len(tokens), int(tree.depths.max()), plain, whole, by_path)
 
@@ -199,16 +197,18 @@ def path_to(tree: TokenTree, row: int, node: int) -> Tensor:
     return torch.tensor(path[::-1])
 
 
-def _seconds(base: BaseModel, work: Callable[[], object]) -> float:
-    seconds = []
+def _seconds(device: torch.device, *works: Callable[[], object]) -> list[float]:
+    """Return the median seconds of each, taken in turns: a machine is not equally fast at all times."""
+    seconds: list[list[float]] = [[] for _ in works]
     for turn in range(_WARM_UP + _TURNS):
-        synchronise(base.device)
-        start = time.perf_counter()
-        work()
-        synchronise(base.device)
-        if turn >= _WARM_UP:
-            seconds.append(time.perf_counter() - start)
-    return median(seconds)
+        for work, taken in zip(works, seconds, strict=True):
+            synchronise(device)
+            start = time.perf_counter()
+            work()
+            synchronise(device)
+            if turn >= _WARM_UP:
+                taken.append(time.perf_counter() - start)
+    return list(map(median, seconds))
 
 
 def write_page(folder: Path, names: Sequence[str]) -> str:
