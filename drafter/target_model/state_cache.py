@@ -128,7 +128,7 @@ class StateCache(LayerCache):
             for layer, of_layer in shapes.items()
         }
         self.at = torch.full((2, slots), -1, device=device)  # tokens of the text whose state this is; -1 for none
-        self._snapshots = Snapshots(slots)
+        self.snapshots = Snapshots(slots)
         self._slot = torch.arange(slots, device=device)
         self.nodes: dict[int, dict[Key, Chosen]] = {}  # states after the nodes of the last forward, by layer
 
@@ -147,12 +147,12 @@ class StateCache(LayerCache):
             for slot_of_text, span in enumerate(nodes.spans, nodes.slot):
                 stops = self.stops(span, nodes.keep)
                 if not span.start:
-                    self._snapshots.release(slot_of_text)
+                    self.snapshots.release(slot_of_text)
                 elif span.start % _BORDER and span.start not in stops:  # the prompt did not end there
-                    self._snapshots.release(slot_of_text, span.start)
+                    self.snapshots.release(slot_of_text, span.start)
                 for length in stops:
-                    if length and self._snapshots.place(slot_of_text, length) is None:
-                        self._snapshots.add(slot_of_text, length)
+                    if length and self.snapshots.place(slot_of_text, length) is None:
+                        self.snapshots.add(slot_of_text, length)
         self.nodes = {}
         return {self._number: view}
 
@@ -176,7 +176,7 @@ class StateCache(LayerCache):
 
     def put_snapshot(self, slot: int, layer: int, length: int, states: States) -> None:
         """Write the states `[1, ...]` at one of `stops`."""
-        place = self._snapshots.place(slot, length)
+        place = self.snapshots.place(slot, length)
         if place is not None:  # others may have taken it in the same forward
             self._write(_TEXT * self.slots + place, layer, states)
 
@@ -197,13 +197,13 @@ class StateCache(LayerCache):
         at.scatter_(0, spare[None], (lengths + 1 + (path > 0).sum(1))[None])
 
     def shareable(self, source: int, length: int) -> int:
-        return self._snapshots.longest(source, length)
+        return self.snapshots.longest(source, length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        place = self._snapshots.place(source, length)
+        place = self.snapshots.place(source, length)
         assert place is not None
-        self._snapshots.release(target)
-        self._snapshots.share(source, target, length)
+        self.snapshots.release(target)
+        self.snapshots.share(source, target, length)
         for buffer in self._tensors():
             buffer[self.slots + target] = buffer[_TEXT * self.slots + place]
         self.at[0, target], self.at[1, target] = -1, length
@@ -213,11 +213,11 @@ class StateCache(LayerCache):
             of_texts = self._of_texts(buffer)
             of_texts[:, target] = of_texts[:, source]
         self.at[:, target] = self.at[:, source]
-        self._snapshots.release(target)
-        self._snapshots.move(source, target)
+        self.snapshots.release(target)
+        self.snapshots.move(source, target)
 
     def clear(self, slot: int, length: int | None = None) -> None:
-        freed = self._snapshots.release(slot)
+        freed = self.snapshots.release(slot)
         for buffer in self._tensors():
             self._of_texts(buffer)[:, slot] = 0
             for place in freed:
@@ -237,7 +237,7 @@ class StateCache(LayerCache):
         for buffer in self._tensors():
             devices.zero_untouched(buffer)
         self.at.fill_(-1)
-        self._snapshots = Snapshots(self.slots)
+        self.snapshots = Snapshots(self.slots)
 
     def _tensors(self) -> Iterator[Tensor]:
         for states in self.buffers.values():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.target_model.nodes import prompt_nodes
@@ -158,3 +161,59 @@ def test_a_place_that_one_forward_needs_twice_has_the_later_snapshot() -> None:
     read_prompt(cache, 0, 600, 0.0)
     assert (cache.shareable(0, 599), cache.shareable(0, 600)) == (0, 600)
     assert float(cache.buffers[LAYER][KEY][2]) == 600.0
+
+
+Blocks = tuple[int, ...]
+"""A text whose every 256 tokens are a number, and 9 tokens more."""
+ENTER = st.tuples(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=4).map(tuple))
+MOVE = st.tuples(st.integers(0, 3), st.integers(0, 3))
+CLEAR = st.tuples(st.integers(0, 3))
+
+
+def length_of(text: Blocks) -> int:
+    return 256 * len(text) + 9
+
+
+def state_of(text: Blocks, length: int) -> float:
+    """A number that only texts that begin with the same tokens have."""
+    return float(f"{''.join(map(str, text[: length // 256]))}{length % 256}")
+
+
+def shared_blocks(one: Blocks, other: Blocks) -> int:
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
+@given(st.lists(st.one_of(ENTER, MOVE, CLEAR), max_size=30))
+def test_what_is_shared_is_the_state_of_the_same_beginning(steps: list[tuple[int, Blocks] | tuple[int, ...]]) -> None:
+    """As the scheduler does it: a text copies what it can from the one with the longest common beginning."""
+    cache, texts = new_cache(4), dict[int, Blocks]()
+    for slot, *rest in steps:
+        match rest:
+            case [tuple(text)]:
+                texts.pop(slot, None)
+                common = {one: shared_blocks(text, other) for one, other in texts.items()}
+                donor = max(common, key=common.__getitem__, default=slot)
+                start = cache.shareable(donor, min(256 * common.get(donor, 0), length_of(text) - 1))
+                if donor != slot and start:
+                    cache.copy(donor, slot, start)
+                    assert float(cache.buffers[LAYER][KEY][4 + slot]) == state_of(text, start)
+                else:
+                    start = 0
+                span = range(start, length_of(text))
+                tokens = torch.zeros(len(span), dtype=torch.long)
+                cache.views(prompt_nodes(slot, [tokens], [start], ()), ())
+                for stop in cache.stops(span, 0):
+                    cache.put_snapshot(slot, LAYER, stop, {KEY: torch.tensor([[state_of(text, stop)]])})
+                texts[slot] = text
+            case [int(target)] if slot in texts and target != slot:
+                cache.move(slot, target, length_of(texts[slot]))
+                texts[target] = texts.pop(slot)
+            case []:
+                cache.clear(slot)
+                texts.pop(slot, None)
+        for one, text in texts.items():
+            for length in range(256, length_of(text) + 256, 256):
+                if known := cache.shareable(one, length):
+                    place = cache.snapshots.place(one, known)
+                    assert place is not None
+                    assert float(cache.buffers[LAYER][KEY][2 * 4 + place]) == state_of(text, known)
