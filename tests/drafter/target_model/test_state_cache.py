@@ -165,9 +165,11 @@ def test_a_place_that_one_forward_needs_twice_has_the_later_snapshot() -> None:
 
 Blocks = tuple[int, ...]
 """A text whose every 256 tokens are a number, and 9 tokens more."""
-ENTER = st.tuples(st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=4).map(tuple))
-MOVE = st.tuples(st.integers(0, 3), st.integers(0, 3))
-CLEAR = st.tuples(st.integers(0, 3))
+SLOTS = 6  # places of snapshots, which three texts can more than fill
+SLOT = st.integers(0, 2)
+ENTER = st.tuples(SLOT, st.lists(st.integers(1, 2), min_size=1, max_size=3).map(tuple))
+MOVE = st.tuples(SLOT, SLOT)
+CLEAR = st.tuples(SLOT)
 
 
 def length_of(text: Blocks) -> int:
@@ -183,10 +185,10 @@ def shared_blocks(one: Blocks, other: Blocks) -> int:
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
-@given(st.lists(st.one_of(ENTER, MOVE, CLEAR), max_size=30))
+@given(st.lists(st.one_of(ENTER, MOVE, CLEAR), min_size=3, max_size=30))
 def test_what_is_shared_is_the_state_of_the_same_beginning(steps: list[tuple[int, Blocks] | tuple[int, ...]]) -> None:
     """As the scheduler does it: a text copies what it can from the one with the longest common beginning."""
-    cache, texts = new_cache(4), dict[int, Blocks]()
+    cache, texts = new_cache(SLOTS), dict[int, Blocks]()
     for slot, *rest in steps:
         match rest:
             case [tuple(text)]:
@@ -196,7 +198,7 @@ def test_what_is_shared_is_the_state_of_the_same_beginning(steps: list[tuple[int
                 start = cache.shareable(donor, min(256 * common.get(donor, 0), length_of(text) - 1))
                 if donor != slot and start:
                     cache.copy(donor, slot, start)
-                    assert float(cache.buffers[LAYER][KEY][4 + slot]) == state_of(text, start)
+                    assert float(cache.buffers[LAYER][KEY][SLOTS + slot]) == state_of(text, start)
                 else:
                     start = 0
                 span = range(start, length_of(text))
@@ -216,4 +218,4 @@ def test_what_is_shared_is_the_state_of_the_same_beginning(steps: list[tuple[int
                 if known := cache.shareable(one, length):
                     place = cache.snapshots.place(one, known)
                     assert place is not None
-                    assert float(cache.buffers[LAYER][KEY][2 * 4 + place]) == state_of(text, known)
+                    assert float(cache.buffers[LAYER][KEY][2 * SLOTS + place]) == state_of(text, known)
