@@ -47,10 +47,11 @@ def state_shapes(layers: Iterable[Any]) -> LayerStates:
 
 def find_mixers(
     decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
-) -> int:
+) -> tuple[int, bool]:
     """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
 
-    Returns the bytes that they keep of a node until it is committed.
+    Returns the bytes that they keep of a node until it is committed, and whether all read several tokens at once behind
+    others.
 
     Raises:
         LoadError: A layer's mixer cannot be told.
@@ -75,7 +76,7 @@ def find_mixers(
                 mixer.prove(shapes[layer], width, proved.setdefault(type(mixer.module), mixer))
             except _ERRORS as error:
                 raise unknown from error
-    return sum(mixer.node_bytes for mixer in mixers.values())
+    return sum(mixer.node_bytes for mixer in mixers.values()), all(mixer.reads_on for mixer in mixers.values())
 
 
 class Mixer:
@@ -204,18 +205,22 @@ class Mixer:
         outputs: list[Tensor] = []
         texts = hidden.split([len(span) for span in nodes.spans], 1)
         for row, (span, text) in enumerate(zip(nodes.spans, texts, strict=True)):
-            states = view.committed(self.layer, slice(row, row + 1))
-            many = text.shape[1] - 1 if nodes.keep else text.shape[1]
-            if many:
-                output, states = self._read(text[:, :many], states, first=span.start == 0)
-                outputs.append(output)
+            slot, states = nodes.slot + row, view.committed(self.layer, slice(row, row + 1))
+            start = span.start
+            for stop in cache.stops(span, nodes.keep):
+                if stop > start:
+                    piece = text[:, start - span.start : stop - span.start]
+                    output, states = self._read(piece, states, first=start == 0)
+                    outputs.append(output)
+                cache.put_snapshot(slot, self.layer, stop, states)
+                start = stop
             before = None
             if nodes.keep:
                 before = _cloned(states)
-                output, states = self._call(text[:, many:], states)
+                output, states = self._call(text[:, -1:], states)
                 outputs.append(output)
                 cache.nodes[self.layer] = _only_nodes(states)
-            cache.put(nodes.slot + row, self.layer, before, states)
+            cache.put(slot, self.layer, before, states)
         return torch.cat(outputs, 1)
 
     def _read(self, hidden: Tensor, states: States, *, first: bool) -> tuple[Tensor, States]:

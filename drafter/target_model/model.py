@@ -76,7 +76,8 @@ class BaseModel:
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = model.config.get_text_config(decoder=True)
         recurrent = state_layers(self.config)
-        if getattr(model, "_is_stateful", False) and not recurrent:
+        # A hybrid's configuration may say that all its layers are attention, as that of Granite 4.0 Micro does.
+        if getattr(model, "_is_stateful", False) and not recurrent and not getattr(self.config, "layer_types", None):
             raise LoadError(
                 f"{self.name}: {model.config.model_type} keeps a recurrent state of its own kind; {NO_PLACE}"
             )
@@ -93,10 +94,11 @@ class BaseModel:
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
         texts, logits, self._layer_shapes, self._states = run_plainly(self)
-        self._node_bytes = 0
+        self._node_bytes, self._reads_on = 0, True
         if recurrent:
-            kind = model.config.model_type
-            self._node_bytes = find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, kind)
+            self._node_bytes, self._reads_on = find_mixers(
+                self.decoder, self._states, recurrent, self.hidden_size, self.name, model.config.model_type
+            )
         self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
         prove_tree_decoding(self, texts, logits)
         prove_last_positions(self)
@@ -297,7 +299,8 @@ class BaseModel:
         states = {layer: shapes for layer, shapes in self._states.items() if layer < depth}
         if not states:
             return [keys_and_values]
-        return [keys_and_values, StateCache(states, blocks.slots, self.device, depth, self._node_bytes)]
+        kept = StateCache(states, blocks.slots, self.device, depth, self._node_bytes, self._reads_on)
+        return [keys_and_values, kept]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():

@@ -44,24 +44,82 @@ LayerStates = Mapping[int, Mapping[Key, StateShape]]
 """Shapes of the states of each layer that has some, by the layer's number."""
 
 
-_SNAPSHOT = 2  # the place of a slot's third state, that at its prompt's end
+_BORDER = 256  # tokens of a prompt between two snapshots
+_TEXT = 2  # states of a slot's text; the snapshots lie behind those of all slots
+
+
+@dataclass
+class _Snapshot:
+    place: int
+    length: int  # tokens of the text whose state this is
+    slots: set[int]  # whose texts begin with these tokens
+
+
+class Snapshots:
+    """States at the ends of prompts, and on the way there, which other texts that begin alike go on from.
+
+    This is the list of them, on the host. There are as many places as slots. A text that copies a snapshot shares its
+    place with the text that it came from; where all places are taken, the one that was used longest ago is taken.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = list(range(places))
+        self._known: list[_Snapshot] = []  # that which was used last comes last
+
+    def add(self, slot: int, length: int) -> None:
+        place = self._free.pop() if self._free else self._known.pop(0).place
+        self._known.append(_Snapshot(place, length, {slot}))
+
+    def place(self, slot: int, length: int) -> int | None:
+        """Return the place of a text's snapshot at `length` tokens; None if there is none, or none any more."""
+        return next((one.place for one in self._known if one.length == length and slot in one.slots), None)
+
+    def longest(self, slot: int, length: int) -> int:
+        """Return the tokens of a text's longest snapshot of at most `length` tokens; 0 for none."""
+        return max((one.length for one in self._known if one.length <= length and slot in one.slots), default=0)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Make the snapshots of one text, of at most `length` tokens, those of another text, too."""
+        shared = [one for one in self._known if one.length <= length and source in one.slots]
+        self._known = [one for one in self._known if one not in shared] + shared
+        for one in shared:
+            one.slots.add(target)
+
+    def move(self, source: int, target: int) -> None:
+        for one in self._known:
+            if source in one.slots:
+                one.slots.remove(source)
+                one.slots.add(target)
+
+    def release(self, slot: int, from_length: int = 0) -> list[int]:
+        """Take a text's snapshots of `from_length` or more tokens away from it; return the places that are free now."""
+        for one in self._known:
+            if one.length >= from_length:
+                one.slots.discard(slot)
+        freed = [one.place for one in self._known if not one.slots]
+        self._known = [one for one in self._known if one.slots]
+        self._free += freed
+        return freed
 
 
 class StateCache(LayerCache):
-    """Three states for each slot and layer, and the lengths of the texts to which they belong.
+    """Two states for each slot and layer, the lengths of the texts to which they belong, and as many `Snapshots`.
 
-    What a step commits goes to one of the first two, that which does not belong to the present length, so a step that
-    fails loses nothing. The third is that at the end of the prompt, for others that begin with the same text.
+    What a step commits goes to the state that does not belong to the present length, so a step that fails loses
+    nothing.
 
     Args:
         shapes: Of each layer that has states.
         number: Number of the view that mixers find it by: behind those of the model's layers.
         node_bytes: What mixers keep of a node until the commit.
+        reads_on: Prompts may be read in pieces, so that there are snapshots on the way; if not, at the end alone.
     """
 
-    def __init__(self, shapes: LayerStates, slots: int, device: torch.device, number: int, node_bytes: int) -> None:
-        self.slots, self._number, self._node_bytes = slots, number, node_bytes
-        # `[3 S + 1, ...]`: the states of all slots, and zeros, the state of an empty text.
+    def __init__(
+        self, shapes: LayerStates, slots: int, device: torch.device, number: int, node_bytes: int, reads_on: bool
+    ) -> None:
+        self.slots, self._number, self._node_bytes, self._reads_on = slots, number, node_bytes, reads_on
+        # `[3 S + 1, ...]`: two states of all slots, snapshots, and zeros, the state of an empty text.
         self.buffers: dict[int, States] = {
             layer: {
                 key: devices.zeros((3 * slots + 1, *shape.sizes), shape.dtype, shape.device)
@@ -70,7 +128,7 @@ class StateCache(LayerCache):
             for layer, of_layer in shapes.items()
         }
         self.at = torch.full((2, slots), -1, device=device)  # tokens of the text whose state this is; -1 for none
-        self.snapshots = [0] * slots  # tokens of each slot's third state, on the host; 0 for none
+        self.snapshots = Snapshots(slots)
         self._slot = torch.arange(slots, device=device)
         self.nodes: dict[int, dict[Key, Chosen]] = {}  # states after the nodes of the last forward, by layer
 
@@ -87,9 +145,25 @@ class StateCache(LayerCache):
             ends = devices.send(torch.tensor([span.stop for span in nodes.spans]), at.device)
             at[1], at[0] = ends, ends - 1 if nodes.keep else -1
             for slot_of_text, span in enumerate(nodes.spans, nodes.slot):
-                self.snapshots[slot_of_text] = span.stop - 1 if nodes.keep else span.stop
+                stops = self.stops(span, nodes.keep)
+                if not span.start:
+                    self.snapshots.release(slot_of_text)
+                elif span.start % _BORDER and span.start not in stops:  # the prompt did not end there
+                    self.snapshots.release(slot_of_text, span.start)
+                for length in stops:
+                    if length and self.snapshots.place(slot_of_text, length) is None:
+                        self.snapshots.add(slot_of_text, length)
         self.nodes = {}
         return {self._number: view}
+
+    def stops(self, span: range, keep: int) -> list[int]:
+        """Return the lengths at which a text has a snapshot once these positions of it have been read.
+
+        The last one may be `span.start`: of a text whose logits are wanted, the last token may be no prompt's.
+        """
+        end = span.stop - 1 if keep else span.stop
+        first = (span.start // _BORDER + 1) * _BORDER
+        return [*(range(first, end, _BORDER) if self._reads_on else ()), end]
 
     def put(self, slot: int, layer: int, before: States | None, after: States) -> None:
         """Write the states `[1, ...]` of a slot's text that has been read, and of that without its last token.
@@ -97,10 +171,18 @@ class StateCache(LayerCache):
         Args:
             before: None if all tokens are committed. If not, the last one may be the first that is not a prompt's.
         """
-        places = ((1, after), (_SNAPSHOT, after)) if before is None else ((0, before), (1, after), (_SNAPSHOT, before))
-        for place, states in places:
-            for key, state in states.items():
-                self.buffers[layer][key][place * self.slots + slot] = state[0]
+        for place, states in ((1, after),) if before is None else ((0, before), (1, after)):
+            self._write(place * self.slots + slot, layer, states)
+
+    def put_snapshot(self, slot: int, layer: int, length: int, states: States) -> None:
+        """Write the states `[1, ...]` at one of `stops`."""
+        place = self.snapshots.place(slot, length)
+        if place is not None:  # others may have taken it in the same forward
+            self._write(_TEXT * self.slots + place, layer, states)
+
+    def _write(self, index: int, layer: int, states: States) -> None:
+        for key, state in states.items():
+            self.buffers[layer][key][index] = state[0]
 
     def commit(self, lengths: Tensor, path: Tensor, rows: slice) -> None:
         at, slot = self.at[:, rows], self._slot[rows]
@@ -115,49 +197,56 @@ class StateCache(LayerCache):
         at.scatter_(0, spare[None], (lengths + 1 + (path > 0).sum(1))[None])
 
     def shareable(self, source: int, length: int) -> int:
-        known = self.snapshots[source]
-        return known if known <= length else 0
+        return self.snapshots.longest(source, length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        for buffer in self._in_slots():
-            buffer[1:, target] = buffer[_SNAPSHOT, source]
+        place = self.snapshots.place(source, length)
+        assert place is not None
+        self.snapshots.release(target)
+        self.snapshots.share(source, target, length)
+        for buffer in self._tensors():
+            buffer[self.slots + target] = buffer[_TEXT * self.slots + place]
         self.at[0, target], self.at[1, target] = -1, length
-        self.snapshots[target] = length
 
     def move(self, source: int, target: int, length: int) -> None:
-        for buffer in self._in_slots():
-            buffer[:, target] = buffer[:, source]
+        for buffer in self._tensors():
+            of_texts = self._of_texts(buffer)
+            of_texts[:, target] = of_texts[:, source]
         self.at[:, target] = self.at[:, source]
-        self.snapshots[target] = self.snapshots[source]
+        self.snapshots.release(target)
+        self.snapshots.move(source, target)
 
     def clear(self, slot: int, length: int | None = None) -> None:
-        for buffer in self._in_slots():
-            buffer[:, slot] = 0
-        self.at[:, slot], self.snapshots[slot] = -1, 0
+        freed = self.snapshots.release(slot)
+        for buffer in self._tensors():
+            self._of_texts(buffer)[:, slot] = 0
+            for place in freed:
+                buffer[_TEXT * self.slots + place] = 0
+        self.at[:, slot] = -1
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
         # The present length names the state from before the step.
         at = self.at[:, rows]
         gone = which & (at != lengths)
         at.masked_fill_(gone, -1)
-        for buffer in self._in_slots():
-            gone_there = gone.to(buffer.device).view(*gone.shape, *[1] * (buffer.dim() - 2))
-            buffer[:_SNAPSHOT, rows].masked_fill_(gone_there, 0)
+        for buffer in self._tensors():
+            gone_there = gone.to(buffer.device).view(*gone.shape, *[1] * (buffer.dim() - 1))
+            self._of_texts(buffer)[:, rows].masked_fill_(gone_there, 0)
 
     def zero(self) -> None:
         for buffer in self._tensors():
             devices.zero_untouched(buffer)
         self.at.fill_(-1)
-        self.snapshots = [0] * self.slots
+        self.snapshots = Snapshots(self.slots)
 
     def _tensors(self) -> Iterator[Tensor]:
         for states in self.buffers.values():
             yield from states.values()
 
-    def _in_slots(self) -> Iterator[Tensor]:
-        """Yield `[3, S, ...]` of each buffer."""
-        for buffer in self._tensors():
-            yield buffer[:-1].unflatten(0, (_SNAPSHOT + 1, self.slots))
+    def _of_texts(self, buffer: Tensor) -> Tensor:
+        """Return `[2, S, ...]` of a buffer."""
+        of_texts: Tensor = buffer[: _TEXT * self.slots].unflatten(0, (_TEXT, self.slots))
+        return of_texts
 
 
 class StateView(CacheLayerMixin):

@@ -13,13 +13,14 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from recipes.embedded.gsm8k import Problem, read_split
 
@@ -110,14 +111,14 @@ def batches(documents: list[list[int]], tokens: int, seed: int) -> Iterator[torc
         epoch += 1
 
 
-def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     """Return the mean next-token cross-entropy in nats. Padding, -100 in `batch` `[B, L]`, does not count."""
     logits = model(batch.clamp_min(0), attention_mask=(batch >= 0).long(), use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
 
 
 @torch.no_grad()
-def perplexity(model: LlamaForCausalLM, documents: list[list[int]]) -> float:
+def perplexity(model: PreTrainedModel, documents: list[list[int]]) -> float:
     """Return the perplexity per token over whole documents."""
     model.eval()
     total = count = 0.0
@@ -129,25 +130,19 @@ def perplexity(model: LlamaForCausalLM, documents: list[list[int]]) -> float:
     return math.exp(total / count)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2_200)
-    parser.add_argument("--tokens-per-step", type=int, default=2_048)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(args.seed)
+def fit(
+    model: PreTrainedModel,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    documents: list[list[int]],
+    args: argparse.Namespace,
+) -> None:
+    """Train a model for `args.steps` steps, from the last state in `args.output` if there is one.
 
-    problems = read_split("base")
-    tokenizer = build_tokenizer(problems)
-    tokenizer.save_pretrained(args.output)
-    model = build_model(tokenizer)
-    documents, held_out = encode(tokenizer, problems), encode(tokenizer, read_split("validation"))
-    print(f"{model.num_parameters():,} parameters, {sum(map(len, documents)):,} tokens an epoch", flush=True)
-
-    warmup = args.steps // 20
+    Args:
+        loss_of: Of a batch of `batches`.
+        args: Those that `add_arguments` adds.
+    """
+    warmup = max(args.steps // 20, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -166,7 +161,7 @@ def main() -> None:
     seen, started = 0, time.monotonic()
     for step in range(first, args.steps):
         batch = next(stream)
-        loss = loss_of(model, batch)
+        loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -188,6 +183,32 @@ def main() -> None:
                 temporary,
             )
             temporary.replace(state_file)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, steps: int, tokens_per_step: int, learning_rate: float) -> None:
+    """Add the arguments of a training run: what it does, and where its output goes."""
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--tokens-per-step", type=int, default=tokens_per_step)
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, steps=2_200, tokens_per_step=2_048, learning_rate=2e-3)
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+
+    problems = read_split("base")
+    tokenizer = build_tokenizer(problems)
+    tokenizer.save_pretrained(args.output)
+    model = build_model(tokenizer)
+    documents, held_out = encode(tokenizer, problems), encode(tokenizer, read_split("validation"))
+    print(f"{model.num_parameters():,} parameters, {sum(map(len, documents)):,} tokens an epoch", flush=True)
+
+    fit(model, partial(loss_of, model), documents, args)
     model.to(torch.bfloat16).save_pretrained(args.output)
     # The weights are rounded to bf16 as they are saved; the perplexity is computed in fp32.
     report = {

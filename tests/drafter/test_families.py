@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.support.families import FAMILIES, try_family
 from tests.support.marks import slow_but
@@ -20,11 +21,16 @@ def outcomes() -> dict[str, str]:
 
 
 def test_the_page_has_every_family() -> None:
-    assert outcomes().keys() == set(FAMILIES)
+    release = re.search(r"of transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
+    assert release is not None
+    if release[1] == transformers.__version__:
+        assert outcomes().keys() == set(FAMILIES)
+    else:
+        assert outcomes().keys() <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", slow_but(["llama", "gpt_neo"], FAMILIES))
 def test_a_family_is_decoded_as_generate_does_or_refused(family: str) -> None:
     tried = try_family(family)
-    assert tried.outcome == outcomes()[family], tried.reason
+    assert tried.outcome == outcomes().get(family, tried.outcome), tried.reason  # the page may be of another release
     assert tried.outcome != "differs"

@@ -167,8 +167,8 @@ def table(tried: Iterable[Tried]) -> Iterator[str]:
         "In recurrent layers, all nodes of a draft tree run at once where a kernel for trees is known: for short "
         "convolutions, the gated delta rule, Kimi delta attention and Mamba 2. Others, such as Mamba's, run once for "
         "each depth of the tree, and read what follows a prompt's first chunk token by token. Models with recurrent "
-        "layers share equal prompts but no prefixes, draft for no other model, and are neither compiled nor recorded "
-        "as CUDA graphs.\n\n"
+        "layers share what prompts have in common up to a multiple of 256 tokens, or up to the end of the shorter one, "
+        "draft for no other model, and are neither compiled nor recorded as CUDA graphs.\n\n"
         "`python -m tests.support.families docs/families.md` writes this page, and `make test-slow` checks it.\n\n"
     )
     yield "| outcome | reason | `model_type` |\n|---|---|---|\n"

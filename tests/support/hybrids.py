@@ -100,10 +100,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 @torch.inference_mode(False)  # as in `random_model`
-def hybrid_model(family: str, seed: int = 0) -> Any:
-    """A random causal LM of a family with recurrent layers."""
+def hybrid_model(family: str, seed: int = 0, **settings: Any) -> Any:
+    """A random causal LM of a family with recurrent layers, with other `settings` than its usual ones."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **HYBRIDS[family]})
+    config = AutoConfig.for_model(family, **{**_COMMON, **HYBRIDS[family], **settings})
     with transformers_loading():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE).eval()
     with torch.no_grad():

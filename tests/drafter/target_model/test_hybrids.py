@@ -105,7 +105,7 @@ def test_prompts_are_read_in_chunks(family: str, streamed: bool) -> None:
 
 @pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
 def test_equal_prompts_are_read_once(family: str) -> None:
-    """Others share nothing, as a state is known at the end of a prompt alone."""
+    """One that differs before the 256th token shares nothing."""
     base, prompt = base_of(family), [*range(20, 40)]
     prompts = [prompt, prompt, [*prompt[:15], 9, 9], prompt]
     expected = [generate_reference(base.model, prompt, 12) for prompt in prompts]
@@ -117,6 +117,26 @@ def test_equal_prompts_are_read_once(family: str) -> None:
             engine.step()
         assert [handle.result(0).token_ids for handle in handles] == expected
         assert engine.state().shared_tokens == 2 * (len(prompt) - 1)
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN[1:], [*MAIN, "granitemoehybrid", "kimi_linear", "jamba"]))
+def test_prompts_that_begin_alike_share_what_comes_before_a_snapshot(family: str) -> None:
+    """Jamba's layers read on token by token, and so stop at the end of a forward alone, here at the 512th token."""
+    base = BaseModel(hybrid_model(family, max_position_embeddings=700))
+    beginning, *ends = [
+        torch.randint(5, base.vocab_size, (size,), generator=torch.Generator().manual_seed(size)).tolist()
+        for size in (600, 20, 31, 43)
+    ]
+    prompts = [[*beginning, *end] for end in ends]
+    alone = [run_engine(base, PlainDecoding(), [Request(prompt, SamplingParams(8))])[0].token_ids for prompt in prompts]
+    assert alone == [generate_reference(base.model, prompt, 8) for prompt in prompts]
+    engine = Engine(base, AdversarialDrafter(4), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=8))
+    handles = [engine.submit(Request(prompt, SamplingParams(8))) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == alone
+    assert engine.state().shared_tokens == 2 * 512
+    assert engine.state().prefilled_tokens == sum(map(len, prompts)) - len(prompts) - 2 * 512
 
 
 def test_the_state_of_a_prompt_stays_while_its_text_grows() -> None:
@@ -189,6 +209,17 @@ def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
     monkeypatch.setattr(base, "verify", poisoned)
     found = run_engine(base, oracle(family), requests_of(family), max_num_seqs=3, num_draft_tokens=10)
     assert [one.token_ids for one in found] == greedy(family)[1]
+
+
+@pytest.mark.parametrize("family", slow_but(["granitemoehybrid"], ["granitemoehybrid", "qwen3_5_text", "qwen3_next"]))
+def test_a_family_of_hybrids_may_have_attention_alone(family: str) -> None:
+    base = BaseModel(hybrid_model(family, layer_types=["full_attention"] * 4))
+    prompts = [[5], [*range(10, 31)]]
+    expected = [generate_reference(base.model, prompt, NEW) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(NEW)) for prompt in prompts]
+    found = run_engine(base, AdversarialDrafter(5), requests, max_num_seqs=2, num_draft_tokens=10)
+    assert [one.token_ids for one in found] == expected
+    assert (base.cache_bytes.slot, base.cache_bytes.node) == (0, 0)
 
 
 def test_what_cannot_run_recurrent_layers_says_so() -> None:

@@ -17,6 +17,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.memory import plan_memory, slot_length
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, TargetCache
+from drafter.target_model.kv_cache import cache_name
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 from tests.support.caches import tree_nodes
@@ -141,10 +142,11 @@ class SummingAttention(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **others: Any) -> Any:
-        mixed, weights = self.attention(hidden_states, past_key_values=past_key_values, **others)
-        if past_key_values is not None and len(past_key_values.layers) > LAYERS:
-            sums = past_key_values.layers[SUMS].update(hidden_states)
+    def forward(self, hidden_states: Tensor, **others: Any) -> Any:
+        mixed, weights = self.attention(hidden_states, **others)
+        kept = others.get(cache_name(self.attention))
+        if kept is not None and len(kept.layers) > LAYERS:
+            sums = kept.layers[SUMS].update(hidden_states)
         else:
             sums = hidden_states.cumsum(1)
         return mixed + sums / 8, weights

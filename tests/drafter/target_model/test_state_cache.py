@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.target_model.nodes import prompt_nodes
@@ -17,13 +20,20 @@ LAYER, VIEW = 0, 1
 
 def new_cache(slots: int = 3) -> StateCache:
     cpu = torch.device("cpu")
-    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4)
+    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4, True)
 
 
-def read_prompt(cache: StateCache, slot: int, length: int, state: float, before: float | None = None) -> None:
-    """Read a text to its end, and also its last token alone if the state `before` it is given."""
+def read_prompt(
+    cache: StateCache, slot: int, length: int, state: float, before: float | None = None, start: int = 0
+) -> None:
+    """Read a text to its end, and also its last token alone if the state `before` it is given.
+
+    Snapshots have their length as their state.
+    """
     keep = 0 if before is None else 1
-    cache.views(prompt_nodes(slot, [torch.zeros(length, dtype=torch.long)], [0], (), keep), ())
+    cache.views(prompt_nodes(slot, [torch.zeros(length - start, dtype=torch.long)], [start], (), keep), ())
+    for stop in cache.stops(range(start, length), keep):
+        cache.put_snapshot(slot, LAYER, stop, {KEY: torch.tensor([[float(stop)]])})
     earlier = None if before is None else {KEY: torch.tensor([[before]])}
     cache.put(slot, LAYER, earlier, {KEY: torch.tensor([[state]])})
 
@@ -98,9 +108,114 @@ def test_a_prompts_state_is_shared_and_moves_with_its_slot() -> None:
     cache.move(0, 1, 6)
     assert (cache.shareable(1, 4), cache.shareable(1, 9)) == (0, 5)
     cache.copy(1, 0, 5)
-    assert step(cache, [5, 6], [[0.0], [0.0]]) == [1.5, 2.0]
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [5.0, 2.0]
     cache.clear(1)
-    assert cache.shareable(1, 9) == 0
-    assert step(cache, [5, 6], [[0.0], [0.0]]) == [1.5, 0.0]
+    assert (cache.shareable(1, 9), cache.shareable(0, 9)) == (0, 5)
+    assert step(cache, [5, 6], [[0.0], [0.0]]) == [5.0, 0.0]
     cache.zero()
     assert step(cache, [5, 6], [[0.0], [0.0]]) == [0.0, 0.0]
+
+
+def test_snapshots_lie_every_256_tokens_and_at_the_end_of_a_prompt() -> None:
+    cache = new_cache(4)
+    read_prompt(cache, 0, 300, 0.0)
+    read_prompt(cache, 0, 601, 0.0, before=0.0, start=300)  # the second piece: the prompt does not end at 300
+    assert [cache.shareable(0, length) for length in (255, 256, 511, 512, 599, 600, 900)] == [
+        0,
+        256,
+        256,
+        512,
+        512,
+        600,
+        600,
+    ]
+    cache.copy(0, 1, 512)
+    assert [cache.shareable(1, length) for length in (300, 900)] == [256, 512]
+    assert step(cache, [601, 512], [[0.0], [0.0]]) == [0.0, 512.0]
+    read_prompt(cache, 0, 3, 0.0)  # another text in the slot of the first one
+    assert (cache.shareable(0, 900), cache.shareable(1, 900)) == (3, 512)
+    cache.copy(1, 2, 512)
+    assert step(cache, [3, 512, 512], [[0.0]] * 3) == [0.0, 512.0, 512.0]
+
+
+def test_there_are_as_many_snapshots_as_slots_and_those_in_use_stay() -> None:
+    cache = new_cache(3)
+    read_prompt(cache, 0, 2_000, 0.0)
+    assert [cache.shareable(0, length) for length in (1_535, 1_536, 1_791, 1_999, 2_000)] == [
+        0,
+        1_536,
+        1_536,
+        1_792,
+        2_000,
+    ]
+    cache.copy(0, 1, 1_792)
+    read_prompt(cache, 1, 1_900, 0.0, start=1_792)
+    assert cache.shareable(1, 2_000) == 1_900
+    assert (cache.shareable(0, 1_900), cache.shareable(0, 2_000)) == (1_792, 1_792)
+    cache.copy(0, 2, 1_792)
+    assert step(cache, [2_000, 1_900, 1_792], [[0.0]] * 3) == [0.0, 0.0, 1_792.0]
+
+
+def test_a_place_that_one_forward_needs_twice_has_the_later_snapshot() -> None:
+    cache = new_cache(1)
+    read_prompt(cache, 0, 600, 0.0)
+    assert (cache.shareable(0, 599), cache.shareable(0, 600)) == (0, 600)
+    assert float(cache.buffers[LAYER][KEY][2]) == 600.0
+
+
+Blocks = tuple[int, ...]
+"""A text whose every 256 tokens are a number, and 9 tokens more."""
+SLOTS = 6  # places of snapshots, which three texts can more than fill
+SLOT = st.integers(0, 2)
+ENTER = st.tuples(SLOT, st.lists(st.integers(1, 2), min_size=1, max_size=3).map(tuple))
+MOVE = st.tuples(SLOT, SLOT)
+CLEAR = st.tuples(SLOT)
+
+
+def length_of(text: Blocks) -> int:
+    return 256 * len(text) + 9
+
+
+def state_of(text: Blocks, length: int) -> float:
+    """A number that only texts that begin with the same tokens have."""
+    return float(f"{''.join(map(str, text[: length // 256]))}{length % 256}")
+
+
+def shared_blocks(one: Blocks, other: Blocks) -> int:
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
+@given(st.lists(st.one_of(ENTER, MOVE, CLEAR), min_size=3, max_size=30))
+def test_what_is_shared_is_the_state_of_the_same_beginning(steps: list[tuple[int, Blocks] | tuple[int, ...]]) -> None:
+    """As the scheduler does it: a text copies what it can from the one with the longest common beginning."""
+    cache, texts = new_cache(SLOTS), dict[int, Blocks]()
+    for slot, *rest in steps:
+        match rest:
+            case [tuple(text)]:
+                texts.pop(slot, None)
+                common = {one: shared_blocks(text, other) for one, other in texts.items()}
+                donor = max(common, key=common.__getitem__, default=slot)
+                start = cache.shareable(donor, min(256 * common.get(donor, 0), length_of(text) - 1))
+                if donor != slot and start:
+                    cache.copy(donor, slot, start)
+                    assert float(cache.buffers[LAYER][KEY][SLOTS + slot]) == state_of(text, start)
+                else:
+                    start = 0
+                span = range(start, length_of(text))
+                tokens = torch.zeros(len(span), dtype=torch.long)
+                cache.views(prompt_nodes(slot, [tokens], [start], ()), ())
+                for stop in cache.stops(span, 0):
+                    cache.put_snapshot(slot, LAYER, stop, {KEY: torch.tensor([[state_of(text, stop)]])})
+                texts[slot] = text
+            case [int(target)] if slot in texts and target != slot:
+                cache.move(slot, target, length_of(texts[slot]))
+                texts[target] = texts.pop(slot)
+            case []:
+                cache.clear(slot)
+                texts.pop(slot, None)
+        for one, text in texts.items():
+            for length in range(256, length_of(text) + 256, 256):
+                if known := cache.shareable(one, length):
+                    place = cache.snapshots.place(one, known)
+                    assert place is not None
+                    assert float(cache.buffers[LAYER][KEY][2 * SLOTS + place]) == state_of(text, known)
