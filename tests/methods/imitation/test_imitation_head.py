@@ -11,12 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import new_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.losses import hard_labels
-from drafter.methods.early_exit.drafter import ExitDrafter, ExitHead
+from drafter.methods.imitation.head import ImitationHead
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
@@ -30,14 +31,14 @@ from tests.support.trees import check_same_trees, check_slice_contract
 DEPTH = 4
 
 
-def head_of(base: BaseModel, **settings: Any) -> ExitHead:
+def head_of(base: BaseModel, **settings: Any) -> ImitationHead:
     torch.manual_seed(0)
-    head = new_head("exit", base, {"layers": 1, "depth": DEPTH, "inner_size": 48, **settings})
-    assert isinstance(head, ExitHead)
+    head = new_head("imitation", base, {"layers": 1, "depth": DEPTH, "inner_size": 48, **settings})
+    assert isinstance(head, ImitationHead)
     return head
 
 
-def perturbed(head: ExitHead) -> ExitHead:
+def perturbed(head: ImitationHead) -> ImitationHead:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -63,7 +64,10 @@ def test_trees_of_a_text_are_those_of_decoding(family: str) -> None:
     drafter = head.drafter(base, 8)
     for row, place in ((0, 0), (0, 5), (0, 23), (1, 0), (1, 7), (1, 20)):
         at = int(anchors[row, place])
-        drafter.open(Loan(base, 1, 64, StageTimes()))
+        kv = base.new_cache(1, 96)
+        if at:
+            base.prefill(kv, 0, [tokens[row, :at]])
+        drafter.open(Loan(base, 1, 64, StageTimes(), kv))
         context = DraftContext(tokens[row : row + 1, : at + 1], None, torch.tensor([at]), [at])
         drafter.prepare(context)
         mine = slice(row * 24 + place, row * 24 + place + 1)
@@ -76,7 +80,9 @@ def test_an_untrained_network_is_no_network(tiny_base: BaseModel) -> None:
     with_one = run_engine(
         tiny_base, head_of(tiny_base).eval().drafter(tiny_base, 8), requests, max_num_seqs=3, num_draft_tokens=8
     )
-    without = run_engine(tiny_base, ExitDrafter(tiny_base, 1, 8, DEPTH), requests, max_num_seqs=3, num_draft_tokens=8)
+    without = run_engine(
+        tiny_base, FirstLayersDrafter(tiny_base, 1, 8, DEPTH), requests, max_num_seqs=3, num_draft_tokens=8
+    )
     assert [one.counts.per_step_accepted for one in with_one] == [one.counts.per_step_accepted for one in without]
 
 
@@ -155,18 +161,18 @@ def test_a_saved_head_decodes_to_plain_tokens(tiny_base: BaseModel, tmp_path: Pa
     plain = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3)]
     for name in (str(tmp_path), f"{tmp_path}+ngram"):
         drafter = load_drafter(name, tiny_base, 8)
-        assert drafter.spec.bytes_per_token == tiny_base.kv_bytes_per_token[0]
+        assert drafter.spec.bytes_per_token == 0
         assert [
             one.token_ids for one in run_engine(tiny_base, drafter, requests, max_num_seqs=3, num_draft_tokens=8)
         ] == plain
 
 
-def test_what_an_exit_head_refuses(tiny_base: BaseModel) -> None:
+def test_what_an_imitation_head_refuses(tiny_base: BaseModel) -> None:
     with pytest.raises(LoadError, match="has 3 layers, so layers cannot be 4"):
         head_of(tiny_base, layers=4)
     with pytest.raises(LoadError, match="rejected_weight must be at least 0"):
         head_of(tiny_base, rejected_weight=-1.0)
-    with pytest.raises(LoadError, match="configuration key 'layers' is missing"):
-        new_head("exit", tiny_base, {})
+    with pytest.raises(LoadError, match=r"one of cosine_weight, .* must be more than 0, or nothing is learned"):
+        head_of(tiny_base, cosine_weight=0.0, distillation_weight=0.0, label_weight=0.0)
     with pytest.raises(ValueError, match="exact tree only"):
         head_of(tiny_base).drafter(tiny_base, 8, "static")
