@@ -46,7 +46,7 @@ class FirstLayersDrafter(ModelDrafter):
         if not 1 <= layers <= base.num_layers:
             raise LoadError(f"{base.name} has {base.num_layers} layers, so {layers} of them cannot draft: give fewer")
         super().__init__(base, base, nodes, depth, BEAM)
-        places = most_places(self.spec.max_depth, self._beam)
+        places = most_places(self.spec.max_depth, nodes + 1, BEAM)
         self.spec = replace(self.spec, bytes_per_token=0, run=places)
         self._usual, self._first = 1, layers  # all tokens but the pending one have been read
         self._output, self._tokens = output, tokens

@@ -197,7 +197,7 @@ class ModelDrafter(TextReader):
 
     def __init__(self, model: BaseModel, base: Target, nodes: int, depth: int = DEPTH, beam: int = _WIDTH) -> None:
         depth, self._beam = min(nodes, depth), min(nodes, beam)
-        super().__init__(model, base, nodes, depth, most_places(depth, self._beam) - 1)
+        super().__init__(model, base, nodes, depth, most_places(depth, nodes + 1, self._beam) - 1)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Grow trees `[B, 1 + ask.nodes]`."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
@@ -26,6 +27,7 @@ from drafter.target_model.native_decoder import NativeDecoder
 from tests.support.caches import tree_nodes
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
+from tests.support.tapes import queue_steps
 from tests.support.trees import check_slice_contract, nodes
 
 MAIN_FAMILIES = ("llama", "gemma2", "gpt2", "gpt_oss", "llama4_text")
@@ -211,6 +213,45 @@ def test_nodes_have_the_probabilities_of_their_paths() -> None:
             log_probs = base.lm_head(base.read_early(text, 2)).log_softmax(-1)[0]
             told = [log_probs[len(prefix) + step, token] for step, token in enumerate(path)]
             assert prob == pytest.approx(float(sum(told, torch.tensor(0.0)).exp()), rel=1e-3)
+
+
+def test_drafting_leaves_the_text_alone_and_nothing_behind_it_that_is_not_finite() -> None:
+    """A draft token that is not finite is in no tree, and its keys and values would spoil all that reads past them."""
+    base, bad = BaseModel(random_model("llama"), native=False), 50
+    kv, text = base.new_cache(2, 64), torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
+    base.prefill(kv, 0, [text[0, :4]])
+    base.prefill(kv, 1, [text[1, :4]])
+    before = [buffer.clone() for buffer in kv.layers[0].buffers]  # type: ignore[attr-defined]
+
+    def output(states: Tensor) -> Tensor:
+        return F.one_hot(torch.tensor(bad), base.vocab_size).float().expand(*states.shape[:-1], -1) * 9
+
+    drafter = FirstLayersDrafter(base, 2, 8, depth=4, output=output)
+    drafter.open(Loan(base, 2, 32, StageTimes(), kv))
+    with torch.no_grad():
+        base.model.get_input_embeddings().weight[bad] = torch.nan
+    lengths = torch.tensor([4, 4])
+    tree = drafter.propose(DraftContext(F.pad(text, (0, 40)), None, lengths, [4, 4]), Ask(8))
+    assert bad in tree.tokens[:, 1:]
+    behind = kv.blocks.of(slice(0, 2), torch.arange(4, 4 + drafter.spec.run).expand(2, -1)).flatten()
+    for buffer, was in zip(kv.layers[0].buffers, before, strict=True):  # type: ignore[attr-defined]
+        assert bool(buffer.isfinite().all())
+        members = buffer.unflatten(0, (-1, kv.blocks.places)).clone()
+        members[:, behind] = 0  # where nothing had been written
+        assert torch.equal(members.flatten(0, 1), was)
+
+
+def test_rows_may_be_as_long_as_the_engine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU runs a whole beam of each level. Without room behind the rows it would write into the next one's text."""
+    base = base_of("llama")
+    prompts = [list(range(20, 20 + size)) for size in (33, 9, 9)]
+    longest = [Request(prompt, SamplingParams(41 - len(prompt), ignore_eos=True)) for prompt in prompts]
+    plain = tokens_of(run_engine(base, PlainDecoding(), longest, max_num_seqs=1))
+    queue_steps(monkeypatch)
+    found = run_engine(
+        base, FirstLayersDrafter(base, 1, 15), longest, max_num_seqs=3, num_draft_tokens=15, max_model_len=41
+    )
+    assert tokens_of(found) == plain
 
 
 @pytest.mark.parametrize("rest", ["0", "4", "two", "", "-1", "1.0"])
