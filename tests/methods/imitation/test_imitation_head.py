@@ -24,7 +24,7 @@ from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
-from tests.support.heads import random_texts
+from tests.support.heads import COUNTS, random_texts
 from tests.support.models import generate_reference, random_model, random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract
 
@@ -33,7 +33,7 @@ DEPTH = 4
 
 def head_of(base: BaseModel, **settings: Any) -> ImitationHead:
     torch.manual_seed(0)
-    head = new_head("imitation", base, {"layers": 1, "depth": DEPTH, "inner_size": 48, **settings})
+    head = new_head("imitation", base, {"layers": 1, "depth": DEPTH, "inner_size": 48, **settings}, COUNTS)
     assert isinstance(head, ImitationHead)
     return head
 
@@ -55,7 +55,7 @@ def answers(base: BaseModel, count: int, length: int = 20) -> list[RegeneratedTe
 def test_trees_of_a_text_are_those_of_decoding(family: str) -> None:
     """Each place's tree, grown with others and in any order, is the one of an engine that has read so far."""
     base = BaseModel(random_model(family))
-    head = perturbed(head_of(base, layers=2))
+    head = perturbed(head_of(base, layers=2, draft_vocab_size=60))
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, 97, (2, 24), generator=generator)
     anchors = torch.stack([torch.arange(0, 24), torch.randperm(24, generator=generator)])  # more than grow at once
@@ -113,6 +113,29 @@ def test_the_loss_by_hand(tiny_base: BaseModel) -> None:
     other = replace(batch, tokens=torch.cat([batch.tokens, torch.full((2, 3), 5)], 1))  # later text does not matter
     longer = torch.cat([hidden, torch.ones(2, 3, hidden.shape[2])], 1)
     assert head(tiny_base, other, longer, hard_labels(batch.targets)).total.item() == pytest.approx(total, rel=1e-3)
+
+
+def test_the_parts_of_the_loss_have_weights(tiny_base: BaseModel) -> None:
+    """A label that the draft vocabulary lacks has no part in it."""
+    names, batch = ("cosine_weight", "distillation_weight", "label_weight"), draft_batch(random_texts(2), DEPTH, 6)
+    hidden, labels = base_hidden_states(tiny_base, batch.tokens), hard_labels(batch.targets)
+
+    def loss(**weights: float) -> float:
+        head = perturbed(head_of(tiny_base, draft_vocab_size=50, **{**dict.fromkeys(names, 0.0), **weights}))
+        return float(head(tiny_base, batch, hidden, labels).total)
+
+    parts = [loss(**{name: 1.0}) for name in names]
+    assert loss(**dict(zip(names, (0.5, 2.0, 3.0), strict=True))) == pytest.approx(
+        0.5 * parts[0] + 2.0 * parts[1] + 3.0 * parts[2], rel=1e-4
+    )
+    head, expected = perturbed(head_of(tiny_base, draft_vocab_size=50, rejected_weight=1.0)), 0.0
+    for row, anchor in (batch.lengths > 0).nonzero().tolist():
+        place = int(batch.anchors[row, anchor])
+        state = head.network(tiny_base.read_early(batch.tokens[row : row + 1, : place + 1], 1)[0, -1])
+        label = int(batch.targets[row, anchor, 0])
+        if label < 50:  # equal counts keep the lowest ids
+            expected -= float(tiny_base.lm_head(state)[:50].log_softmax(-1)[label])
+    assert 0 < expected == pytest.approx(loss(label_weight=1.0, rejected_weight=1.0), rel=1e-3)
 
 
 def train(head: DraftHead, base: BaseModel, texts: list[RegeneratedText], steps: int) -> list[float]:
