@@ -74,14 +74,17 @@ class FirstLayersDrafter(ModelDrafter):
 
     def _logits(self, nodes: TreeNodes) -> Tensor:
         logits, states = self._model.forward(self.cache, replace(nodes, logits=self._output is None))
+        packing = nodes.packing
+        states = states if packing is None else packing.pack(states)
+        finite = states.isfinite().all(2)
+        if packing is not None:
+            finite = packing.unpack(finite)
         # A masked position takes part in attention with weight zero, and zero times NaN is NaN.
-        self._broken |= ~states.isfinite().flatten(1).all(1)
+        self._broken |= ~finite.all(1)
         if self._output is None:
             assert logits is not None
             return logits
-        if nodes.packing is None:
-            return self._output(states)
-        return nodes.packing.unpack(self._output(nodes.packing.pack(states)))
+        return self._output(states) if packing is None else packing.unpack(self._output(states))
 
     def _named(self, ids: Tensor) -> Tensor:
         return ids if self._tokens is None else self._tokens[ids]
