@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow.dataset
 import torch
+from torch import Tensor
 
 from benchmarks.never_slower import DATA, KINDS
 from drafter.devices import in_passing_thread
@@ -33,6 +34,7 @@ from drafter.heads.config import CONFIG_FILE
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
@@ -40,7 +42,7 @@ from drafter.training.targets import RegeneratedText, anchor_draws, count_target
 
 TABLE_FILE = "table.md"
 _FILES = {kind: KINDS[kind] or "" for kind in ("arithmetic", "chat")}
-_HELD_OUT = 12
+_HELD_OUT = 6
 """Answers on which the acceptance length that goes into a head's file is simulated."""
 _LONGEST = 256
 """Tokens of a text that heads learn from."""
@@ -57,15 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {RESULTS_FILE} and {TABLE_FILE}")
     parser.add_argument("--heads", type=Path, default=Path("build/imitation-heads"), help="folder for the heads")
     parser.add_argument("--model", required=True, help="target model")
-    parser.add_argument("--layers", type=int, nargs="+", default=[3, 6, 10], help="exits of the networks")
+    parser.add_argument("--layers", type=int, nargs="+", default=[3, 6], help="exits of the networks")
+    parser.add_argument("--texts", type=int, default=240, help="answers that heads learn from")
     parser.add_argument("--seconds", type=float, default=100.0, help="training time of each head")
-    parser.add_argument("--draft-tokens", nargs="+", default=["2", "4", "auto"])
+    parser.add_argument("--draft-tokens", nargs="+", default=["3", "auto"])
     parser.add_argument("--prompts", type=int, default=12, help="of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
-    names = train_all(base, args.answers, args.heads, args.layers, args.seconds)
+    names = train_all(base, args.answers, args.texts, args.heads, args.layers, args.seconds)
     drafters = (*(f"exit:{layers}" for layers in args.layers), *map(str, names))
     counts = tuple("auto" if one == "auto" else int(one) for one in args.draft_tokens)
     plan = Plan(drafters, ("exact",), counts, (1,), max_new_tokens=args.max_new_tokens, transformers=False)
@@ -79,26 +82,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not isinstance(cells, Progress):
             results.cells.extend(cells)
             results.save(args.output)
-            (args.output / TABLE_FILE).write_text(page(results), encoding="utf-8")
+    (args.output / TABLE_FILE).write_text(page(results), encoding="utf-8")
 
 
-def train_all(base: BaseModel, texts: Path, folder: Path, layers: Sequence[int], seconds: float) -> list[Path]:
+def train_all(
+    base: BaseModel, texts: Path, count: int, folder: Path, layers: Sequence[int], seconds: float
+) -> list[Path]:
     """Train the heads that are not in `folder`, each for so many seconds. Return the folders of all."""
     sizes: dict[str, Any] = {"depth": 4, "draft_vocab_size": _VOCABULARY}
-    kinds = {f"imitation-{count}": ("imitation", {**sizes, "layers": count}) for count in layers}
+    kinds = {f"imitation-{one}": ("imitation", {**sizes, "layers": one}) for one in layers}
     kinds["ctc"] = ("ctc", {**sizes, **_CTC})
-    for name, (algorithm, settings) in kinds.items():
-        if not (folder / name / CONFIG_FILE).exists():
-            train_for(seconds, algorithm, settings, base, answers(texts), folder / name)
+    left = {name: kind for name, kind in kinds.items() if not (folder / name / CONFIG_FILE).exists()}
+    if left:
+        learned = answers(texts, count + _HELD_OUT)
+        states = read(base, learned, (*(one - 1 for one in layers), LM_HEAD_INPUT))
+        for name, (algorithm, settings) in left.items():
+            train_for(seconds, algorithm, settings, base, learned, states, folder / name)
     return [folder / name for name in kinds]
 
 
-def answers(folder: Path) -> list[RegeneratedText]:
-    """Return the texts of a distillation, cut to what heads learn from."""
+def answers(folder: Path, count: int) -> list[RegeneratedText]:
+    """Return texts of a distillation, spread evenly, cut to what heads learn from."""
     table = pyarrow.dataset.dataset(folder / "data").to_table(["prompt_token_ids", "token_ids"])
     pairs = zip(table["prompt_token_ids"].to_pylist(), table["token_ids"].to_pylist(), strict=True)
     texts = [RegeneratedText([*prompt, *answer][:_LONGEST], len(prompt)) for prompt, answer in pairs]
-    return [text for text in texts if len(text.anchors) > 1]
+    texts = [text for text in texts if len(text.anchors) > 1]
+    return [texts[place * len(texts) // count] for place in range(min(count, len(texts)))]
+
+
+@torch.inference_mode()
+def read(base: BaseModel, texts: Sequence[RegeneratedText], layers: tuple[int, ...]) -> dict[int, list[Tensor]]:
+    """Return the texts' hidden states, `[L, d]` of each, by layer."""
+    cache, found = base.new_cache(1, _LONGEST), dict[int, list[Tensor]]()
+    for text in texts:
+        hidden = base.prefill(cache, 0, [torch.tensor(text.tokens, device=base.device)], hidden_layers=layers)
+        for layer, states in zip(layers, hidden.chunk(len(layers), -1), strict=True):
+            found.setdefault(layer, []).append(states.clone())
+    return found
 
 
 def train_for(
@@ -106,12 +126,16 @@ def train_for(
     algorithm: str,
     settings: dict[str, Any],
     base: BaseModel,
-    texts: list[RegeneratedText],
+    texts: Sequence[RegeneratedText],
+    states: dict[int, list[Tensor]],
     folder: Path,
 ) -> None:
     """Train a head for about so long, in as many steps as the first ones say, and save it with what it took."""
+    counts = count_targets(texts[:-_HELD_OUT], base.vocab_size)
+    layers = new_head(algorithm, base, settings, counts).hidden_layers
+    hidden = [torch.cat(some, -1) for some in zip(*(states[layer] for layer in layers), strict=True)]
+    texts = [replace(text, hidden=one) for text, one in zip(texts, hidden, strict=True)]
     learned, held_out = texts[:-_HELD_OUT], texts[-_HELD_OUT:]
-    counts = count_targets(learned, base.vocab_size)
 
     def trained(steps: int) -> tuple[DraftHead, float, list[float]]:
         torch.manual_seed(0)

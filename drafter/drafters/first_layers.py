@@ -30,7 +30,7 @@ class FirstLayersDrafter(ModelDrafter):
     """Drafts with the first `layers` of the target model; raises `LoadError` if it does not have so many.
 
     Args:
-        output: Makes logits `[..., V']` of the states behind the final norm `[..., d]`; None is what the model does.
+        output: Makes logits `[..., V']` of the last of these layers' outputs `[..., d]`; None is what the model does.
         tokens: `[V']` tokens of these logits; None for the vocabulary's first ones.
     """
 
@@ -73,7 +73,9 @@ class FirstLayersDrafter(ModelDrafter):
         return np.ones(rows, dtype=np.int64)
 
     def _logits(self, nodes: TreeNodes) -> Tensor:
-        logits, states = self._model.forward(self.cache, replace(nodes, logits=self._output is None))
+        if self._output is not None:
+            nodes = replace(nodes, logits=False, hidden_layers=(self._first - 1,))
+        logits, states = self._model.forward(self.cache, nodes)
         packing = nodes.packing
         states = states if packing is None else packing.pack(states)
         finite = states.isfinite().all(2)

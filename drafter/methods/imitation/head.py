@@ -1,9 +1,9 @@
 """`imitation`: early exit with a trained imitation network (FastVLM, arXiv 2510.22641).
 
-A small network makes the state behind the first N layers and the final norm resemble the last state, which the frozen
-LM head reads. It works position by position, so that drafting reads nothing but the target model's own keys and values.
-The paper does not specify the network; here it is a gated MLP on a residual path that starts as zero, so that an
-untrained head drafts as `exit:N` does.
+A small network makes the output of the first N layers resemble the last state, which the frozen LM head reads. It works
+position by position, so that drafting reads nothing but the target model's own keys and values. The paper does not
+specify the network; here it is a norm, which starts as the final one, and a gated MLP on a residual path that starts as
+zero, so that an untrained head drafts as `exit:N` does.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, likeliest_logits
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.target_model.prepacked import prepack
+from drafter.training.targets import base_hidden_states
 from drafter.tree.token_tree import TokenTree
 
+_EPSILON = 1e-6
 _TAUGHT = 32
 """Likeliest tokens of the target model whose probabilities are distilled."""
+_NORM_TOKENS = 64
 _AT_ONCE = 16
 """Positions of a text whose trees grow together."""
 
@@ -75,19 +79,30 @@ class ImitationConfig:
 
 
 class ImitationNetwork(nn.Module):
-    """`h + W_down (SiLU(W_gate h) · W_up h)`. `W_down` starts at zero."""
+    """`n + W_down (SiLU(W_gate n) · W_up n)` of a normed state `n`. `W_down` starts at zero."""
 
     def __init__(self, width: int, inner_size: int) -> None:
         super().__init__()
+        self.norm = nn.RMSNorm(width, _EPSILON)
         self.gate = nn.Linear(width, inner_size, bias=False)
         self.up = nn.Linear(width, inner_size, bias=False)
         self.down = nn.Linear(inner_size, width, bias=False)
         nn.init.zeros_(self.down.weight)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map exit states `[..., d]` to imitations of last states, in their dtype."""
-        read = states.to(self.gate.weight.dtype)
-        return states + self.down(F.silu(self.gate(read)) * self.up(read)).to(states.dtype)  # type: ignore[no-any-return]
+        """Map layers' outputs `[..., d]` to imitations of last states, in their dtype."""
+        normed = self.norm(states.to(self.norm.weight.dtype))
+        return (normed + self.down(F.silu(self.gate(normed)) * self.up(normed))).to(states.dtype)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def start_from(self, outputs: Tensor, last: Tensor) -> None:
+        """Make the norm the one between the last layer's `outputs` `[M, d]` and the `last` states `[M, d]`.
+
+        Each channel's weight follows from the row where it is largest: exact for an RMS norm, a start for others.
+        """
+        normed = F.rms_norm(outputs.float(), outputs.shape[1:], eps=_EPSILON)
+        row = normed.abs().argmax(0, keepdim=True)
+        self.norm.weight.copy_((last.float().gather(0, row) / normed.gather(0, row))[0])
 
 
 class ImitationHead(DraftHead):
@@ -101,22 +116,22 @@ class ImitationHead(DraftHead):
     def __init__(self, config: ImitationConfig) -> None:
         super().__init__(config)
         self.network = ImitationNetwork(config.hidden_size, config.inner_size)
+        self.hidden_layers = (config.layers - 1, LM_HEAD_INPUT)
 
     @classmethod
     def defaults(cls, layers: int) -> Mapping[str, Any]:
         return {"layers": max(1, layers // 5)}
 
-    @property
-    def deepest_layer(self) -> int:
-        return self.config.layers - 1
-
     def start_from(self, base: BaseModel) -> None:  # type: ignore[override]
-        """Check that the target model has enough layers; raise `LoadError` if not."""
+        """Take over the final norm; raise `LoadError` if the target model has fewer layers."""
         if self.config.layers > base.num_layers:
             raise LoadError(
                 f"draft head 'imitation': {base.name} has {base.num_layers} layers, so layers cannot be "
                 f"{self.config.layers}"
             )
+        tokens = torch.linspace(0, base.vocab_size - 1, _NORM_TOKENS, device=base.device).long()[None]
+        hidden = base_hidden_states(base, tokens, (base.num_layers - 1, LM_HEAD_INPUT))
+        self.network.start_from(*hidden[0].chunk(2, -1))
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:  # type: ignore[override]
         """Return the loss of the anchors, each of which is a position whose next token is to be drafted.
@@ -125,9 +140,9 @@ class ImitationHead(DraftHead):
         the label, the other two parts remain.
         """
         real, config, output = batch.lengths > 0, self.config, self.output(base)
-        index = batch.anchors[:, :, None].expand(-1, -1, config.hidden_size)
-        states = self.network(base.read_early(batch.tokens, config.layers).gather(1, index)[real])
-        last = hidden.gather(1, index)[real]
+        at_anchors = hidden.gather(1, batch.anchors[:, :, None].expand(-1, -1, hidden.shape[2]))[real]
+        outputs, last = at_anchors.chunk(2, -1)
+        states = self.network(outputs)
         labels = self.in_draft_ids(batch, labels)[1]
         taught_logits, taught = likeliest_logits(
             output, last, min(_TAUGHT, config.draft_vocab_size or config.vocab_size)

@@ -21,6 +21,7 @@ from drafter.methods.imitation.head import ImitationHead
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
+from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
@@ -29,6 +30,8 @@ from tests.support.models import generate_reference, random_model, random_prompt
 from tests.support.trees import check_same_trees, check_slice_contract
 
 DEPTH = 4
+LAYERS = (0, LM_HEAD_INPUT)
+"""Hidden states that the network of one layer learns from."""
 
 
 def head_of(base: BaseModel, **settings: Any) -> ImitationHead:
@@ -90,14 +93,14 @@ def test_the_loss_by_hand(tiny_base: BaseModel) -> None:
     """Cosine, distillation and cross-entropy; what would be rejected weighs more."""
     head = perturbed(head_of(tiny_base, rejected_weight=5.0))
     batch = draft_batch(random_texts(2), DEPTH, 6)
-    hidden = base_hidden_states(tiny_base, batch.tokens)
+    hidden = base_hidden_states(tiny_base, batch.tokens, LAYERS)
     total, weight, rejections = 0.0, 0.0, 0
     for row in range(2):
         for place, count in zip(batch.anchors[row].tolist(), batch.lengths[row].tolist(), strict=True):
             if not count:
                 continue
-            state = head.network(tiny_base.read_early(batch.tokens[row : row + 1, : place + 1], 1)[0, -1])
-            last = hidden[row, place]
+            state = head.network(hidden[row, place, : tiny_base.hidden_size])
+            last = hidden[row, place, tiny_base.hidden_size :]
             log_probs = tiny_base.lm_head(state).log_softmax(-1)
             best = tiny_base.lm_head(last).topk(32)
             rejected = int(log_probs.argmax()) != int(best.indices[0])
@@ -118,7 +121,7 @@ def test_the_loss_by_hand(tiny_base: BaseModel) -> None:
 def test_the_parts_of_the_loss_have_weights(tiny_base: BaseModel) -> None:
     """A label that the draft vocabulary lacks has no part in it."""
     names, batch = ("cosine_weight", "distillation_weight", "label_weight"), draft_batch(random_texts(2), DEPTH, 6)
-    hidden, labels = base_hidden_states(tiny_base, batch.tokens), hard_labels(batch.targets)
+    hidden, labels = base_hidden_states(tiny_base, batch.tokens, LAYERS), hard_labels(batch.targets)
 
     def loss(**weights: float) -> float:
         head = perturbed(head_of(tiny_base, draft_vocab_size=50, **{**dict.fromkeys(names, 0.0), **weights}))
@@ -131,7 +134,7 @@ def test_the_parts_of_the_loss_have_weights(tiny_base: BaseModel) -> None:
     head, expected = perturbed(head_of(tiny_base, draft_vocab_size=50, rejected_weight=1.0)), 0.0
     for row, anchor in (batch.lengths > 0).nonzero().tolist():
         place = int(batch.anchors[row, anchor])
-        state = head.network(tiny_base.read_early(batch.tokens[row : row + 1, : place + 1], 1)[0, -1])
+        state = head.network(hidden[row, place, : tiny_base.hidden_size])
         label = int(batch.targets[row, anchor, 0])
         if label < 50:  # equal counts keep the lowest ids
             expected -= float(tiny_base.lm_head(state)[:50].log_softmax(-1)[label])
@@ -168,7 +171,7 @@ def test_a_trained_network_drafts_better_than_none(tiny_base: BaseModel) -> None
 def test_all_of_the_network_trains(tiny_base: BaseModel) -> None:
     head = perturbed(head_of(tiny_base)).requires_grad_().train()
     batch = draft_batch(random_texts(2), DEPTH, 16)
-    hidden = base_hidden_states(tiny_base, batch.tokens)
+    hidden = base_hidden_states(tiny_base, batch.tokens, LAYERS)
     head(tiny_base, batch, hidden, hard_labels(batch.targets)).mean().backward()
     assert all(parameter.grad is not None and bool(parameter.grad.abs().sum() > 0) for parameter in head.parameters())
 
