@@ -33,6 +33,7 @@ _EPSILON = 1e-6
 _TAUGHT = 32
 """Likeliest tokens of the target model whose probabilities are distilled."""
 _NORM_TOKENS = 64
+"""Tokens of the text from which the final norm is known."""
 _AT_ONCE = 16
 """Positions of a text whose trees grow together."""
 
@@ -120,7 +121,7 @@ class ImitationHead(DraftHead):
 
     @classmethod
     def defaults(cls, layers: int) -> Mapping[str, Any]:
-        return {"layers": max(1, layers // 5)}
+        return {"layers": max(1, layers // 10)}
 
     def start_from(self, base: BaseModel) -> None:  # type: ignore[override]
         """Take over the final norm; raise `LoadError` if the target model has fewer layers."""
@@ -129,7 +130,8 @@ class ImitationHead(DraftHead):
                 f"draft head 'imitation': {base.name} has {base.num_layers} layers, so layers cannot be "
                 f"{self.config.layers}"
             )
-        tokens = torch.linspace(0, base.vocab_size - 1, _NORM_TOKENS, device=base.device).long()[None]
+        count = min(_NORM_TOKENS, base.max_positions or _NORM_TOKENS)
+        tokens = torch.linspace(0, base.vocab_size - 1, count, device=base.device).long()[None]
         hidden = base_hidden_states(base, tokens, (base.num_layers - 1, LM_HEAD_INPUT))
         self.network.start_from(*hidden[0].chunk(2, -1))
 
@@ -144,9 +146,8 @@ class ImitationHead(DraftHead):
         outputs, last = at_anchors.chunk(2, -1)
         states = self.network(outputs)
         labels = self.in_draft_ids(batch, labels)[1]
-        taught_logits, taught = likeliest_logits(
-            output, last, min(_TAUGHT, config.draft_vocab_size or config.vocab_size)
-        )
+        count = min(_TAUGHT, config.draft_vocab_size or config.vocab_size)
+        taught_logits, taught = likeliest_logits(output, last, count)
         tokens = torch.cat([taught, labels.tokens[real][:, 0]], 1)
         shares = (config.distillation_weight * taught_logits.softmax(1), config.label_weight * labels.probs[real][:, 0])
         loss = config.cosine_weight * (1.0 - F.cosine_similarity(states.float(), last.float(), dim=1))
@@ -188,10 +189,8 @@ class ImitationHead(DraftHead):
             trees = []
             for start in range(0, len(order), rows):
                 lengths = [places[place] for place in order[start : start + rows]]
-                texts = text.expand(len(lengths), -1)
-                trees.append(
-                    drafter.propose(DraftContext(texts, None, tokens.new_tensor(lengths), lengths), Ask(size - 1))
-                )
+                context = DraftContext(text.expand(len(lengths), -1), None, tokens.new_tensor(lengths), lengths)
+                trees.append(drafter.propose(context, Ask(size - 1)))
             back = tokens.new_tensor(order).argsort()
             found.append([torch.cat(parts)[back] for parts in zip(*(vars(one).values() for one in trees), strict=True)])
         return TokenTree(*(torch.cat(parts) for parts in zip(*found, strict=True)))
