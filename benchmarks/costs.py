@@ -174,9 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.compile:
         base.compile()
     contexts = [one for one in CONTEXTS if base.max_positions is None or one + max(NODES) < base.max_positions]
-    cache = base.new_cache(max(ROWS), max(contexts) + max(NODES) + 1)
+    cache = base.new_cache(max(ROWS), max(contexts) + max(max(NODES) + 1, drafter.spec.positions))
     length = max(contexts) + max(NODES) + drafter.spec.max_depth + 2
-    drafter.open(Loan(base, max(ROWS), length, StageTimes()))
+    drafter.open(Loan(base, max(ROWS), length, StageTimes(), cache))
     best = measure_machine(base)
     settings = [start | {"nodes": nodes} for start in (_PLAIN, _HELD) for nodes in NODES]
     for name, values in (("rows", ROWS), ("context", contexts)):

@@ -56,8 +56,8 @@ def prepare(plan: Plan) -> Measure:
             base.allow_packing()  # as an engine does: it decides what attention reads
             held[shape] = base, drafter, costs.measure_machine(base)
         base, drafter, machine = held[shape]
-        cache = base.new_cache(rows, context + nodes + 8)
-        drafter.open(Loan(base, rows, context + nodes + drafter.spec.max_depth + 2, StageTimes()))
+        cache = base.new_cache(rows, context + max(nodes + 8, drafter.spec.positions))
+        drafter.open(Loan(base, rows, context + nodes + drafter.spec.max_depth + 2, StageTimes(), cache))
         draft, verify = costs.measure(base, drafter, cache, nodes, rows, context)
         sizes = BaseSizes.of(base.config, base.dtype)
         read = step_bytes(sizes, rows, nodes + 1, context + nodes + 1, drafter.spec.max_depth, NO_DRAFT)

@@ -18,6 +18,7 @@ from drafter.drafters.target import Target
 from drafter.errors import LoadError
 from drafter.requests import Request
 from drafter.statistics import StageTimes
+from drafter.target_model.cache import TargetCache
 from drafter.tree.token_tree import TokenTree, root_only
 
 Ids = npt.NDArray[np.int64]
@@ -39,11 +40,17 @@ class DraftSpec:
     bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
     bytes_per_token: int = 0  # memory on the target model's device for each position of a slot
     brought: int = 0  # most draft tokens of a draft that comes from elsewhere and that no budget plans; see `brought`
+    run: int = 0  # positions that it writes behind a row's text in the target model's own cache; see `Loan.cache`
 
     @property
     def largest(self) -> int:
         """Draft tokens of the largest tree, whoever drafts it."""
         return max(self.max_nodes, self.brought)
+
+    @property
+    def positions(self) -> int:
+        """Positions of the target model's cache that a step writes behind a row's text, at most."""
+        return max(self.largest + 1, self.run)
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,9 @@ class Loan:
     slots: int  # largest batch size
     length: int  # positions of a slot, draft tokens included
     times: StageTimes  # the engine's, in which a drafter marks the end of its own stages
+    # The target model's own; None where only drafts are made. What a drafter writes behind a row's text, up to
+    # `DraftSpec.run` positions, has to be finite and is overwritten by the step that verifies.
+    cache: TargetCache | None = None
 
 
 @dataclass(frozen=True)

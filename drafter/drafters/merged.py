@@ -41,6 +41,7 @@ class MergedDrafter(Drafter):
             lossless_only=any(spec.lossless_only for spec in specs),
             bounded=any(spec.bounded for spec in specs),
             bytes_per_token=sum(spec.bytes_per_token for spec in specs),
+            run=max(spec.run for spec in specs),
         )
 
     @property

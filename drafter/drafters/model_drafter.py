@@ -1,4 +1,4 @@
-"""Drafters that run a causal LM behind the sequences: a smaller model, or the target model's own first layers."""
+"""Drafters that run a causal LM behind the sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter import devices
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.drafters.slots import SlotTensors
 from drafter.drafters.target import Target
 from drafter.errors import LoadError
@@ -37,20 +37,17 @@ class TextReader(Drafter):
         model: The draft model, with the target model's tokeniser, on any device.
         base: The target model: tokens are on its device and in its vocabulary.
         run: Tree nodes that are run behind a sequence at most.
-        layers: Run only so many first layers of the model, its final norm and LM head.
 
     Raises:
         LoadError: The model has recurrent layers.
     """
 
-    def __init__(
-        self, model: BaseModel, base: Target, nodes: int, depth: int, run: int, layers: int | None = None
-    ) -> None:
+    def __init__(self, model: BaseModel, base: Target, nodes: int, depth: int, run: int) -> None:
         if model.cache_bytes.node:
             raise LoadError(f"{model.name} has recurrent layers, and cannot draft; it can only be a target model")
-        self._model, self._vocabulary, self._layers = model, base.vocab_size, layers
+        self._model, self._vocabulary = model, base.vocab_size
         beside = model.device == base.device
-        kept = sum(model.kv_bytes_per_token[:layers]) if beside else 0
+        kept = sum(model.kv_bytes_per_token) if beside else 0
         self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
         self.fixed = devices.is_asynchronous(base.device) and beside
         self._usual = 2 * (depth + 1) if self.fixed else depth + 1  # new tokens of an ordinary step at most
@@ -60,7 +57,7 @@ class TextReader(Drafter):
         """Allocate the cache; raise `LoadError` if the device has no room for it."""
         self._times = loan.times
         length = loan.length + self._usual + self._run_nodes + 1
-        self.cache = self._model.new_cache(loan.slots, length, layers=self._layers)
+        self.cache = self._model.new_cache(loan.slots, length)
         self._entries = SlotTensors(self.cache, self._usual, self._run_nodes)
         self.slots = [self._entries]
         self._packs = self._model.allow_packing()
@@ -83,8 +80,7 @@ class TextReader(Drafter):
         """
         device, rows = self._model.device, len(context.tokens)
         lengths = context.lengths.to(device)[:, None]
-        count = np.ones(rows, dtype=np.int64)  # where shapes must repeat, the batch may have more rows than are in use
-        count[: len(self._entries.new)] = self._entries.new[:rows]
+        count = self._unread(rows)
         chain = self._usual if self.fixed else int(count.max())
         place = torch.arange(chain, device=device)
         start = (lengths + 1 - chain).clamp_min(0)
@@ -111,6 +107,12 @@ class TextReader(Drafter):
         logits = self._run(tokens, start[:, 0], depths, parents, ancestors, reach, packing)
         after_root = logits.gather(1, root[:, :, None].expand(-1, -1, logits.shape[2]))
         return self._log_probs(torch.cat([after_root, logits[:, chain:]], 1))
+
+    def _unread(self, rows: int) -> Ids:
+        """Return `[B]` how many tokens of each row `read` reads."""
+        count = np.ones(rows, dtype=np.int64)  # where shapes must repeat, the batch may have more rows than are in use
+        count[: len(self._entries.new)] = self._entries.new[:rows]
+        return count
 
     def extend(self, context: DraftContext, frontier: Frontier) -> Tensor:
         """Run the frontier's W last nodes after `read`; return log-probabilities `[B, W, V]` as `read` does."""
@@ -193,17 +195,9 @@ class ModelDrafter(TextReader):
     in the tree.
     """
 
-    def __init__(
-        self,
-        model: BaseModel,
-        base: Target,
-        nodes: int,
-        depth: int = DEPTH,
-        beam: int = _WIDTH,
-        layers: int | None = None,
-    ) -> None:
+    def __init__(self, model: BaseModel, base: Target, nodes: int, depth: int = DEPTH, beam: int = _WIDTH) -> None:
         depth, self._beam = min(nodes, depth), min(nodes, beam)
-        super().__init__(model, base, nodes, depth, most_places(depth, self._beam) - 1, layers)
+        super().__init__(model, base, nodes, depth, most_places(depth, nodes + 1, self._beam) - 1)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Grow trees `[B, 1 + ask.nodes]`."""
@@ -212,10 +206,14 @@ class ModelDrafter(TextReader):
             # `read` takes the pending token with the new ones.
             log_probs = self.extend(context, frontier) if frontier.first else self.read(context)
             best, tokens = log_probs.topk(min(ask.nodes, log_probs.shape[2]))
-            return best, tokens
+            return best, self._named(tokens)
 
         pending = context.pending.to(self._model.device)
         depth, size = self.spec.max_depth, 1 + ask.nodes
         tree = best_first_trie(conditionals, pending, depth, size, self._beam, ask.least_probability)
         self._times.mark("draft")
         return TokenTree(*(part.to(context.tokens.device) for part in vars(tree).values()))
+
+    def _named(self, ids: Tensor) -> Tensor:
+        """Return the tokens of the columns `[...]` of `_logits`."""
+        return ids

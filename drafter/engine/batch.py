@@ -54,7 +54,7 @@ class BatchState:
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
-        self._step_positions = spec.largest + 1
+        self._step_positions = spec.positions
         self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
         self.cache = base.new_cache(slots, self.capacity, kv_bytes)
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)
@@ -64,7 +64,7 @@ class BatchState:
         self.lengths = torch.full((slots,), max_length, dtype=torch.long, device=device)
         self._offsets = torch.arange(spec.max_depth + 1, device=device)
         self.sampling = SamplingTable.empty(slots, device)
-        drafter.open(Loan(base, slots, self.capacity, times))
+        drafter.open(Loan(base, slots, self.capacity, times, self.cache))
         self._expected: Iterable[SamplingParams] | None = None
         self._mode, self._logprobs = SamplingMode.of([]), dict[int, int]()
 

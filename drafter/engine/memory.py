@@ -60,7 +60,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         graphs: Number of recorded steps.
     """
     slots, nodes, width, number = config.max_num_seqs, spec.largest, base.hidden_size, base.dtype.itemsize
-    length = slot_length(max_length, nodes, spec.max_depth)
+    length = slot_length(max_length, spec.positions - 1, spec.max_depth)
     positions, tree, prompt = slots * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
     kept_bytes, groups = base.cache_bytes, query_groups(base.config)
     inner = getattr(base.config, "intermediate_size", None) or 4 * width

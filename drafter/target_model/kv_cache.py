@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,6 +137,12 @@ class KVCache(LayerCache):
     @property
     def bytes(self) -> CacheBytes:
         return CacheBytes(position=sum(buffer[:: self.blocks.places].nbytes for buffer in self.buffers))
+
+    def first(self, count: int) -> KVCache:
+        """Return a view of the first layers: what is written through it is written here."""
+        view = copy(self)
+        view._of_layers = self._of_layers[:count]
+        return view
 
     def keys_values(self) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values `[places, H, D]` of each layer; raise `ValueError` if one stores nothing."""

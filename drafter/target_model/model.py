@@ -289,6 +289,12 @@ class BaseModel:
         self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
         return self._cache_on(GrowingBlocks(slots, length, self.device, blocks), layers)
 
+    def first_layers(self, cache: TargetCache, count: int) -> TargetCache:
+        """Return a view of a cache with which a forward runs only the first layers, none of them recurrent."""
+        kv = cache.layers[0]
+        assert isinstance(kv, KVCache)
+        return TargetCache(cache.blocks, [kv.first(count)], count)
+
     def _cache_on(self, blocks: Blocks, layers: int | None) -> TargetCache:
         depth = self.num_layers if layers is None else layers
         return TargetCache(blocks, self._layer_caches(blocks, depth), depth)

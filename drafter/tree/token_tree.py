@@ -218,7 +218,7 @@ def best_first_trie(
 
     Args:
         conditionals: The model. It is called at most `depth` times.
-        beam: Most nodes of a depth that are run; `most_places(depth, beam)` is the largest P of a frontier.
+        beam: Most nodes of a depth that are run; `most_places(depth, size, beam)` is the largest P of a frontier.
         least: On a CPU, prefixes of no higher probability are not extended.
 
     Returns:
@@ -264,9 +264,9 @@ def _finite(log_probs: Tensor) -> Tensor:
     return log_probs.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
-def most_places(depth: int, beam: int) -> int:
-    """Return the most nodes that are run: the root, and a beam of each depth but the last."""
-    return 1 + (depth - 1) * beam
+def most_places(depth: int, size: int, beam: int) -> int:
+    """Return the most nodes that `best_first_trie` runs: the root, and of each depth but the last the best ones."""
+    return 1 + sum(max(0, min(beam, size - 1 - level)) for level in range(1, depth))
 
 
 def _promising(levels: list[tuple[Tensor, Tensor, Tensor]], size: int, least: float) -> Tensor:

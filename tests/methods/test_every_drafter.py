@@ -6,21 +6,23 @@ from collections.abc import Callable
 from functools import cache, reduce
 
 import pytest
+import torch
 
 from drafter.drafters.contract import Drafter
+from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter
+from drafter.heads.checkpoint import new_head
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
 from drafter.methods.draft_models.drafter import StackedDrafter
-from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target_model.model import BaseModel
 from tests.drafter.engine.test_cuda_graph import plainly, recorder, requests_of, run, same
 from tests.drafter.engine.test_not_finite import check_innocent_rows, device
 from tests.drafter.test_identity import MAIN_FAMILIES, check_greedy, check_log_probabilities, check_sampled
-from tests.support.heads import make_head
+from tests.support.heads import COUNTS, make_head
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model
 from tests.support.tapes import TapeRecorder
@@ -41,6 +43,15 @@ def table_of(texts: list[list[int]]) -> FrozenTable:
     return counts.table(leaders=50, followers=4)
 
 
+def imitation(base: BaseModel) -> Drafter:
+    torch.manual_seed(0)
+    head = new_head("imitation", base, {"layers": 2, "draft_vocab_size": 90}, COUNTS)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return head.eval().requires_grad_(False).drafter(base, 8)
+
+
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     return {
         "ngram": NgramDrafter(),
@@ -53,7 +64,8 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
             StackedDrafter(CachebackDrafter(12), draft_model_of(base.config.model_type), base, 6),
         ),
         "heads": reduce(MergedDrafter, (make_head(base, kind).drafter(base, 8) for kind in HEADS)),
-        "exit": ExitDrafter(base, 2, 10),
+        "exit": FirstLayersDrafter(base, 2, 10),
+        "imitation": imitation(base),
     }
 
 
@@ -74,7 +86,8 @@ def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
 MAKE: dict[str, Callable[[BaseModel], Drafter]] = {
     "ngram": lambda base: NgramDrafter(8),
     "memory": lambda base: MemoryDrafter(8),
-    "exit": lambda base: ExitDrafter(base, 2, 8),
+    "exit": lambda base: FirstLayersDrafter(base, 2, 8),
+    "imitation": lambda base: imitation(base),
     "ctc + ngram": lambda base: MergedDrafter(make_head(base, "ctc").drafter(base, 8), NgramDrafter(8)),
     **{
         kind: lambda base, kind=kind: make_head(base, kind).drafter(base, 8)  # type: ignore[misc]
@@ -84,12 +97,14 @@ MAKE: dict[str, Callable[[BaseModel], Drafter]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "memory", "hydra++", "exit", "ctc + ngram"])
+@pytest.mark.parametrize("name", ["ngram", "memory", "hydra++", "exit", "imitation", "ctc + ngram"])
 def test_rows_that_are_not_finite_cost_no_other_row_its_tokens(device: str, name: str) -> None:
     check_innocent_rows(MAKE[name])
 
 
-@pytest.mark.parametrize("name", ["ngram", "memory", "medusa", "eagle3, in part", "specformer", "hydra", "ctc + ngram"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "memory", "medusa", "eagle3, in part", "specformer", "hydra", "imitation", "ctc + ngram"]
+)
 def test_steps_that_are_queued_as_a_whole(tiny_base: BaseModel, recorder: TapeRecorder, name: str) -> None:
     """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
     requests = requests_of(11, [{}])

@@ -15,9 +15,10 @@ from torch import nn
 
 from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Drafter, Renewal
+from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
-from drafter.methods.early_exit.drafter import ExitDrafter
+from drafter.heads.checkpoint import new_head
 from drafter.methods.fly.method import FlyVerifier, LongChainDrafter
 from drafter.methods.learning.drafter import ChangingHead
 from drafter.methods.learning.settings import StartingHead
@@ -30,7 +31,7 @@ from tests.methods.pad.test_pad import classifier_folder
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
 from tests.support.guides import RuleGuide
-from tests.support.heads import KINDS, STATIC, make_head
+from tests.support.heads import COUNTS, KINDS, STATIC, make_head
 from tests.support.marks import slow_but
 from tests.support.models import EOS, VOCABULARY, random_model
 from tests.support.tapes import Tape
@@ -75,7 +76,18 @@ def _merged(base: BaseModel) -> Callable[[], Drafter]:
 
 def _exit(base: BaseModel) -> Callable[[], Drafter]:
     base.allow_packing()  # which compares numbers, and fakes have none
-    return lambda: ExitDrafter(base, 2, NODES)
+    return lambda: FirstLayersDrafter(base, 2, NODES)
+
+
+def _imitation(base: BaseModel) -> Callable[[], Drafter]:
+    base.allow_packing()
+    head = new_head("imitation", base, {"layers": 2, "draft_vocab_size": 90}, COUNTS)
+
+    def make() -> Drafter:
+        on_gpu(head, base.device)
+        return head.drafter(base, NODES)
+
+    return make
 
 
 DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
@@ -86,6 +98,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     "context 2 + ngram": _merged,
     "long": lambda base: lambda: LongChainDrafter(NgramDrafter(NODES), NODES),
     "exit": _exit,
+    "imitation": _imitation,
 }
 """Makes of a base, before it is on the GPUs, what makes a drafter there."""
 ENDS = ("greedy", "everything")
@@ -96,7 +109,7 @@ CASES = [
 """No drafter sees how tokens are drawn, so that each meets the two ends of the modes, and three meet all."""
 FAST = [
     *((name, "greedy", 2) for name in ("none", "ngram", "memory", "ctc", "context 2, in part", "medusa", "hydra++")),
-    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram", "long")),
+    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram", "long", "imitation")),
     ("context 2, factored", "greedy", 2),
     *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram")),
     *(("none", mode, 1) for mode in MODES),

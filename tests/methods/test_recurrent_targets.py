@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from drafter.drafters.contract import Drafter
+from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.draft_models.drafter import StackedDrafter
-from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
@@ -51,4 +51,4 @@ def test_every_methods_tokens_are_those_of_generate(family: str) -> None:
 
 def test_first_layers_with_a_state_do_not_draft() -> None:
     with pytest.raises(LoadError, match="has recurrent layers, and cannot draft"):
-        ExitDrafter(base_of("lfm2"), 2, 8)
+        FirstLayersDrafter(base_of("lfm2"), 2, 8)

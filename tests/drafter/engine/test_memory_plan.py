@@ -72,6 +72,13 @@ def test_llama_8b(llama: BaseModel) -> None:
     }
 
 
+def test_a_drafter_that_runs_in_the_target_models_cache_has_room_there(llama: BaseModel) -> None:
+    spec = DraftSpec(max_nodes=15, max_depth=9, run=58)
+    found = plan_memory(llama, spec, EngineConfig(max_num_seqs=64), 2022, 0).items
+    assert found["KV cache"] == 64 * slot_length(2022, 57, 9) * llama.cache_bytes.position
+    assert found["draft's own KV"] == 0
+
+
 def test_what_changes_an_item(llama: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     items = plan(llama).items
     grown = plan(llama, kv_gib=3, graphs=10).items

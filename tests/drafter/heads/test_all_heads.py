@@ -54,7 +54,7 @@ every_tree = pytest.mark.parametrize(
 
 
 def test_every_algorithm_is_tested() -> None:
-    by_themselves = {"exit"}  # reads the base's KV instead of its hidden states: tests/methods/early_exit
+    by_themselves = {"imitation"}  # reads the base's KV instead of its hidden states: tests/methods/imitation
     assert {algorithm for algorithm, _ in KINDS.values()} | by_themselves == set(HEADS)
 
 

@@ -95,7 +95,7 @@ def test_a_narrow_beam_keeps_the_contract_and_its_places(seed: int, depth: int, 
     model = LastTwo(table(seed, 5), 3)
     tree = best_first_trie(model, torch.tensor([1, 4]), depth, size, beam)
     check_slice_contract(tree)
-    assert model.ran <= most_places(depth, beam)
+    assert model.ran <= most_places(depth, size, beam)
     for row, root in enumerate([1, 4]):
         exact = exact_prefixes(model, root, min(depth, 3))
         for prefix, prob in nodes(tree, row, min(depth, 3)).items():

@@ -1,4 +1,4 @@
-"""Early exit without a network: the first layers on a cache of their own give what they give by themselves."""
+"""Early exit without a network: the first layers on the target model's cache give what they give by themselves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
 from drafter.methods.draft_models.drafter import StackedDrafter
-from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.attention import Packing
@@ -26,6 +27,7 @@ from drafter.target_model.native_decoder import NativeDecoder
 from tests.support.caches import tree_nodes
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
+from tests.support.tapes import queue_steps
 from tests.support.trees import check_slice_contract, nodes
 
 MAIN_FAMILIES = ("llama", "gemma2", "gpt2", "gpt_oss", "llama4_text")
@@ -136,7 +138,7 @@ def tokens_of(found: list[Generation]) -> list[list[int]]:
 @pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
 def test_with_all_layers_every_greedy_draft_is_accepted(family: str) -> None:
     base = base_of(family)
-    for one in run_engine(base, ExitDrafter(base, LAYERS, 1), greedy(), max_num_seqs=3, num_draft_tokens=1):
+    for one in run_engine(base, FirstLayersDrafter(base, LAYERS, 1), greedy(), max_num_seqs=3, num_draft_tokens=1):
         # The last step may be cut by the limit, and the first token comes with the prompt.
         assert one.counts.num_accepted_draft_tokens >= one.counts.num_draft_tokens - 1
         assert one.counts.num_decode_steps <= 1 + len(one.token_ids) / 2
@@ -152,7 +154,7 @@ def test_natively_with_all_layers_whole_paths_are_accepted(blocks: int | None) -
         "max_model_len": 96,
         "kv_gib": gib(base, blocks),
     }
-    found = run_engine(base, ExitDrafter(base, LAYERS, 12, depth=6), greedy(), **config)
+    found = run_engine(base, FirstLayersDrafter(base, LAYERS, 12, depth=6), greedy(), **config)
     assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), greedy(), max_num_seqs=4))
     accepted = [depth for one in found for depth in one.counts.per_step_accepted]
     assert sum(depth >= 4 for depth in accepted) > len(accepted) / 2
@@ -169,31 +171,33 @@ def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int
     }
     plain = run_engine(base, PlainDecoding(), mixed(), max_num_seqs=1)
     for layers in (1, 2):
-        for drafter in (ExitDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
+        for drafter in (FirstLayersDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
             found = run_engine(base, drafter, mixed(), **config)
             assert tokens_of(found) == tokens_of(plain)
 
 
 def test_two_exits_draft_together() -> None:
     base = base_of("llama")
-    merged = MergedDrafter(ExitDrafter(base, 1, 6, depth=2), ExitDrafter(base, 2, 6, depth=5))
+    merged = MergedDrafter(FirstLayersDrafter(base, 1, 6, depth=2), FirstLayersDrafter(base, 2, 6, depth=5))
     found = run_engine(base, merged, mixed(), max_num_seqs=4, num_draft_tokens=6)
     assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
 
 
 def test_an_exit_may_be_the_lowest_level_of_a_stack() -> None:
     base = base_of("llama")
-    stack = StackedDrafter(ExitDrafter(base, 1, 12, depth=3), base, base, 6)
+    stack = StackedDrafter(FirstLayersDrafter(base, 1, 12, depth=3), base, base, 6)
     found = run_engine(base, stack, mixed(), max_num_seqs=4, num_draft_tokens=6)
     assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
 
 
 @torch.inference_mode()
 def test_nodes_have_the_probabilities_of_their_paths() -> None:
-    """Of a tree as deep as it goes."""
+    """Of a tree as deep as it goes, on what the target model's whole forwards have left."""
     base = base_of("gemma2")
-    drafter = ExitDrafter(base, 2, 150, depth=4)
-    drafter.open(Loan(base, 2, 64, StageTimes()))
+    drafter, kv = FirstLayersDrafter(base, 2, 150, depth=4), base.new_cache(2, 96)
+    for row, prefix in enumerate(PREFIXES):
+        base.prefill(kv, row, [torch.tensor(prefix)])
+    drafter.open(Loan(base, 2, 64, StageTimes(), kv))
     texts, lengths = torch.zeros(2, 64, dtype=torch.long), [len(prefix) for prefix in PREFIXES]
     for row, prefix in enumerate(PREFIXES):
         texts[row, : len(prefix) + 1] = torch.tensor([*prefix, 9])
@@ -211,9 +215,48 @@ def test_nodes_have_the_probabilities_of_their_paths() -> None:
             assert prob == pytest.approx(float(sum(told, torch.tensor(0.0)).exp()), rel=1e-3)
 
 
+def test_drafting_leaves_the_text_alone_and_nothing_behind_it_that_is_not_finite() -> None:
+    """A draft token that is not finite is in no tree, and its keys and values would spoil all that reads past them."""
+    base, bad = BaseModel(random_model("llama"), native=False), 50
+    kv, text = base.new_cache(2, 64), torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
+    base.prefill(kv, 0, [text[0, :4]])
+    base.prefill(kv, 1, [text[1, :4]])
+    before = [buffer.clone() for buffer in kv.layers[0].buffers]  # type: ignore[attr-defined]
+
+    def output(states: Tensor) -> Tensor:
+        return F.one_hot(torch.tensor(bad), base.vocab_size).float().expand(*states.shape[:-1], -1) * 9
+
+    drafter = FirstLayersDrafter(base, 2, 8, depth=4, output=output)
+    drafter.open(Loan(base, 2, 32, StageTimes(), kv))
+    with torch.no_grad():
+        base.model.get_input_embeddings().weight[bad] = torch.nan
+    lengths = torch.tensor([4, 4])
+    tree = drafter.propose(DraftContext(F.pad(text, (0, 40)), None, lengths, [4, 4]), Ask(8))
+    assert bad in tree.tokens[:, 1:]
+    behind = kv.blocks.of(slice(0, 2), torch.arange(4, 4 + drafter.spec.run).expand(2, -1)).flatten()
+    for buffer, was in zip(kv.layers[0].buffers, before, strict=True):  # type: ignore[attr-defined]
+        assert bool(buffer.isfinite().all())
+        members = buffer.unflatten(0, (-1, kv.blocks.places)).clone()
+        members[:, behind] = 0  # where nothing had been written
+        assert torch.equal(members.flatten(0, 1), was)
+
+
+def test_rows_may_be_as_long_as_the_engine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU runs a whole beam of each level. Without room behind the rows it would write into the next one's text."""
+    base = base_of("llama")
+    prompts = [list(range(20, 20 + size)) for size in (33, 9, 9)]
+    longest = [Request(prompt, SamplingParams(41 - len(prompt), ignore_eos=True)) for prompt in prompts]
+    plain = tokens_of(run_engine(base, PlainDecoding(), longest, max_num_seqs=1))
+    queue_steps(monkeypatch)
+    found = run_engine(
+        base, FirstLayersDrafter(base, 1, 15), longest, max_num_seqs=3, num_draft_tokens=15, max_model_len=41
+    )
+    assert tokens_of(found) == plain
+
+
 @pytest.mark.parametrize("rest", ["0", "4", "two", "", "-1", "1.0"])
 def test_a_number_of_layers_that_the_base_does_not_have(rest: str) -> None:
     with pytest.raises(LoadError, match=f"'exit:{rest}': after the colon .* from 1 to 3"):
         load_drafter(f"exit:{rest}", base_of("llama"), 8)
     with pytest.raises(LoadError, match="has 3 layers, so 4 of them cannot draft"):
-        ExitDrafter(base_of("llama"), 4, 8)
+        FirstLayersDrafter(base_of("llama"), 4, 8)

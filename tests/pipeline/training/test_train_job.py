@@ -243,10 +243,10 @@ def test_a_full_disk_stops_and_the_job_goes_on_when_there_is_room(
 
 
 @pytest.mark.slow
-def test_an_exit_head_trains_like_any_other(train: Train, model: Path) -> None:
-    settings = json.dumps({"layers": 1, "depth": 3, "inner_size": 32})
-    trained = train(algorithm="exit", head=settings, training__steps=6, training__evaluate_every=3)
+def test_an_imitation_network_trains_like_any_other_head(train: Train, model: Path) -> None:
+    settings = json.dumps({"layers": 1, "depth": 3, "inner_size": 32, "draft_vocab_size": 60})
+    trained = train(algorithm="imitation", head=settings, training__steps=6, training__evaluate_every=3)
     assert trained.code == 0
     base = load_base(model, device="cpu")
-    assert load_head(trained.folder / "head", base).drafter(base, 8).spec.bytes_per_token == base.kv_bytes_per_token[0]
+    assert load_head(trained.folder / "head", base).drafter(base, 8).spec.max_depth == 3
     assert all(1.0 <= beta["16"] <= 4.0 for beta in trained.betas.values())
