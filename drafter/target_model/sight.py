@@ -101,10 +101,14 @@ class _Reached(Exception):  # noqa: N818 (nothing has failed)
 
 
 class Sight:
-    """Makes features of prompts with images, by a transformers `model` whose language model is its `decoder`."""
+    """Makes features of prompts with images, by a transformers `model` whose language model is its `decoder`.
 
-    def __init__(self, model: Any, decoder: nn.Module) -> None:
-        self._model, self._decoder = model, decoder
+    Args:
+        whole: Of other prompts, too: where the model makes no mask, all tokens of a prompt see each other.
+    """
+
+    def __init__(self, model: Any, decoder: nn.Module, *, whole: bool = False) -> None:
+        self._model, self._decoder, self._whole = model, decoder, whole
         self._taken = inspect.signature(model.forward).parameters
         self.placeholder: int | None = getattr(model.config, "image_token_id", None)
         self._kept: OrderedDict[tuple[bytes, ...], tuple[Any, int]] = OrderedDict()
@@ -115,12 +119,18 @@ class Sight:
                 module.get_image_features = _Remembering(self, module.get_image_features)
                 break
 
+    def reads(self, prompt: Prompt) -> bool:
+        """Return whether a prompt is read by its features."""
+        return self._whole or bool(prompt.inputs)
+
     def refuse(self, prompt: Prompt) -> None:
         """Raise `RequestError` for a prompt whose images the model cannot take."""
+        if not prompt.inputs:
+            return
         if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
             raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")
         ids = np.asarray(prompt.ids)
-        if prompt.spans[-1].stop == len(ids):
+        if prompt.spans and prompt.spans[-1].stop == len(ids):
             raise RequestError("the prompt ends with an image: let text follow it")
         outside = ids == self.placeholder
         for span in prompt.spans:
@@ -141,7 +151,7 @@ class Sight:
         try:
             self._model(input_ids=ids, use_cache=False, **inputs)
         except _Reached as reached:
-            return _features(reached.arguments, ids.shape[1])
+            return _features(reached.arguments, ids.shape[1], whole=self._whole)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model's code may raise anything for what it was not made for
@@ -206,7 +216,7 @@ def called_with(decoder: nn.Module, arguments: Mapping[str, Any]) -> Iterator[No
         hook.remove()
 
 
-def _features(arguments: Mapping[str, Any], size: int) -> Features:
+def _features(arguments: Mapping[str, Any], size: int, *, whole: bool) -> Features:
     inputs, shift = {}, 0
     for name, value in arguments.items():
         if name in _OWN or not isinstance(value, Tensor | list | tuple):
@@ -220,6 +230,8 @@ def _features(arguments: Mapping[str, Any], size: int) -> Features:
             positions = positions[1:]
         shift = int(positions.max()) + 1 - size
     last = _last_seen(arguments.get("attention_mask"), size)
+    if last is None and whole:
+        last = torch.full((size,), size - 1, device=arguments["inputs_embeds"].device)
     if last is None:
         return Features(inputs, size, shift=shift)
     return Features(inputs, size, last, Borders(last.cpu().numpy()), shift)
