@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from drafter.images.processor import ImageProcessor
+from drafter.images.processor import ImageProcessor, without_videos
 from drafter.prompt import Prompt
 from drafter.target_model.architecture import transformers_loading
 from drafter.target_model.model import BaseModel
@@ -226,6 +228,87 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(CONFIGS)
 
 
+def _siglip(size: int = 24, **more: Any) -> Any:
+    images = transformers.SiglipImageProcessorPil(size={"height": size, "width": size})
+    for name, value in more.items():
+        setattr(images, name, value)
+    return images
+
+
+def _tiles(kind: str) -> Any:
+    return getattr(transformers, kind)(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+
+
+def _qwen(size: dict[str, int]) -> Any:
+    return transformers.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
+
+
+_IMAGE, _PAD = {"image_token": "<image>"}, {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+_BOI = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_INTERN = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+_PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
+_EYED = "<|vision_start|><|image_pad|><|vision_end|>"
+PARTS: dict[str, tuple[str, Callable[[], Any], dict[str, str], str, dict[str, Any]]] = {
+    "llava": ("LlavaProcessor", _siglip, _IMAGE, "<image>", {"patch_size": 8, "vision_feature_select_strategy": "full"}),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        lambda: transformers.LlavaOnevisionImageProcessorPil(
+            size={"height": 24, "width": 24}, image_grid_pinpoints=CONFIGS["llava_onevision"]["image_grid_pinpoints"]
+        ),
+        _IMAGE,
+        "<image>",
+        {"num_image_tokens": 9, "vision_feature_select_strategy": "full"},
+    ),
+    "idefics3": ("Idefics3Processor", partial(_tiles, "Idefics3ImageProcessorPil"), {}, "<image>", {"image_seq_len": 4}),
+    "smolvlm": (
+        "SmolVLMProcessor",
+        partial(_tiles, "SmolVLMImageProcessorPil"),
+        _IMAGE | {"fake_image_token": "<fake_token_around_image>"},
+        "<image>",
+        {"image_seq_len": 4},
+    ),
+    "qwen2_vl": ("Qwen2VLProcessor", partial(_qwen, _PIXELS), _PAD, _EYED, {}),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", partial(_qwen, _PIXELS), _PAD, _EYED, {}),
+    "qwen3_vl": ("Qwen3VLProcessor", partial(_qwen, _PIXELS), _PAD, _EYED, {}),
+    "qwen3_5": ("Qwen3VLProcessor", partial(_qwen, _PIXELS), _PAD, _EYED, {}),
+    "internvl": (
+        "InternVLProcessor",
+        lambda: transformers.GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, max_patches=3),
+        _INTERN,
+        "<IMG_CONTEXT>",
+        {"image_seq_length": 4},
+    ),
+    "gemma3": (
+        "Gemma3Processor",
+        lambda: transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        _BOI,
+        "<start_of_image>",
+        {"image_seq_length": 4},
+    ),
+    "paligemma": ("PaliGemmaProcessor", partial(_siglip, image_seq_length=9), _IMAGE, "<image>", {}),
+    "mistral3": (
+        "PixtralProcessor",
+        lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8}),
+        {},
+        "[IMG]",
+        {"patch_size": 8, "spatial_merge_size": 2},
+    ),
+    "llava-pixtral": (
+        "PixtralProcessor",
+        lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8}),
+        {},
+        "[IMG]",
+        {"patch_size": 8, "spatial_merge_size": 1},
+    ),
+}
+"""Class of each family's processor, that of its images, its tokens, what a chat template writes, and settings."""
+
+
 def model_of(family: str, seed: int = 0) -> Any:
     """A random model that sees; large weights, so that its greedy text is not one token for ever."""
     config = CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family])
@@ -243,24 +326,12 @@ def model_of(family: str, seed: int = 0) -> Any:
 
 def processor_of(family: str) -> ImageProcessor:
     """The family's own processor."""
-    square, kinds = {"height": 24, "width": 24}, transformers
-    plain = {"size": square, "do_rescale": True}
-    if family in ("llava", "paligemma"):
-        words = tokenizer({"image_token": "<image>"}, "<image>")
-        images = kinds.SiglipImageProcessorPil(**plain)
-        if family == "paligemma":
-            images.image_seq_length = 9
-            return ImageProcessor(kinds.PaliGemmaProcessor(images, words, chat_template=words.chat_template))
-        return ImageProcessor(
-            kinds.LlavaProcessor(
-                images,
-                words,
-                patch_size=8,
-                vision_feature_select_strategy="full",
-                chat_template=words.chat_template,
-            )
-        )
-    raise KeyError(family)
+    kind, images, marks, image, settings = PARTS[family]
+    words = tokenizer(marks, image)
+    made = without_videos(getattr(transformers, kind))
+    parts = {"image_processor": images(), "tokenizer": words, "video_processor": None}
+    given = {part: parts[part] for part in getattr(transformers, kind).get_attributes()}
+    return ImageProcessor(made(**given, chat_template=words.chat_template, **settings))
 
 
 def picture(seed: int, width: int = 24, height: int = 24) -> Image.Image:
