@@ -243,6 +243,22 @@ def _qwen(size: dict[str, int]) -> Any:
     return transformers.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
 
 
+class PixtralTiles(transformers.ProcessorMixin):  # type: ignore[misc]
+    """As `PixtralProcessor`, which is not there without torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str, merge: int = 1) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.image_token, self.image_token_id, self._side = "[IMG]", ID["[IMG]"], 8 * merge
+
+    def _process_images(self, images: Any, **settings: Any) -> Any:
+        side = {"height": self._side, "width": self._side}
+        return super()._process_images(images, **{**settings, "patch_size": side})
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **settings: Any) -> str:
+        height, width = (int(size) // self._side for size in image_inputs["image_sizes"][image_idx])
+        return "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+
+
 _IMAGE, _PAD = {"image_token": "<image>"}, {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 _BOI = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 _INTERN = {
@@ -253,7 +269,7 @@ _INTERN = {
 }
 _PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
 _EYED = "<|vision_start|><|image_pad|><|vision_end|>"
-PARTS: dict[str, tuple[str, Callable[[], Any], dict[str, str], str, dict[str, Any]]] = {
+PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, Any]]] = {
     "llava": ("LlavaProcessor", _siglip, _IMAGE, "<image>", {"patch_size": 8, "vision_feature_select_strategy": "full"}),
     "llava_onevision": (
         "LlavaOnevisionProcessor",
@@ -292,18 +308,18 @@ PARTS: dict[str, tuple[str, Callable[[], Any], dict[str, str], str, dict[str, An
     ),
     "paligemma": ("PaliGemmaProcessor", partial(_siglip, image_seq_length=9), _IMAGE, "<image>", {}),
     "mistral3": (
-        "PixtralProcessor",
-        lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8}),
+        PixtralTiles,
+        lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}),
         {},
         "[IMG]",
-        {"patch_size": 8, "spatial_merge_size": 2},
+        {"merge": 2},
     ),
     "llava-pixtral": (
-        "PixtralProcessor",
-        lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8}),
+        PixtralTiles,
+        lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}),
         {},
         "[IMG]",
-        {"patch_size": 8, "spatial_merge_size": 1},
+        {},
     ),
 }
 """Class of each family's processor, that of its images, its tokens, what a chat template writes, and settings."""
@@ -327,11 +343,10 @@ def model_of(family: str, seed: int = 0) -> Any:
 def processor_of(family: str) -> ImageProcessor:
     """The family's own processor."""
     kind, images, marks, image, settings = PARTS[family]
-    words = tokenizer(marks, image)
-    made = without_videos(getattr(transformers, kind))
+    words, named = tokenizer(marks, image), getattr(transformers, kind) if isinstance(kind, str) else kind
     parts = {"image_processor": images(), "tokenizer": words, "video_processor": None}
-    given = {part: parts[part] for part in getattr(transformers, kind).get_attributes()}
-    return ImageProcessor(made(**given, chat_template=words.chat_template, **settings))
+    given = {part: parts[part] for part in named.get_attributes()}
+    return ImageProcessor(without_videos(named)(**given, chat_template=words.chat_template, **settings))
 
 
 def picture(seed: int, width: int = 24, height: int = 24) -> Image.Image:
