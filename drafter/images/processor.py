@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL.Image import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+from PIL.Image import Image, fromarray
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from drafter.errors import LoadError, RequestError, first_line, one_line
 from drafter.hub import local_only
@@ -124,6 +123,13 @@ class ImageProcessor:
         return list(tokenise(self.tokenizer, [text], add_special_tokens=False)["input_ids"][0])
 
 
+def example_of(processor: ImageProcessor) -> Prompt:
+    """Return a prompt with an image, for the proof that a model reads it."""
+    pixels = (np.indices((48, 64)).sum(0) * 37 % 256).astype(np.uint8)
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
+    return processor.encode([message], [fromarray(pixels).convert("RGB")])
+
+
 def digest(image: Image) -> bytes:
     """Return what images of equal pixels have in common, whatever file they come from."""
     pixels = image.convert("RGB")
@@ -153,10 +159,12 @@ def load_processor(
         config = AutoConfig.from_pretrained(name, **where)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             return None
+        from transformers import AutoProcessor  # with the code of models, which takes seconds
+
         try:
             processor = AutoProcessor.from_pretrained(name, **where)
         except ImportError:  # of what it needs for videos
-            processor = _load_without_videos(PROCESSOR_MAPPING[type(config)], name, where)
+            processor = _load_without_videos(config, name, where)
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
         raise LoadError(f"the processor of {name!r} cannot be loaded: {first_line(error)}") from error
     if getattr(processor, "image_token", None) is None:
@@ -170,7 +178,11 @@ def without_videos(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: parts)})
 
 
-def _load_without_videos(kind: Any, name: str, where: Mapping[str, Any]) -> Any:
+def _load_without_videos(config: Any, name: str, where: Mapping[str, Any]) -> Any:
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind = PROCESSOR_MAPPING[type(config)]
     loaders = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(name, **where),
         "tokenizer": lambda: load_tokenizer(name, **where),
