@@ -220,7 +220,7 @@ class SpeculativeLM:
 
         Args:
             images: Those of the parts `{"type": "image"}` without one, in order: paths, `data:` URIs, files' bytes,
-                images of Pillow or arrays. If there are no such parts, they come first in the first message of the user.
+                images of Pillow or arrays. If there are no such parts, the user's first message begins with them.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
             now: Time for chat templates that read the clock; by default the present.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,7 @@ def load_processor(
         config = AutoConfig.from_pretrained(name, **where)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             return None
-        from transformers import AutoProcessor  # with the code of models, which takes seconds
-
-        try:
-            processor = AutoProcessor.from_pretrained(name, **where)
-        except ImportError:  # of what it needs for videos
-            processor = _load_without_videos(config, name, where)
+        processor = _load(config, name, where)
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
         raise LoadError(f"the processor of {name!r} cannot be loaded: {first_line(error)}") from error
     if getattr(processor, "image_token", None) is None:
@@ -178,12 +173,18 @@ def without_videos(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: parts)})
 
 
-def _load_without_videos(config: Any, name: str, where: Mapping[str, Any]) -> Any:
-    from transformers import AutoImageProcessor
+def _load(config: Any, name: str, where: Mapping[str, Any]) -> Any:
+    """Load a processor; without its part for videos, where this lacks what it needs, such as torchvision."""
+    from transformers import AutoImageProcessor, AutoProcessor  # with the code of models, which takes seconds
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    kind = PROCESSOR_MAPPING[type(config)]
-    loaders = {
+    try:
+        return AutoProcessor.from_pretrained(name, **where)
+    except Exception:
+        kind = PROCESSOR_MAPPING.get(type(config), None)
+        if kind is None or _VIDEOS not in kind.get_attributes():
+            raise
+    loaders: dict[str, Callable[[], Any]] = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(name, **where),
         "tokenizer": lambda: load_tokenizer(name, **where),
         _VIDEOS: lambda: None,
