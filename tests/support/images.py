@@ -338,9 +338,13 @@ PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, An
 """Class of each family's processor, that of its images, its tokens, what a chat template writes, and settings."""
 
 
+def config_of(family: str) -> Any:
+    return CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family], tie_word_embeddings=False)
+
+
 def model_of(family: str, seed: int = 0) -> Any:
     """A random model that sees; large weights, so that its greedy text is not one token for ever."""
-    config = CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family], tie_word_embeddings=False)
+    config = config_of(family)
     torch.manual_seed(seed)
     with transformers_loading(), torch.inference_mode(False):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).to(DEVICE).eval()
