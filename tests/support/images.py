@@ -144,7 +144,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "smolvlm": {
-        "text_config": _text("llama"),
+        "text_config": _text("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=16),  # for the C++ library
         "vision_config": {**_TOWER, "image_size": 32, "patch_size": 8},
         "image_token_id": ID["<image>"],
         "scale_factor": 2,

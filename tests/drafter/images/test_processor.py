@@ -130,5 +130,5 @@ def test_a_model_of_text_has_none_and_a_missing_one_is_named(tmp_path: Path) -> 
     LlamaConfig().save_pretrained(tmp_path)
     assert load_processor(tmp_path) is None
     config_of("llava").save_pretrained(tmp_path)
-    with pytest.raises(LoadError, match="the processor of .* cannot be loaded"):
+    with pytest.raises(LoadError, match=r"the processor of .* cannot be loaded"):
         load_processor(tmp_path)

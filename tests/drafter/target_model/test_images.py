@@ -119,6 +119,12 @@ def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
     assert [handle.result(0).token_ids for handle in handles] == expected(family)
 
 
+def test_trees_and_texts_run_natively_after_images() -> None:
+    if DEVICE.type == "cpu":
+        assert base("smolvlm").executor_name == "NativeDecoder"
+    assert tokens("smolvlm", oracle("smolvlm")) == expected("smolvlm")
+
+
 def test_rows_share_what_their_images_have_in_common() -> None:
     family = "llava"
     encode, image = processor_of(family).encode, picture(1)
