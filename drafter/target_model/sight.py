@@ -127,6 +127,8 @@ class Sight:
     def refuse(self, prompt: Prompt) -> None:
         """Raise `RequestError` for a prompt whose images the model cannot take."""
         if not prompt.inputs:
+            if prompt.spans:
+                raise RequestError("the prompt has places of images without their inputs, such as pixel_values")
             return
         if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
             raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")

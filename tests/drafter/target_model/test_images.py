@@ -120,6 +120,21 @@ def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
     assert [handle.result(0).token_ids for handle in handles] == expected(family)
 
 
+@pytest.mark.parametrize("family", slow_but(["gemma3"], QUICK))
+def test_log_probabilities_of_a_prompt_are_the_models_own(family: str) -> None:
+    prompt = prompts(family)[3]
+    request = Request(prompt, SamplingParams(1), prompt_logprobs=0)
+    (found,) = run_engine(base(family), PlainDecoding(), [request], max_num_seqs=1, num_draft_tokens=0)
+    inputs = {name: torch.from_numpy(value).to(DEVICE) for name, value in prompt.inputs.items()}
+    ids = torch.tensor([list(prompt.ids)], device=DEVICE)
+    with torch.inference_mode():
+        own = base(family).model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+    expected = own[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert found.prompt_logprobs is not None
+    ours = torch.tensor([one.logprob for one in found.prompt_logprobs[1:]])
+    torch.testing.assert_close(ours, expected.cpu(), atol=1e-3, rtol=1e-3)
+
+
 def test_trees_and_texts_run_natively_after_images() -> None:
     if DEVICE.type == "cpu":
         assert base("smolvlm").executor_name == "NativeDecoder"
@@ -170,6 +185,7 @@ def test_prompts_that_cannot_be_read_end_alone() -> None:
         (lambda one: replace(one, ids=one.ids[: one.spans[0].stop]), "ends with an image"),
         (lambda one: replace(one, ids=[*one.ids, one.ids[one.spans[0].start], 40]), "which stands for images"),
         (lambda one: replace(one, inputs={**one.inputs, "pixels": np.zeros(1)}), "takes no pixels"),
+        (lambda one: replace(one, inputs={}), "without their inputs"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(change: Any, reason: str) -> None:
