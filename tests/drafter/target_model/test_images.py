@@ -17,9 +17,10 @@ from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
+from drafter.target_model import model as model_module
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import KEPT_BYTES, Borders
-from tests.support.images import FAMILIES, asked, base_of, picture, processor_of
+from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
 from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
 
@@ -133,6 +134,23 @@ def test_log_probabilities_of_a_prompt_are_the_models_own(family: str) -> None:
     assert found.prompt_logprobs is not None
     ours = torch.tensor([one.logprob for one in found.prompt_logprobs[1:]])
     torch.testing.assert_close(ours, expected.cpu(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3", {"sliding_window": 64}),
+        ("qwen2_vl", {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1}),
+    ],
+)
+def test_windows_are_proved_on_a_small_copy(family: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIGS[family], "text_config": {**CONFIGS[family]["text_config"], **settings}}
+    monkeypatch.setitem(CONFIGS, family, config)
+    copies: list[Any] = []
+    copy = model_module.small_copy
+    monkeypatch.setattr(model_module, "small_copy", lambda *given: copies.append(copy(*given)) or copies[-1])
+    assert base_of(family).sight is not None
+    assert len(copies) == 1
 
 
 def test_trees_and_texts_run_natively_after_images() -> None:
