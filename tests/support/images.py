@@ -1,4 +1,4 @@
-"""Small random models that see, of many families, each with its own processor, a tokeniser of characters, and images."""
+"""Small random models that see, each with its family's own processor, a tokeniser of characters, and images."""
 
 from __future__ import annotations
 
