@@ -270,9 +270,9 @@ def test_parts_are_small_where_images_become_large(pictures: Path, tmp_path: Pat
 def test_prompts_pass_through_columns() -> None:
     arrays = {"pixel_values": np.arange(12, dtype=np.float32).reshape(1, 3, 4), "sizes": np.array([[3, 4]])}
     bare = [Prompt([1, 2]), None]
-    assert prompt_columns(bare).keys() == {"prompt_ids"}
+    assert prompt_columns(bare, images=False).keys() == {"prompt_ids"}
     seen = Prompt([5, 6, 7], (Span(1, 3, b"\x00\xff"),), arrays)
-    for columns in (prompt_columns(bare), prompt_columns([*bare, seen])):
+    for columns in (prompt_columns(bare, images=False), prompt_columns([*bare, seen], images=True)):
         ((_, rows),) = unpack(pack([("part", pa.table(columns))]))
         assert read_prompts(rows)[:2] == bare
     assert_same(read_prompts(rows)[2], seen)
