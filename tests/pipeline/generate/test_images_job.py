@@ -33,6 +33,7 @@ def test_rows_have_images(run: Run, seeing: Path, tmp_path: Path, capfd: pytest.
     settings = ("--reading.images_column", "picture", "--writing.rows_per_file", 3)
     done = run(source, *settings, base=seeing)
     assert done.code == 0, done.stderr
+    before = {row["number"]: untimed(row) for row in done.rows}
     (broken,) = done.errors
     assert broken["error_type"] == "BadPrompt"
     assert re.search(r"torn\.png': it is damaged", broken["message"])
@@ -52,7 +53,7 @@ def test_rows_have_images(run: Run, seeing: Path, tmp_path: Path, capfd: pytest.
     write_jsonl(source, rows)
     more = run(source, *settings, base=seeing)
     assert "6 rows: 5 kept, 1 changed, 0 new; 0 removed" in more.stderr
-    before, after = ({row["number"]: untimed(row) for row in one} for one in (done.rows, more.rows))
+    after = {row["number"]: untimed(row) for row in more.rows}
     assert after[1]["prompt_images"] != before[1]["prompt_images"]
     assert after[0] == before[0] | {"picture": ["moved.png"]}
 
