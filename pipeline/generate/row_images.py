@@ -113,8 +113,10 @@ def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | 
 
 def image_reading(processor: ImageProcessor, config: ImagesConfig, files: fs.FileSystem) -> ImageReading:
     """Return how images are read; raises `InputError` if the processor cannot take any."""
+    has_template = processor.tokenizer.chat_template is not None
+    asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
-        usual = processor.encode([{"role": "user", "content": [PLACE]}], [Image.new("RGB", _USUAL_SIZE)])
+        usual = processor.encode(asked, [Image.new("RGB", _USUAL_SIZE)])
     except RequestError as error:
         raise InputError(f"the processor of the model takes no images: {error}") from error
     size = sum(values.nbytes for values in usual.inputs.values())
@@ -248,3 +250,8 @@ def staged_images(addresses: Sequence[str | None] | None, value: Any) -> list[An
 def with_places(text: str, count: int) -> list[dict[str, Any]]:
     """Return a text prompt after so many images, as messages."""
     return [{"role": "user", "content": [*[PLACE] * count, {"type": "text", "text": text}]}]
+
+
+def with_marks(text: str, count: int, mark: str) -> str:
+    """Return a text prompt that is continued as it is with the mark of each image, first if it has none itself."""
+    return text if mark in text else mark * count + text

@@ -13,12 +13,14 @@ import torch
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
+from drafter.target_model import model as model_module
 from drafter.target_model.model import BaseModel
-from drafter.target_model.sight import Borders
-from tests.support.images import FAMILIES, asked, base_of, picture, processor_of
+from drafter.target_model.sight import KEPT_BYTES, Borders
+from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
 from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
 
@@ -119,6 +121,38 @@ def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
     assert [handle.result(0).token_ids for handle in handles] == expected(family)
 
 
+@pytest.mark.parametrize("family", slow_but(["gemma3"], QUICK))
+def test_log_probabilities_of_a_prompt_are_the_models_own(family: str) -> None:
+    prompt = prompts(family)[3]
+    request = Request(prompt, SamplingParams(1), prompt_logprobs=0)
+    (found,) = run_engine(base(family), PlainDecoding(), [request], max_num_seqs=1, num_draft_tokens=0)
+    inputs = {name: torch.from_numpy(value).to(DEVICE) for name, value in prompt.inputs.items()}
+    ids = torch.tensor([list(prompt.ids)], device=DEVICE)
+    with torch.inference_mode():
+        own = base(family).model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+    expected = own[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert found.prompt_logprobs is not None
+    ours = torch.tensor([one.logprob for one in found.prompt_logprobs[1:]])
+    torch.testing.assert_close(ours, expected.cpu(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3", {"sliding_window": 64}),
+        ("qwen2_vl", {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1}),
+    ],
+)
+def test_windows_are_proved_on_a_small_copy(family: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIGS[family], "text_config": {**CONFIGS[family]["text_config"], **settings}}
+    monkeypatch.setitem(CONFIGS, family, config)
+    copies: list[Any] = []
+    copy = model_module.small_copy
+    monkeypatch.setattr(model_module, "small_copy", lambda *given: copies.append(copy(*given)) or copies[-1])
+    assert base_of(family).sight is not None
+    assert len(copies) == 1
+
+
 def test_trees_and_texts_run_natively_after_images() -> None:
     if DEVICE.type == "cpu":
         assert base("smolvlm").executor_name == "NativeDecoder"
@@ -169,6 +203,7 @@ def test_prompts_that_cannot_be_read_end_alone() -> None:
         (lambda one: replace(one, ids=one.ids[: one.spans[0].stop]), "ends with an image"),
         (lambda one: replace(one, ids=[*one.ids, one.ids[one.spans[0].start], 40]), "which stands for images"),
         (lambda one: replace(one, inputs={**one.inputs, "pixels": np.zeros(1)}), "takes no pixels"),
+        (lambda one: replace(one, inputs={}), "without their inputs"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(change: Any, reason: str) -> None:
@@ -197,3 +232,13 @@ def run_engine_with_errors(family: str, rows: list[Prompt]) -> list[Any]:
     while not engine.idle:
         engine.step()
     return [one.future.exception() or one.result(0).token_ids for one in handles]
+
+
+def test_the_memory_plan_has_what_looking_at_images_takes() -> None:
+    seeing, config = base("llava"), EngineConfig(max_num_seqs=2)
+    assert seeing.sight is not None
+    before = seeing.sight.bytes_per_token
+    seeing.sight.bytes_per_token = 1000
+    planned = plan_memory(seeing, PlainDecoding().spec, config, 300, 0)
+    seeing.sight.bytes_per_token = before
+    assert planned.items["images"] == KEPT_BYTES + 300_000
