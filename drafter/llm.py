@@ -217,6 +217,7 @@ class SpeculativeLM:
         prompt: Prompt,
         *,
         images: Sequence[Any] = (),
+        limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
     ) -> list[int] | TokenPrompt: ...
@@ -226,6 +227,7 @@ class SpeculativeLM:
         prompt: Prompt,
         *,
         images: Sequence[Any] = (),
+        limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
     ) -> list[int] | TokenPrompt:
@@ -237,6 +239,7 @@ class SpeculativeLM:
             images: Those of the parts `{"type": "image"}` without one, in order: paths, `data:` URIs, files' bytes,
                 images of Pillow or arrays. If there are no such parts, the user's first message begins with them. Of a
                 text, those of the placeholders that the model's processor reads there.
+            limits: Limits on the images, if not those of `ImageLimits`.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
             now: Time for chat templates that read the clock; by default the present.
@@ -254,7 +257,7 @@ class SpeculativeLM:
         refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
         settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
         if sources:
-            return self._encode_images(prompt, sources, settings)
+            return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
         if isinstance(prompt, str):
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
@@ -264,10 +267,11 @@ class SpeculativeLM:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         return encode_chat(self.tokenizer, prompt, **settings)
 
-    def _encode_images(self, asked: Any, sources: list[Any], settings: dict[str, Any]) -> TokenPrompt:
+    def _encode_images(
+        self, asked: Any, sources: list[Any], limits: ImageLimits, settings: dict[str, Any]
+    ) -> TokenPrompt:
         if self.processor is None or self.base.sight is None:
             raise RequestError(f"the prompt has images, and {self.base.blind}: leave them out")
-        limits = ImageLimits()
         if len(sources) > limits.images:
             raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
         return self.processor.encode(asked, [open_image(source, limits) for source in sources], **settings)
