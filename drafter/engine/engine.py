@@ -469,6 +469,8 @@ class Engine:
         self._deliver(0)
         self._counts["preemptions"] += self.scheduler.preempt()
         self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
+        if self.base.sight is not None:
+            self.base.sight.forget()
         devices.release_unused(self.base.device)
 
     def _end_if_over(self, sequence: Sequence, *, sound: bool) -> None:

@@ -171,7 +171,7 @@ def test_rows_share_what_their_images_have_in_common() -> None:
     tower, calls = base(family).model.model.vision_tower, []
     hook = tower.register_forward_hook(lambda *call: calls.append(1))
     before = encode(asked("Is this another one?"), [image])  # whatever was kept of other tests
-    base(family).sight._kept.clear()  # type: ignore[union-attr]
+    base(family).sight.forget()  # type: ignore[union-attr]
     handles = []
     for prompt in rows:
         handles.append(engine.submit(Request(prompt, SamplingParams(NEW, ignore_eos=True))))
