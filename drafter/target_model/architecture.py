@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from drafter.errors import LoadError
 
@@ -77,8 +80,15 @@ def refuse_unsupported(name: str, config: Any) -> None:
         )
     if missing := [one for one in ("num_hidden_layers", "vocab_size") if not isinstance(getattr(text, one, None), int)]:
         raise LoadError(f"{name}: the configuration of {config.model_type} has no {' and no '.join(missing)}")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+    known_models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    if config.model_type not in known_models and not getattr(config, "auto_map", None):
         raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the whole model of a configuration: with its eyes, if it has some."""
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def decoder_of(model: Any) -> nn.Module:
@@ -325,6 +335,11 @@ def _shrink(config: Any, longest: int) -> None:
     if getattr(config, "attention_hidden_size", None) and getattr(config, "attention_head_dim", None):
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" in rope:  # the sizes of the three axes' parts of a head's rotated half
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        half = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
+        config.rope_parameters = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     if getattr(config, "hybrid_layer_ids", None):
         config.hybrid_layer_ids = [number for number, kind in enumerate(config.layer_types) if kind == "hybrid"]
     for heads_name, dim_name, factor_name in _INNER:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from drafter import devices
 from drafter.errors import LoadError, first_line
+from drafter.prompt import Prompt
 from drafter.target_model.architecture import PASSED, POSITIONS
 from drafter.target_model.attention import Packing
 from drafter.target_model.cache import TargetCache
@@ -17,6 +19,7 @@ from drafter.target_model.forward import Executor
 from drafter.target_model.kv_cache import LayerShape, cache_name
 from drafter.target_model.mixers import state_shapes
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
+from drafter.target_model.sight import Features, Sight
 from drafter.target_model.state_cache import LayerStates
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -151,8 +154,55 @@ def prove_last_positions(base: Candidate) -> None:
         raise LoadError(f"{error}; so it is at its last positions, past which draft trees go") from error
 
 
-def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], set[int]]:
-    """Return the last logits `[5, V]` of each text, in slots 0 and 2, and the widths of the hidden states."""
+@torch.inference_mode()
+def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor) -> None:
+    """Repeat the proof with a prompt with an image behind a text `[P + 4]` of `run_plainly`.
+
+    The model's own logits are those with its own cache: what it sees of a prompt need not be causal.
+
+    Raises:
+        RequestError: The model cannot read the example.
+        LoadError: It does not run as the engine reads it, or gives other logits.
+    """
+    sight.refuse(example)
+    prompts = (Prompt(text[:-_STEPS].tolist()), example)
+    try:
+        seen, peak = devices.peak_bytes(base.device, lambda: sight.features(example))
+        sight.bytes_per_token = -(-peak // seen.size)
+        read = [_read_with_cache(base, sight, prompt, text[-_STEPS:]) for prompt in prompts]
+        for _ in range(2):  # once computed, and once as they were kept
+            features = [sight.features(prompt) if sight.reads(prompt) else None for prompt in prompts]
+            found, _ = _run_as_engine(base, [ids for ids, _ in read], features)
+            if not _all_alike(found, [logits for _, logits in read], base.dtype):
+                kind = base.model.config.model_type
+                raise LoadError(f"{kind} gives other logits after an image with a tree mask than by itself")
+    except _MODEL_ERRORS as error:
+        raise _does_not_run(base, "on features of an image with the mask of a draft tree", error) from error
+
+
+def _read_with_cache(base: Candidate, sight: Sight, prompt: Prompt, following: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a prompt and what follows it `[P + 4]`, and the model's logits after the last five of these `[5, V]`."""
+    name = cache_name(base.model)
+    ids = torch.tensor(list(prompt.ids), device=base.device)
+    if not sight.reads(prompt):  # not with the cache: some models move texts as they moved the images before
+        both = torch.cat([ids, following])
+        return both, base.model(input_ids=both[None]).logits[0, -len(following) - 1 :]
+    cache = {name: DynamicCache(config=base.config)}
+    step = base.model(input_ids=ids[None], use_cache=True, **sight.tensors(prompt), **cache)
+    logits = [step.logits[0, -1:]]
+    for token in following:  # one by one, as some models' tokens of one forward see each other
+        step = base.model(input_ids=token[None, None], use_cache=True, **{name: getattr(step, name)})
+        logits.append(step.logits[0])
+    return torch.cat([ids, following]), torch.cat(logits)
+
+
+def _run_as_engine(
+    base: Candidate, texts: list[Tensor], features: Sequence[Features | None] = (None, None)
+) -> tuple[list[Tensor], set[int]]:
+    """Return the last logits `[5, V]` of each text, in slots 0 and 2, and the widths of the hidden states.
+
+    `features` are those of prompts that are read by them.
+    """
     slots, device = (0, 2), base.device
     prompts = [len(text) - _STEPS for text in texts]
     cache = base.new_cache(3, max(prompts) + _STEPS + len(_TREE))
@@ -165,16 +215,20 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
         widths.add(hidden.shape[-1])
         return logits
 
-    for slot, text, length in zip(slots, texts, prompts, strict=True):
-        half = length // 2
+    for slot, text, length, seen in zip(slots, texts, prompts, features, strict=True):
+        half = length // 2 if seen is None or seen.borders is None else seen.borders.before(length // 2)
         if half:
-            run(prompt_nodes(slot, [text[:half]], [0], _LAST))
-        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, 1)))
+            first = None if seen is None else seen.part(0, half)
+            run(prompt_nodes(slot, [text[:half]], [0], _LAST, features=first))
+        second = None if seen is None else seen.part(half, length)
+        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, 1, features=second)))
+    shifts = [0 if seen is None else seen.shift for seen in features]
+    shift = torch.tensor([shifts[0], 0, shifts[1]], device=device) if any(shifts) else None
 
     def verify(trees: list[Tensor], parents: Sequence[int], lengths: list[int]) -> Tensor:
         before = torch.tensor([lengths[0], free, lengths[1]], device=device)
         tokens = torch.stack([trees[0], trees[0][:1].expand(len(parents)), trees[1]])
-        nodes = _tree_nodes(tokens, before, [parents] * 3, max(lengths) + len(parents), full=free)
+        nodes = _tree_nodes(tokens, before, [parents] * 3, max(lengths) + len(parents), full=free, shift=shift)
         logits: Tensor = run(nodes)
         return logits[list(slots)]
 
@@ -247,6 +301,7 @@ def _tree_nodes(
     kv_length: int,
     packing: Packing | None = None,
     full: int | None = None,
+    shift: Tensor | None = None,
 ) -> TreeNodes:
     """Return the nodes of each row's tree, given by the parents."""
     device = lengths.device
@@ -255,6 +310,7 @@ def _tree_nodes(
         tokens=tokens,
         lengths=lengths,
         positions=lengths[:, None] + ancestors.sum(2) - 1,
+        shift=shift,
         kv_length=kv_length,
         packing=packing,
         parents=torch.tensor(trees, device=device),
