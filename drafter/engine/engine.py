@@ -24,17 +24,17 @@ from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
 from drafter.engine.guiding import guided, under_guides
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse
+from drafter.engine.reading import PromptReader
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import EndedRow, Handling, RowTap, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
 from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
-from drafter.errors import EngineError, LoadError, RequestError
+from drafter.errors import EngineError, LoadError
 from drafter.prompt import Prompt
 from drafter.requests import Request, sampling_defaults
 from drafter.statistics import EngineState, StageTimes
 from drafter.target_model.model import BaseModel
-from drafter.target_model.sight import Features
 from drafter.tree.token_tree import TokenTree
 
 
@@ -102,6 +102,7 @@ class Engine:
         # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
         self.flights = Flights(base.device, lag=int(self._queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
+        self._reader = PromptReader(self.scheduler, self.batch, self._counts)
         self._shadows = Shadows()
         self.wake: Callable[[], object] = lambda: None  # where another thread steps: called when a handle changes
         self.last_step = time.monotonic()
@@ -385,71 +386,31 @@ class Engine:
         """
         while self._may_read() and self.scheduler.admit(packs=self._packs):
             self._times.mark("host")
-            if self._see(self.scheduler.entering[0]):
-                self._prefill()
+            self._prefill()
             self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
         read = self._counts["prefilled_tokens"] - self._prefilled_before
         return read < self.scheduler.chunk or not self.scheduler.has_company
 
-    def _see(self, sequence: Sequence) -> bool:
-        """Compute the features of a prompt that is read by them; end its sequence, and return False, if that fails."""
-        prompt = sequence.handle.request.prompt
-        assert isinstance(prompt, Prompt)
-        known = sequence.features is not None or not sequence.unread or sequence.read >= len(prompt.ids)
-        if known or not sequence.sees:
-            return True
-        try:
-            sequence.look(self.batch.see(len(self.scheduler.active), prompt))
-        except RequestError as error:
-            self.scheduler.leave(sequence)
-            sequence.handle.future.set_exception(error)
-            return False
-        return True
-
     def _prefill(self) -> None:
-        """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.
-
-        That last one is the first pending token, and the first output token comes from a decode step. Where it is
-        streamed, that step is part of the forward over the prompt's end: a plain one.
-        """
-        scheduler, state = self.scheduler, self.batch
-        spans, shared = scheduler.next_spans()
-        slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], spans[0], None
-        features = sequence.features
-        if features is not None and span.start >= features.size:
-            features = None
-        scored = sequence.handle.request.prompt_logprobs is not None
-        first_comes_with_it = not scored and sequence.handle.streams and sequence.first_token is None
-        if scored and span.start < span.stop:
-            self._score(sequence, slot, span, features)
-        elif first_comes_with_it and span.start < span.stop == sequence.length:
-            verified = state.read_end(slot, span, features)
-        else:
-            state.read(slot, spans, features)
-        self._counts.update(shared_tokens=shared, prefilled_tokens=sum(one.stop - one.start for one in spans))
+        """Read the next tokens of the sequences that enter; after all but its last one a sequence is active."""
+        slot, sequence = len(self.scheduler.active), self.scheduler.entering[0]
+        if not self._reader.sees(sequence):
+            return
+        spans, verified = self._reader.read()
         self._times.mark("prefill")
-        scheduler.activate(spans)
+        self.scheduler.activate(spans)
         if verified is None:
             return
         rows = slice(slot, slot + 1)
-        step = Step([sequence], slot, state, Ask(0))
+        step = Step([sequence], slot, self.batch, Ask(0))
         verified = under_guides([sequence.guide], None, verified)
         tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
         self._times.mark("verify")
         self.flights.add(step, tensors)
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
-
-    def _score(self, sequence: Sequence, slot: int, span: slice, features: Features | None) -> None:
-        """Read a chunk of a prompt, and note the log-probabilities of the tokens that follow there."""
-        count = sequence.handle.request.prompt_logprobs
-        assert count is not None
-        found = self.batch.read_scored(slot, span, count, features).to_host()
-        devices.synchronise(self.base.device)
-        following = sequence.prefilled[span.start + 1 : span.stop + 1].tolist()
-        sequence.note_prompt(span.start, found.read([following], [count])[0])
 
     def _make_room(self) -> None:
         """Reserve memory for the next step; if there is too little, the youngest sequences give theirs up."""
