@@ -1,5 +1,4 @@
-"""Reads the prompts of the sequences that enter, chunk by chunk, by the model's own view of their images if they have
-any."""
+"""Reads the prompts of sequences that enter, chunk by chunk."""
 
 from __future__ import annotations
 
