@@ -161,6 +161,10 @@ class Sight:
             hook.remove()
         raise RequestError("the model's forward does not call its language model")
 
+    def forget(self) -> None:
+        """Free what is kept of images."""
+        self._kept.clear()
+
     def tensors(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return the prompt's inputs on the model's device, floats in its dtype."""
         return {name: self._tensor(value) for name, value in prompt.inputs.items()}

@@ -17,7 +17,7 @@ from tests.support.images import FAMILIES, PixtralTiles, asked, config_of, pictu
 from tests.support.marks import slow_but
 
 TWO = [picture(1, 40, 30), picture(2, 20, 50)]
-TALK = [
+TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Look closely."},
     {"role": "user", "content": [{"type": "text", "text": "Here:"}, {"type": "image"}, {"type": "image"}]},
     {"role": "user", "content": [{"type": "text", "text": "Which of them?"}]},

@@ -17,7 +17,7 @@ from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
-from drafter.target_model import model as model_module
+from drafter.target_model.architecture import small_copy
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import KEPT_BYTES, Borders
 from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
@@ -147,8 +147,12 @@ def test_windows_are_proved_on_a_small_copy(family: str, settings: Any, monkeypa
     config = {**CONFIGS[family], "text_config": {**CONFIGS[family]["text_config"], **settings}}
     monkeypatch.setitem(CONFIGS, family, config)
     copies: list[Any] = []
-    copy = model_module.small_copy
-    monkeypatch.setattr(model_module, "small_copy", lambda *given: copies.append(copy(*given)) or copies[-1])
+
+    def copied(*given: Any) -> Any:
+        copies.append(small_copy(*given))
+        return copies[-1]
+
+    monkeypatch.setattr("drafter.target_model.model.small_copy", copied)
     assert base_of(family).sight is not None
     assert len(copies) == 1
 
@@ -167,7 +171,7 @@ def test_rows_share_what_their_images_have_in_common() -> None:
     tower, calls = base(family).model.model.vision_tower, []
     hook = tower.register_forward_hook(lambda *call: calls.append(1))
     before = encode(asked("Is this another one?"), [image])  # whatever was kept of other tests
-    base(family).sight._kept.clear()  # type: ignore[union-attr]
+    base(family).sight.forget()  # type: ignore[union-attr]
     handles = []
     for prompt in rows:
         handles.append(engine.submit(Request(prompt, SamplingParams(NEW, ignore_eos=True))))
