@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.dataset
 import torch
@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
     names = train_all(base, args.answers, args.texts, args.heads, args.layers, args.seconds)
     drafters = (*(f"exit:{layers}" for layers in args.layers), *map(str, names))
+    counts: tuple[int | Literal["auto"], ...]
     counts = tuple("auto" if one == "auto" else int(one) for one in args.draft_tokens)
     plan = Plan(drafters, ("exact",), counts, (1,), max_new_tokens=args.max_new_tokens, transformers=False)
     questions = {

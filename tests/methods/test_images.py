@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from drafter.drafters.contract import Drafter
+from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.methods.cacheback.drafter import CachebackDrafter
-from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target_model.model import BaseModel
@@ -23,7 +23,7 @@ def drafters(target: BaseModel, family: str) -> dict[str, Drafter]:
         "ngram": NgramDrafter(8),
         "memory": MemoryDrafter(8),
         "cacheback": CachebackDrafter(),
-        "exit": ExitDrafter(target, 2, 8),
+        "exit": FirstLayersDrafter(target, 2, 8),
         "model": ModelDrafter(BaseModel(model_of(family, seed=1)), target, 6),
         **{kind: make_head(target, kind).drafter(target, 8) for kind in kinds},
     }
