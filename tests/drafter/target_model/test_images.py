@@ -20,9 +20,11 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import small_copy
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import KEPT_BYTES, Borders
+from tests.support.heads import make_head
 from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
 from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
+from tests.support.tapes import queue_steps
 
 NEW = 12
 QUICK = ["llava", "qwen3_vl", "gemma3", "paligemma"]
@@ -161,6 +163,17 @@ def test_trees_and_texts_run_natively_after_images() -> None:
     if DEVICE.type == "cpu":
         assert base("smolvlm").executor_name == "NativeDecoder"
     assert tokens("smolvlm", oracle("smolvlm")) == expected("smolvlm")
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_vl"], ["qwen2_vl", "idefics3", "gemma3"]))
+def test_steps_are_queued_as_a_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tapes for CUDA graphs: a row's positions are what a slot has when a step runs, not when it was recorded."""
+    seeing, recorder = base(family), queue_steps(monkeypatch)
+    head = make_head(seeing, "ctc").drafter(seeing, 8)
+    rows = [*requests(family), *requests(family)]
+    found = [one.token_ids for one in run_engine(seeing, head, rows, max_num_seqs=3, num_draft_tokens=7)]
+    assert found == [*expected(family), *expected(family)]
+    assert recorder.repeated > 5
 
 
 def test_rows_share_what_their_images_have_in_common() -> None:
