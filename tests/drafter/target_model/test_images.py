@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,12 @@ NEW = 12
 QUICK = ["llava", "qwen3_vl", "gemma3", "paligemma"]
 
 
-@lru_cache(maxsize=1)
+@cache
 def base(family: str) -> BaseModel:
     return base_of(family)
 
 
-@lru_cache(maxsize=1)
+@cache
 def prompts(family: str) -> list[Prompt]:
     """Rows with 0 to 3 images of different sizes; the same words with other images; and the same images."""
     encode = processor_of(family).encode
@@ -58,7 +58,7 @@ def reference(model: Any, prompt: Prompt) -> list[int]:
     return made[0, len(prompt.ids) :].tolist()  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=1)
+@cache
 def expected(family: str) -> list[list[int]]:
     return [reference(base(family).model, prompt) for prompt in prompts(family)]
 
@@ -85,7 +85,7 @@ def test_rows_with_images_are_continued_as_generate_does(family: str) -> None:
         assert tokens(family, drafter) == expected(family), type(drafter)
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["qwen3_vl", "gemma3"], FAMILIES))
 def test_a_prompt_is_cut_where_its_tokens_do_not_see_each_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 5)
     assert tokens(family, oracle(family)) == expected(family)
