@@ -187,7 +187,7 @@ class Sight:
         return {**others, _ENCODED: {"image": self._kept[images][0]}}
 
     def _tensor(self, value: npt.NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(value))
+        tensor = torch.from_numpy(np.array(value))  # a copy: a prompt of a job is a view of shared memory
         if tensor.is_floating_point():
             tensor = tensor.to(self._model.dtype)
         return devices.send(tensor, self._model.device)

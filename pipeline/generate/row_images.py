@@ -34,6 +34,8 @@ IMAGES = "images"
 """Column of a staged row: the addresses of its images."""
 PROMPTS_BYTES = 256 << 20
 """Size limit of what processors make of the images of several rows that are handed on together."""
+_IMAGE_KEY = '"image_url"'
+"""An image's part of a message in OpenAI's form has this twice."""
 _USUAL_SIZE = (1024, 1024)
 """Pixels of the image by which it is found how large prompts become."""
 
@@ -143,6 +145,8 @@ def take_row_images(
         problems: Gets what is wrong with a row, by its index.
     """
     found: dict[int, list[_Found]] = {}
+    if prompts.kind == "openai":  # a body is read as a whole where prompts are made; here its images are counted
+        return [[None] * (row["body"].count(_IMAGE_KEY) // 2) or None if "body" in row else None for row in rows]
     for index, row in enumerate(rows):
         given = row.pop(prompts.images_column, None) if prompts.images_column is not None else None
         if index in problems:
@@ -194,8 +198,6 @@ class _Found:
 
 
 def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) -> list[Any]:
-    if prompts.kind == "openai":  # its body is read as a whole, where the prompt is made
-        return []
     if prompts.kind == "text":
         return list(given)
     messages = row.get(prompts.column)

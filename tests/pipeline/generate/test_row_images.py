@@ -136,7 +136,7 @@ def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pi
         {"bytes": png(BLUE), "path": "gone.png"},
         None,
     ]
-    tables = {
+    tables: dict[str, tuple[list[Any], list[list[Image.Image]]]] = {
         "feature": (feature, [[RED], [RED], [BLUE], []]),
         "bytes": ([png(RED), png(BLUE), None], [[RED], [BLUE], []]),
         "several": ([feature[:3], [], None], [[RED, RED, BLUE], [], []]),
