@@ -19,7 +19,7 @@ from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import small_copy
 from drafter.target_model.model import BaseModel
-from drafter.target_model.sight import KEPT_BYTES, Borders
+from drafter.target_model.sight import KEPT_BYTES, Borders, Sight
 from tests.support.heads import make_head
 from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
@@ -233,6 +233,16 @@ def test_a_model_of_text_refuses_images(tiny_base: BaseModel) -> None:
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
     with pytest.raises(RequestError, match=r"has images, and .* reads text alone"):
         engine.submit(Request(replace(prompts("llava")[0], ids=[3] * len(prompts("llava")[0].ids))))
+
+
+def test_a_model_that_reads_images_otherwise_reads_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Sight.features
+    monkeypatch.setattr(Sight, "features", lambda sight, prompt: replace(own(sight, prompt), shift=5))
+    blind = base_of("qwen2_vl")
+    assert blind.sight is None
+    engine = Engine(blind, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    with pytest.raises(RequestError, match="gives other logits after an image"):
+        engine.submit(Request(prompts("qwen2_vl")[0]))
 
 
 def test_borders_are_where_no_token_sees_one_behind() -> None:
