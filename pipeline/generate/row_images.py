@@ -96,7 +96,7 @@ class ImageReading:
         def fetch(address: str, most: int) -> bytes:
             content = self.fetch(address, most)
             if identity not in (address, image_digest(content, self.limits)):
-                raise RequestError(
+                raise RequestError("it has changed since rows were read: choose another output, or change the input")
                     "it has changed since the rows were read: choose another output, or change the input"
                 )
             return content
