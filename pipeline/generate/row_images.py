@@ -97,8 +97,6 @@ class ImageReading:
             content = self.fetch(address, most)
             if identity not in (address, image_digest(content, self.limits)):
                 raise RequestError("it has changed since rows were read: choose another output, or change the input")
-                    "it has changed since the rows were read: choose another output, or change the input"
-                )
             return content
 
         return open_image(source, self.limits, fetch=fetch)
