@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafter import devices
-from drafter.errors import LoadError, first_line
+from drafter.errors import LoadError, RequestError, first_line
 from drafter.prompt import Prompt
 from drafter.target_model.architecture import PASSED, POSITIONS
 from drafter.target_model.attention import Packing
@@ -167,17 +167,18 @@ def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor) -
     sight.refuse(example)
     prompts = (Prompt(text[:-_STEPS].tolist()), example)
     try:
+        own = [_read_with_cache(base, sight, prompt, text[-_STEPS:]) for prompt in prompts]
         seen, peak = devices.peak_bytes(base.device, lambda: sight.features(example))
         sight.bytes_per_token = -(-peak // seen.size)
-        read = [_read_with_cache(base, sight, prompt, text[-_STEPS:]) for prompt in prompts]
-        for _ in range(2):  # once computed, and once as they were kept
-            features = [sight.features(prompt) if sight.reads(prompt) else None for prompt in prompts]
-            found, _ = _run_as_engine(base, [ids for ids, _ in read], features)
-            if not _all_alike(found, [logits for _, logits in read], base.dtype):
-                kind = base.model.config.model_type
-                raise LoadError(f"{kind} gives other logits after an image with a tree mask than by itself")
+        features = [sight.features(prompts[0]) if sight.reads(prompts[0]) else None, seen]
+        found, _ = _run_as_engine(base, [ids for ids, _ in own], features)
+    except RequestError:
+        raise
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, "on features of an image with the mask of a draft tree", error) from error
+    if not _all_alike(found, [logits for _, logits in own], base.dtype):
+        kind = base.model.config.model_type
+        raise LoadError(f"{base.name}: {kind} gives other logits after an image with a tree mask than by itself")
 
 
 def _read_with_cache(base: Candidate, sight: Sight, prompt: Prompt, following: Tensor) -> tuple[Tensor, Tensor]:

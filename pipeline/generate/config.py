@@ -96,7 +96,6 @@ COMMON = (
     "sampling.logprobs",
     "reading.prompt_column",
     "reading.messages_column",
-    "reading.images_column",
     "reading.id_column",
     "reading.format",
     "reading.split",

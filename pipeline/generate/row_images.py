@@ -96,7 +96,7 @@ class ImageReading:
         def fetch(address: str, most: int) -> bytes:
             content = self.fetch(address, most)
             if identity not in (address, image_digest(content, self.limits)):
-                raise RequestError("it has changed since the rows were read: add a row, or choose another output")
+                raise RequestError("it has changed since rows were read: choose another output, or change the input")
             return content
 
         return open_image(source, self.limits, fetch=fetch)
@@ -144,9 +144,9 @@ def take_row_images(
         file: Path of the rows' file: relative paths of images begin at its folder.
         problems: Gets what is wrong with a row, by its index.
     """
-    found: dict[int, list[_Found]] = {}
     if prompts.kind == "openai":  # a body is read as a whole where prompts are made; here its images are counted
         return [[None] * (row["body"].count(_IMAGE_KEY) // 2) or None if "body" in row else None for row in rows]
+    found: dict[int, list[_Found]] = {}
     for index, row in enumerate(rows):
         given = row.pop(prompts.images_column, None) if prompts.images_column is not None else None
         if index in problems:
