@@ -42,7 +42,7 @@ from drafter.text.tokenizers import load_tokenizer
 from drafter.tree.token_tree import TokenTree
 
 COSTS_FILE, TABLE_FILE = "costs.json", "hybrids.md"
-BATCHES, NODES = (1, 4, 16), (7, 15)
+BATCHES, NODES = (1, 4, 16), (7,)
 _CONTEXT, _WARM_UP, _TURNS = 256, 1, 5
 _LONG = 512  # tokens of a row whose memory the page has
 _QUESTIONS = "gsm8k/test.jsonl"
