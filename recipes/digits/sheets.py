@@ -50,10 +50,12 @@ class Sheet:
     Args:
         image: How it looks, in RGB.
         rows: Its digits, row by row; all rows have the same length.
+        centres: Where each digit's centre is, in pixels from the left and from the top, in reading order.
     """
 
     image: Image.Image
     rows: tuple[tuple[int, ...], ...]
+    centres: tuple[tuple[int, int], ...]
 
     @property
     def digits(self) -> list[int]:
@@ -85,15 +87,16 @@ def draw_sheet(rng: random.Random, some: Sequence[Glyph], *, strip: bool | None 
     chosen = [[rng.choice(some) for _ in range(width)] for _ in range(height)]
     size = (max(width * _PITCH + rng.randint(4, 16), rng.randint(*_WIDTHS)), height * _PITCH + rng.randint(4, 16))
     left, top = (rng.randint(0, size[0] - width * _PITCH), rng.randint(0, size[1] - height * _PITCH))
-    ink = np.zeros((size[1], size[0]), np.float32)
+    ink, centres = np.zeros((size[1], size[0]), np.float32), []
     for row, line in enumerate(chosen):
         for column, glyph in enumerate(line):
             x, y = left + column * _PITCH + rng.randint(0, 2), top + row * _PITCH + rng.randint(0, 2)
             ink[y : y + _DIGIT, x : x + _DIGIT] += _written(rng, glyph)
+            centres.append((x + _DIGIT // 2, y + _DIGIT // 2))
     paper, pen = rng.randint(215, 255), rng.randint(0, 70)
     grey = (paper - ink.clip(0, 1) * (paper - pen)).round().astype(np.uint8)
     rows = tuple(tuple(glyph.digit for glyph in line) for line in chosen)
-    return Sheet(Image.fromarray(grey).convert("RGB"), rows)
+    return Sheet(Image.fromarray(grey).convert("RGB"), rows, tuple(centres))
 
 
 def _written(rng: random.Random, glyph: Glyph) -> np.ndarray:
