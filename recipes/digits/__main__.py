@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.digits.measuring import measure
 from recipes.digits.training import train
 
 
@@ -20,9 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m recipes.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("build/digits"), help="folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2_400, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1_000, help="of training (default: %(default)s)")
+    parser.add_argument("--sheets", type=int, default=200, help="of each shape, to measure with (default: %(default)s)")
     args = parser.parse_args(arguments)
-    report = train(args.output, args.steps)
+    report = train(args.output, args.steps) | {"sheets": args.sheets, "right": measure(args.output, args.sheets)}
     (args.output / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -100,7 +100,7 @@ def draw_sheet(rng: random.Random, some: Sequence[Glyph], *, strip: bool | None 
 
 
 def _written(rng: random.Random, glyph: Glyph) -> np.ndarray:
-    """Return the ink `[_DIGIT, _DIGIT]`, from 0 to 1, of a digit that is a little turned, slanted, and larger or smaller."""
+    """Return the ink `[_DIGIT, _DIGIT]`, from 0 to 1, of a digit a little turned, slanted, and larger or smaller."""
     small = Image.fromarray(glyph.pixels.astype(np.float32) / _INK)
     turn, slant = rng.uniform(-0.12, 0.12), rng.uniform(-0.15, 0.15)
     step = 8 / (_DIGIT * rng.uniform(0.85, 1.1))
