@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,18 @@ class Span:
 class Prompt:
     """Token ids, at least one, and the spans that are not what their ids say.
 
+    Args:
+        spans: One for each image, from its first placeholder to its last; their digests are the images'.
+        inputs: What the target model's own forward takes beside the ids, by the names of its processor, such as
+            `pixel_values`. They follow from ids and digests, and so are not compared.
+
     Raises:
         RequestError: A span is empty or outside of the prompt, or does not follow the one before.
     """
 
     ids: Sequence[int]
     spans: tuple[Span, ...] = ()
+    inputs: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         end = 0

@@ -6,6 +6,7 @@ Nothing here waits for a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
+from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
+from drafter.target_model.sight import Features
 from drafter.tree.token_tree import root_only
 
 
@@ -35,6 +38,7 @@ class BatchState:
     Attributes:
         tokens: `[S, L]` int64 prompt, output and the pending token of each slot.
         hidden: `[S, L, K · d]` the hidden states that the drafter reads; None if it reads none.
+        shift: `[S]` int64 what each slot's images add to the positions of later tokens; None if the model reads none.
         lengths: `[S]` int64 committed tokens. An empty slot counts as full, so that a step that runs over it writes
             behind every text.
         capacity: L. Behind `max_length` tokens there is room for draft nodes and the stale ends of a path.
@@ -62,6 +66,9 @@ class BatchState:
         if width := len(spec.hidden_layers) * base.hidden_size:
             self.hidden = torch.zeros(slots, self.capacity, width, dtype=base.dtype, device=device)
         self.lengths = torch.full((slots,), max_length, dtype=torch.long, device=device)
+        self.shift: Tensor | None = None
+        if base.sight is not None:
+            self.shift = torch.zeros(slots, dtype=torch.long, device=device)
         self._offsets = torch.arange(spec.max_depth + 1, device=device)
         self.sampling = SamplingTable.empty(slots, device)
         drafter.open(Loan(base, slots, self.capacity, times))
@@ -82,7 +89,20 @@ class BatchState:
         """Put a request's text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
         self.sampling.set(slot, request.sampling, len(request.prompt_ids), limits, self.base.vocab_size)
+        if self.shift is not None:
+            self.shift[slot] = 0
         self.reset_drafter(slot, text, request)
+
+    def see(self, slot: int, prompt: Prompt) -> Features:
+        """Return the features of a slot's prompt with images, by which the positions of later tokens are set.
+
+        Raises:
+            RequestError: The model cannot take these images.
+        """
+        assert self.base.sight is not None and self.shift is not None  # or the prompt was refused
+        features = self.base.sight.features(prompt)
+        self.shift[slot] = features.shift
+        return features
 
     def reset_drafter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         """Replace what the drafter keeps for the slot by that of a text of which it has read nothing."""
@@ -134,6 +154,8 @@ class BatchState:
         length = min(length, self.capacity)
         self._copy_texts(source, target, length)
         self.lengths[target] = self.lengths[source]
+        if self.shift is not None:
+            self.shift[target] = self.shift[source]
         self.sampling.move(source, target)
         for state in self.drafter.slots:
             state.move(source, target)
@@ -202,36 +224,53 @@ class BatchState:
         """Return the sampling settings and texts of these slots, for a verifier."""
         return RowSampling(self.sampling, rows, self.mode, self.tokens[rows], self.lengths[rows])
 
-    def read(self, first: int, spans: Sequence[slice]) -> None:
-        """Prefill a piece of each prompt in slots `first` and following. An empty piece comes alone."""
+    def read(self, first: int, spans: Sequence[slice], features: Features | None = None) -> None:
+        """Prefill a piece of each prompt in slots `first` and following. An empty piece comes alone.
+
+        Args:
+            features: Of the prompt of the only piece, if it has images.
+        """
         if spans[0].start == spans[0].stop:
             return
-        prompts = [self.tokens[first + row, span] for row, span in enumerate(spans)]
+        pieces, seen = self._pieces(first, spans, features)
         starts = [span.start for span in spans]
-        hidden = self.base.prefill(self.cache, first, prompts, starts, self.drafter.spec.hidden_layers)
-        for row, part in enumerate(hidden.split([len(prompt) for prompt in prompts])):
+        hidden = self.base.prefill(self.cache, first, pieces, starts, self.drafter.spec.hidden_layers, **seen)
+        for row, part in enumerate(hidden.split([len(piece) for piece in pieces])):
             self._store_hidden(first + row, spans[row], part)
 
-    def read_scored(self, slot: int, span: slice, count: int) -> PathLogprobs:
+    def read_scored(self, slot: int, span: slice, count: int, features: Features | None = None) -> PathLogprobs:
         """Prefill a piece of a prompt; return the log-probability of the token after each, with the `count` best."""
-        prompt, following = self.tokens[slot, span], self.tokens[slot, span.start + 1 : span.stop + 1]
+        (piece,), seen = self._pieces(slot, [span], features)
+        following = self.tokens[slot, span.start + 1 : span.stop + 1]
         layers = self.drafter.spec.hidden_layers
-        logits, hidden = self.base.prefill_last(self.cache, slot, prompt, span.start, layers, len(prompt))
+        logits, hidden = self.base.prefill_last(self.cache, slot, piece, span.start, layers, len(piece), **seen)
         self._store_hidden(slot, span, hidden)
-        return token_logprobs(logits[None], following[None], count)
+        return token_logprobs(logits[None, : len(following)], following[None], count)
 
-    def read_end(self, slot: int, span: slice) -> Verified:
+    def read_end(self, slot: int, span: slice, features: Features | None = None) -> Verified:
         """Prefill the last piece of a prompt and its pending token; return the latter as a tree of one node."""
-        prompt = self.tokens[slot, span.start : span.stop + 1]
+        (piece,), seen = self._pieces(slot, [slice(span.start, span.stop + 1)], features)
         layers = self.drafter.spec.hidden_layers
-        logits, hidden = self.base.prefill_last(self.cache, slot, prompt, span.start, layers)
-        self._store_hidden(slot, span, hidden[:-1])
-        tree = root_only(prompt[-1:])
+        logits, hidden = self.base.prefill_last(self.cache, slot, piece, span.start, layers, **seen)
+        self._store_hidden(slot, span, hidden)
+        tree = root_only(piece[-1:])
         return Verified(tree, tree.ancestors(0), 0, logits[None], hidden[None, -1:])
+
+    def _pieces(
+        self, first: int, spans: Sequence[slice], features: Features | None
+    ) -> tuple[list[Tensor], dict[str, Any]]:
+        """Return the tokens of each piece, and what goes with them; with features, up to the last that they see."""
+        if features is None:
+            shift = None if self.shift is None else self.shift[first : first + len(spans)]
+            return [self.tokens[first + row, span] for row, span in enumerate(spans)], {"shift": shift}
+        start, stop = spans[0].start, spans[0].stop
+        if features.borders is not None:
+            stop = features.borders.behind(stop)
+        return [self.tokens[first, start:stop]], {"features": features.part(start, stop)}
 
     def _store_hidden(self, slot: int, span: slice, hidden: Tensor) -> None:
         if self.hidden is not None:
-            self.hidden[slot, span] = hidden
+            self.hidden[slot, span] = hidden[: span.stop - span.start]
 
     @property
     def hidden_bytes(self) -> int:

@@ -29,10 +29,11 @@ from drafter.engine.sequence import EndedRow, Handling, RowTap, Sequence, refuse
 from drafter.engine.shadows import Shadows
 from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
-from drafter.errors import EngineError, LoadError
+from drafter.errors import EngineError, LoadError, RequestError
 from drafter.requests import Request, sampling_defaults
 from drafter.statistics import EngineState, StageTimes
 from drafter.target_model.model import BaseModel
+from drafter.target_model.sight import Features
 from drafter.tree.token_tree import TokenTree
 
 
@@ -368,12 +369,27 @@ class Engine:
         """
         while self._may_read() and self.scheduler.admit(packs=self._packs):
             self._times.mark("host")
-            self._prefill()
+            if self._see(self.scheduler.entering[0]):
+                self._prefill()
             self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
         read = self._counts["prefilled_tokens"] - self._prefilled_before
         return read < self.scheduler.chunk or not self.scheduler.has_company
+
+    def _see(self, sequence: Sequence) -> bool:
+        """Compute the features of a prompt with images before it is read; end its sequence, and return False, if the
+        model cannot take them."""
+        prompt = sequence.handle.request.images
+        if prompt is None or sequence.features is not None or not sequence.unread or sequence.read >= len(prompt.ids):
+            return True
+        try:
+            sequence.look(self.batch.see(len(self.scheduler.active), prompt))
+        except RequestError as error:
+            self.scheduler.leave(sequence)
+            sequence.handle.future.set_exception(error)
+            return False
+        return True
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.
@@ -384,14 +400,17 @@ class Engine:
         scheduler, state = self.scheduler, self.batch
         spans, shared = scheduler.next_spans()
         slot, sequence, span, verified = len(scheduler.active), scheduler.entering[0], spans[0], None
+        features = sequence.features
+        if features is not None and span.start >= features.size:
+            features = None
         scored = sequence.handle.request.prompt_logprobs is not None
         first_comes_with_it = not scored and sequence.handle.streams and sequence.first_token is None
         if scored and span.start < span.stop:
-            self._score(sequence, slot, span)
+            self._score(sequence, slot, span, features)
         elif first_comes_with_it and span.start < span.stop == sequence.length:
-            verified = state.read_end(slot, span)
+            verified = state.read_end(slot, span, features)
         else:
-            state.read(slot, spans)
+            state.read(slot, spans, features)
         self._counts.update(shared_tokens=shared, prefilled_tokens=sum(one.stop - one.start for one in spans))
         self._times.mark("prefill")
         scheduler.activate(spans)
@@ -406,11 +425,11 @@ class Engine:
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
 
-    def _score(self, sequence: Sequence, slot: int, span: slice) -> None:
+    def _score(self, sequence: Sequence, slot: int, span: slice, features: Features | None) -> None:
         """Read a chunk of a prompt, and note the log-probabilities of the tokens that follow there."""
         count = sequence.handle.request.prompt_logprobs
         assert count is not None
-        found = self.batch.read_scored(slot, span, count).to_host()
+        found = self.batch.read_scored(slot, span, count, features).to_host()
         devices.synchronise(self.base.device)
         following = sequence.prefilled[span.start + 1 : span.stop + 1].tolist()
         sequence.note_prompt(span.start, found.read([following], [count])[0])

@@ -68,6 +68,12 @@ class _Keys:
         return longest if longest[1] >= _LEAST_SHARED else (0, 0)
 
 
+def _at_border(place: int, *sequences: Sequence) -> int:
+    """Return the last place up to this one where the texts of all these may be cut; see `Borders`."""
+    least = min(place if one.borders is None else one.borders.before(place) for one in sequences)
+    return place if least == place else _at_border(least, *sequences)
+
+
 class Scheduler:
     """Assigns sequences to slots, and keeps the batch state in step.
 
@@ -166,13 +172,14 @@ class Scheduler:
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
             if shared:
-                shared = self._state.copy(donor, slot, shared)
+                shared = self._state.copy(donor, slot, _at_border(shared, sequence, self.active[donor]))
                 start = max(sequence.read, shared)
                 rest = sequence.length - start
                 if shared:
                     sequence.handling = Handling.COPIED
                 copied += shared
-            spans.append(slice(start, start + min(room, rest)))
+            stop = sequence.cut(start, start + min(room, rest))
+            spans.append(slice(start, stop))
             before.add(slot, sequence)
             room -= min(room, rest)
             if not rest:
@@ -185,6 +192,7 @@ class Scheduler:
             sequence.read = span.stop
             if not sequence.unread:
                 self._state.begin(len(self.active), sequence.length)
+                sequence.features = None
                 self.active.append(sequence)
                 self.entering.remove(sequence)
         self._update_settings()
@@ -279,7 +287,7 @@ class Scheduler:
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence. No flight may be under way."""
         if sequence in self.entering:
-            self._leave(sequence)
+            self.leave(sequence)
         else:
             self.retire(sequence)
         self.waiting.put_back([sequence])
@@ -314,7 +322,7 @@ class Scheduler:
             self.retire(sequence)
         for sequence in reversed(self.entering):
             if sequence.handle.unwanted(now):
-                self._leave(sequence)
+                self.leave(sequence)
                 unwanted.append(sequence)
         for sequence in [one for one in self.parked if one.handle.unwanted(now)]:
             if sequence in self._parked:
@@ -330,6 +338,8 @@ class Scheduler:
         back = self.in_slots[min(most, len(self.active)) :]
         for slot in range(len(self.in_slots) - len(back), len(self.in_slots)):
             self._state.clear(slot)
+        for sequence in self.entering:
+            sequence.features = None
         self.active, self.entering = self.active[:most], []
         self._update_settings()
         while self._parked:
@@ -345,7 +355,9 @@ class Scheduler:
         self.active, self.entering, self._parked, self._parked_unread = [], [], [], []
         return gone
 
-    def _leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
+        """Take out a sequence that enters."""
+        sequence.features = None
         place = self.entering.index(sequence)
         self._state.clear(len(self.active) + place)
         self._move_up(place + 1)

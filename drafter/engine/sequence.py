@@ -23,6 +23,7 @@ from drafter.prompt import TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target_model.model import BaseModel
+from drafter.target_model.sight import Borders, Features
 from drafter.text.detokenizer import Detokenizer, StopSearch
 from drafter.text.tokenizers import refuse_long, special_texts
 
@@ -87,6 +88,9 @@ class Sequence:
         self.salt = handle.request.salt
         self.key = TextKey(self.salt, self.prefilled)  # of these
         self.read = 0  # number of these that are read by now
+        self.sees = bool(handle.request.images)
+        self.features: Features | None = None  # of a prompt with images, while it is being read
+        self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
         self.handling = Handling.ALONE if scored else Handling.FREE
         self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
         self._stops = StopSearch(sampling.stop)
@@ -100,8 +104,9 @@ class Sequence:
 
     @property
     def apart(self) -> bool:
-        """True if its prompt has forwards of its own: its first token, or log-probabilities, come with them."""
-        return self.handle.streams or self.handle.request.prompt_logprobs is not None
+        """True if its prompt has forwards of its own: its first token or log-probabilities come with them, or images.
+        """
+        return self.handle.streams or self.handle.request.prompt_logprobs is not None or self.sees
 
     @property
     def alone(self) -> bool:
@@ -134,11 +139,24 @@ class Sequence:
     def enter(self) -> None:
         """Begin in a slot, with the output of earlier stays."""
         self.prefilled, self.read = self.text, 0
+        self.features = self.borders = None
         self.key = self.handle.request.key(self.prefilled)
         if self.handling is Handling.COPIED:
             self.handling = Handling.FREE
         if self.entered is None:
             self.entered = time.monotonic()
+
+    def look(self, features: Features) -> None:
+        """Keep the features of its prompt until that is read."""
+        self.features, self.borders = features, features.borders
+
+    def cut(self, start: int, stop: int) -> int:
+        """Return where a forward from `start` ends, by `stop` if that is possible: features are not read with others,
+        and tokens that see each other are read together."""
+        if self.features is None or start >= self.features.size:
+            return stop
+        stop = min(stop, self.features.size)
+        return stop if self.borders is None else min(self.borders.cut(start, stop), self.length)
 
     def take(
         self,
@@ -306,6 +324,10 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError("the prompt must be token ids: integers")
     if min(ids) < 0 or max(ids) >= base.vocab_size:
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
+    if (prompt := request.images) is not None:
+        if base.sight is None:
+            raise RequestError(f"the prompt has images, and {base.blind}: leave them out, or use a model that sees")
+        base.sight.refuse(prompt)
     sampling = request.sampling
     named = {name: getattr(sampling, name) for name in ("stop_token_ids", "allowed_token_ids")}
     for name, tokens in {"logit_bias": dict(sampling.logit_bias), **named}.items():

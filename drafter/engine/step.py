@@ -241,6 +241,7 @@ class DeviceStep:
             tokens=torch.where(tree.tokens >= 0, tree.tokens, tree.tokens[:, :1]),
             lengths=lengths,
             positions=lengths[:, None] + tree.depths,
+            shift=None if self.state.shift is None else self.state.shift[:rows],
             kv_length=kv_length,
             packing=packing,
             hidden_layers=self._hidden_layers,

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from drafter.errors import LoadError
 
@@ -77,7 +80,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
         )
     if missing := [one for one in ("num_hidden_layers", "vocab_size") if not isinstance(getattr(text, one, None), int)]:
         raise LoadError(f"{name}: the configuration of {config.model_type} has no {' and no '.join(missing)}")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+    known_models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    if config.model_type not in known_models and not getattr(config, "auto_map", None):
         raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
 
 

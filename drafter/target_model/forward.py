@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from drafter.target_model.attention import (
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.kv_cache import KVCache, cache_name
 from drafter.target_model.nodes import LM_HEAD_INPUT, Nodes, PromptNodes, TreeNodes
+from drafter.target_model.sight import Features, called_with
 
 _VARIANTS = 64  # compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled
 _LARGEST_TREE = 128  # larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves
@@ -152,14 +153,22 @@ class ModelCode:
             last = self._decoder(**self._tree_inputs(cache, nodes)).last_hidden_state
             hidden = self._layers.take(nodes.hidden_layers, last, self._device)
             return None, hidden if nodes.packing is None else nodes.packing.unpack(hidden)
-        longest, device = nodes.tokens.shape[1], self._device
-        chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(nodes.tokens), -1, -1)
-        inputs = self._inputs(cache, nodes, chain)
-        if nodes.keep:
-            return self._prefill_last(inputs, nodes)
-        # The decoder without its LM head: these logits are never needed.
-        last = self._decoder(**inputs).last_hidden_state
+        longest, device, features = nodes.tokens.shape[1], self._device, nodes.features
+        seen = None if features is None else features.sees(nodes.spans[0].start)
+        if seen is None:
+            seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(nodes.tokens), -1, -1)
+        inputs = self._inputs(cache, nodes, seen)
+        with nullcontext() if features is None else called_with(self._decoder, self._given(inputs, features)):
+            if nodes.keep:
+                return self._prefill_last(inputs, nodes)
+            # The decoder without its LM head: these logits are never needed.
+            last = self._decoder(**inputs).last_hidden_state
         return None, self._layers.take(nodes.hidden_layers, last, device)[0]
+
+    def _given(self, inputs: dict[str, Any], features: Features) -> dict[str, Any]:
+        """Return what the decoder is called with for features, whatever the model's forward makes of `inputs`."""
+        own = {name: inputs[name] for name in ("attention_mask", "position_ids")}
+        return own | {name: value for name, value in features.inputs.items() if value is not None}
 
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
         with self._layers.only_first(layers):
@@ -218,7 +227,7 @@ class ModelCode:
     def _inputs(
         self, cache: TargetCache, nodes: Nodes, ancestors: Tensor, committed: CommittedLayers | None = None
     ) -> dict[str, Any]:
-        tokens, positions, packing = nodes.tokens, nodes.positions, nodes.packing
+        tokens, positions, packing = nodes.tokens, nodes.embedded_positions, nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks: dict[str, Tensor | None] = {
             kind: self._mask(nodes, ancestors, window, chunk, groups, in_parts=committed is not None)

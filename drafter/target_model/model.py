@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.errors import LoadError, one_line
+from drafter.errors import LoadError, RequestError, one_line
 from drafter.native.build import BuildError, UnsuitableError
+from drafter.prompt import Prompt
 from drafter.target_model.architecture import (
     NO_PLACE,
     decoder_of,
@@ -46,10 +47,12 @@ from drafter.target_model.proof import (
     LONG,
     attention_agrees,
     executors_agree,
+    prove_images,
     prove_last_positions,
     prove_tree_decoding,
     run_plainly,
 )
+from drafter.target_model.sight import Features, Sight
 from drafter.target_model.state_cache import StateCache
 
 _log = logging.getLogger(__name__)
@@ -62,12 +65,16 @@ class BaseModel:
         model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
         native: Use the native executor where it can run the model.
+        example: A prompt with an image, with which reading images is proved. Without one, none are read.
+
+    Attributes:
+        sight: What reads prompts with images; None if the model reads none, for the reason `blind`.
 
     Raises:
         LoadError: The model cannot verify draft trees; the message names it and the reason.
     """
 
-    def __init__(self, model: Any, name: str = "", *, native: bool = True) -> None:
+    def __init__(self, model: Any, name: str = "", *, native: bool = True, example: Prompt | None = None) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
         self.model = model.eval().requires_grad_(False)
@@ -101,6 +108,10 @@ class BaseModel:
         prove_tree_decoding(self, texts, logits)
         prove_last_positions(self)
         self._prove_long_texts()
+        self.sight: Sight | None = None
+        self.blind = f"{self.name} reads text alone"
+        if example is not None:
+            self._open_eyes(example, texts[0], logits[0])
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
@@ -129,6 +140,17 @@ class BaseModel:
         except LoadError as error:
             where = f" with texts longer than {listed}" if lengths else ""
             raise LoadError(f"{error}; so it is{where}, tried on a small copy") from error
+
+    def _open_eyes(self, example: Prompt, text: Tensor, plain: Tensor) -> None:
+        """Prove with an example that prompts with images are read as the model does; if not, note why."""
+        sight = Sight(self.model, self.decoder)
+        try:
+            prove_images(self, sight, example, text, plain)
+        except (LoadError, RequestError) as reason:
+            self.blind = f"{self.name} reads no images here: {reason}"
+            _log.warning("%s", self.blind)
+        else:
+            self.sight = sight
 
     def _native(self) -> Executor | None:
         try:
@@ -219,13 +241,13 @@ class BaseModel:
         """Prepare `verify` for packed trees; return False for a model with attention of its own."""
         if self._executor is not self._model_code or self._model_code.packs:
             return True
-        if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
+        if self.config._attn_implementation == "sdpa" and self._text_side._can_set_attn_implementation():
             for groups in sorted({query_groups(self.config), 1}, reverse=True):
                 if attention_agrees(self, partial(self._attend, TREE_ATTENTION, groups)):
                     self._read_in_parts()
                     return True
                 self._attend("sdpa", 1)
-        return bool(self.model.config._attn_implementation == TREE_ATTENTION)
+        return bool(self.config._attn_implementation == TREE_ATTENTION)
 
     def _read_in_parts(self) -> None:
         """Read committed positions to each row's own length, if a kernel here gives the same numbers."""
@@ -245,9 +267,14 @@ class BaseModel:
         code = self._model_code
         return self._executor is code and code.prefix_attention is not None and len(code.whole) == self.num_layers
 
+    @property
+    def _text_side(self) -> Any:
+        """What shares its attention with the decoder: a vision tower beside it keeps its own."""
+        return self.model if self.model.config is self.config else self.decoder
+
     def _attend(self, implementation: str, groups: int) -> None:
         """Select an attention of transformers, with masks for `groups` query heads per KV head."""
-        self.model.set_attn_implementation(implementation)
+        self._text_side.set_attn_implementation(implementation)
         self._model_code.query_groups, self._model_code.packs = groups, implementation == TREE_ATTENTION
 
     def new_cache(
@@ -309,8 +336,9 @@ class BaseModel:
                 )
 
     def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
-        """Run nodes by the present executor; see `Executor.forward`."""
-        return self._executor.forward(cache, nodes)
+        """Run nodes by the present executor, and features by the model's own code; see `Executor.forward`."""
+        seen = isinstance(nodes, PromptNodes) and nodes.features is not None
+        return (self._model_code if seen else self._executor).forward(cache, nodes)
 
     def prefill(
         self,
@@ -319,12 +347,19 @@ class BaseModel:
         prompts: Sequence[Tensor],
         starts: Sequence[int] = (0,),
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
+        *,
+        features: Features | None = None,
+        shift: Tensor | None = None,
     ) -> Tensor:
         """Run prompts `[P]`, or chunks that begin at `starts`, into slots `slot` and following in one forward.
 
         Several only after `allow_packing` returned True. Returns hidden states `[ΣP, K · d]`; see `DecoderLayers.take`.
+
+        Args:
+            features: Of the only chunk, where its prompt has images.
+            shift: As in `Nodes`.
         """
-        return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers))[1]
+        return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers, features=features, shift=shift))[1]
 
     def prefill_last(
         self,
@@ -334,9 +369,12 @@ class BaseModel:
         start: int = 0,
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
         keep: int = 1,
+        *,
+        features: Features | None = None,
+        shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run a chunk of a prompt; return logits `[keep, V]` after its last tokens, and hidden states `[P, K · d]`."""
-        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, keep)
+        nodes = prompt_nodes(slot, [prompt], [start], hidden_layers, keep, features=features, shift=shift)
         logits, hidden = self.forward(cache, nodes)
         assert logits is not None
         return logits, hidden

@@ -123,7 +123,7 @@ class NativeDecoder:
         rows, size = nodes.tokens.shape
         # Kept until the call returns.
         tokens, lengths = nodes.tokens.contiguous(), nodes.lengths.contiguous()
-        positions, which = nodes.positions.contiguous(), which.contiguous()
+        positions, which = nodes.embedded_positions.contiguous(), which.contiguous()
         ancestors = nodes.ancestors.contiguous() if isinstance(nodes, TreeNodes) else None
         tapped = (ctypes.c_int64 * len(taps))(*taps)
         (keys, values), blocks = self._addresses(cache), cache.blocks

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drafter import devices
 from drafter.target_model.attention import Packing
+from drafter.target_model.sight import Features
 
 LM_HEAD_INPUT = -1
 """In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
@@ -21,11 +22,17 @@ class Nodes:
 
     tokens: Tensor  # `[B, N]` int64; any valid id in padding
     lengths: Tensor  # `[B]` int64
-    positions: Tensor  # `[B, N]` int64 positions in the text, for embeddings and windows
+    positions: Tensor  # `[B, N]` int64 positions in the text, for windows and masks
+    shift: Tensor | None = None  # `[B]` int64 to add to these for embeddings, as images take other numbers of positions
     kv_length: int  # cache positions that attention reads; at least every row's length + N
     packing: Packing | None = None  # the nodes to compute, if not all
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)  # K hidden states to return, concatenated; see `DecoderLayers`
     slot: int = 0  # of the first row; the others follow it
+
+    @property
+    def embedded_positions(self) -> Tensor:
+        """`[B, N]` int64 positions for embeddings."""
+        return self.positions if self.shift is None else self.positions + self.shift[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,7 @@ class PromptNodes(Nodes):
 
     keep: int = 0  # return the logits of so many tokens at the end of the only row
     spans: tuple[range, ...] = ()  # positions of each row's tokens, on the host
+    features: Features | None = None  # of the only row's tokens, where its prompt has images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,14 @@ class TreeNodes(Nodes):
 
 
 def prompt_nodes(
-    slot: int, prompts: Sequence[Tensor], starts: Sequence[int], hidden_layers: tuple[int, ...], keep: int = 0
+    slot: int,
+    prompts: Sequence[Tensor],
+    starts: Sequence[int],
+    hidden_layers: tuple[int, ...],
+    keep: int = 0,
+    *,
+    features: Features | None = None,
+    shift: Tensor | None = None,
 ) -> PromptNodes:
     """Return the nodes of prompts, or of chunks that begin at `starts`, for slots `slot` and following."""
     counts, device = [len(prompt) for prompt in prompts], prompts[0].device
@@ -60,7 +75,9 @@ def prompt_nodes(
         kv_length=max(start + count for start, count in zip(starts, counts, strict=True)),
         packing=Packing.of_counts(counts, device) if len(counts) > 1 else None,
         hidden_layers=hidden_layers,
+        shift=shift,
         slot=slot,
         keep=keep,
+        features=features,
         spans=tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True)),
     )

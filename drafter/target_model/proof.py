@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from drafter.errors import LoadError, first_line
+from drafter.prompt import Prompt
 from drafter.target_model.architecture import POSITIONS
 from drafter.target_model.attention import Packing
 from drafter.target_model.cache import TargetCache
@@ -17,6 +18,7 @@ from drafter.target_model.forward import Executor
 from drafter.target_model.kv_cache import LayerShape, cache_name
 from drafter.target_model.mixers import state_shapes
 from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, prompt_nodes
+from drafter.target_model.sight import Features, Sight
 from drafter.target_model.state_cache import LayerStates
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -151,8 +153,47 @@ def prove_last_positions(base: Candidate) -> None:
         raise LoadError(f"{error}; so it is at its last positions, past which draft trees go") from error
 
 
-def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], set[int]]:
-    """Return the last logits `[5, V]` of each text, in slots 0 and 2, and the widths of the hidden states."""
+@torch.inference_mode()
+def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor, plain: Tensor) -> None:
+    """Repeat the proof with a prompt with an image beside a text of `run_plainly`.
+
+    Raises:
+        RequestError: The model cannot read the example.
+        LoadError: It does not run as the engine reads it, or gives other logits.
+    """
+    sight.refuse(example)
+    kind = base.model.config.model_type
+    try:
+        followed, expected = _read_with_images(base, sight, example)
+        # Once computed, and once as they were kept.
+        for features in (sight.features(example), sight.features(example)):
+            found, _ = _run_as_engine(base, [text, followed], features)
+            for ours, own in zip(found, [plain, expected], strict=True):
+                if not _alike(ours, own[-len(ours) :], base.dtype):
+                    raise LoadError(f"{kind} gives other logits after an image with a tree mask than by itself")
+    except _MODEL_ERRORS as error:
+        raise _does_not_run(base, "on features of an image with the mask of a draft tree", error) from error
+
+
+def _read_with_images(base: Candidate, sight: Sight, example: Prompt) -> tuple[Tensor, Tensor]:
+    """Return a prompt and what follows it `[P + 4]`, and the model's own logits from its last token on `[5, V]`."""
+    name = cache_name(base.model)
+    ids = torch.tensor(list(example.ids), device=base.device)
+    inputs = sight.tensors(example)
+    read = base.model(input_ids=ids[None], use_cache=True, **inputs, **{name: DynamicCache(config=base.config)})
+    sound = _sound(base.model(input_ids=torch.arange(1, 2 * _STEPS + 1, device=base.device)[:, None]).logits)[:, 0]
+    following = torch.arange(1, 2 * _STEPS + 1, device=base.device)[sound][:_STEPS]
+    rest = base.model(input_ids=following[None], use_cache=True, **{name: getattr(read, name)})
+    return torch.cat([ids, following]), torch.cat([read.logits[0, -1:], rest.logits[0]])
+
+
+def _run_as_engine(
+    base: Candidate, texts: list[Tensor], features: Features | None = None
+) -> tuple[list[Tensor], set[int]]:
+    """Return the last logits `[5, V]` of each text, in slots 0 and 2, and the widths of the hidden states.
+
+    `features` are those of the second one's prompt.
+    """
     slots, device = (0, 2), base.device
     prompts = [len(text) - _STEPS for text in texts]
     cache = base.new_cache(3, max(prompts) + _STEPS + len(_TREE))
@@ -165,16 +206,19 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
         widths.add(hidden.shape[-1])
         return logits
 
-    for slot, text, length in zip(slots, texts, prompts, strict=True):
-        half = length // 2
+    for slot, text, length, seen in zip(slots, texts, prompts, (None, features), strict=True):
+        half = length // 2 if seen is None or seen.borders is None else seen.borders.before(length // 2)
         if half:
-            run(prompt_nodes(slot, [text[:half]], [0], _LAST))
-        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, 1)))
+            first = None if seen is None else seen.part(0, half)
+            run(prompt_nodes(slot, [text[:half]], [0], _LAST, features=first))
+        second = None if seen is None else seen.part(half, length)
+        ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, 1, features=second)))
+    shift = None if features is None else torch.tensor([0, 0, features.shift], device=device)
 
     def verify(trees: list[Tensor], parents: Sequence[int], lengths: list[int]) -> Tensor:
         before = torch.tensor([lengths[0], free, lengths[1]], device=device)
         tokens = torch.stack([trees[0], trees[0][:1].expand(len(parents)), trees[1]])
-        nodes = _tree_nodes(tokens, before, [parents] * 3, max(lengths) + len(parents), full=free)
+        nodes = _tree_nodes(tokens, before, [parents] * 3, max(lengths) + len(parents), full=free, shift=shift)
         logits: Tensor = run(nodes)
         return logits[list(slots)]
 
@@ -246,6 +290,7 @@ def _tree_nodes(
     kv_length: int,
     packing: Packing | None = None,
     full: int | None = None,
+    shift: Tensor | None = None,
 ) -> TreeNodes:
     """Return the nodes of each row's tree, given by the parents."""
     device = lengths.device
@@ -254,6 +299,7 @@ def _tree_nodes(
         tokens=tokens,
         lengths=lengths,
         positions=lengths[:, None] + ancestors.sum(2) - 1,
+        shift=shift,
         kv_length=kv_length,
         packing=packing,
         parents=torch.tensor(trees, device=device),

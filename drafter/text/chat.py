@@ -107,7 +107,8 @@ def _shape(arguments: dict[str, Any]) -> str:
         if isinstance(content, str):
             plain["conversation"][place]["content"] = _mark(content, place, 0)
         for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
-            plain["conversation"][place]["content"][index] |= {part["type"]: _mark(part[part["type"]], place, index)}
+            if part["type"] != "image":
+                plain["conversation"][place]["content"][index] |= {part["type"]: _mark(part[part["type"]], place, index)}
     return json.dumps(plain, default=str)
 
 

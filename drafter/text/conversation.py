@@ -57,6 +57,12 @@ class Conversation:
             if name in NOT_FOR_TEMPLATES:
                 raise RequestError(f"chat_template_kwargs are what the template reads, which {name!r} is not")
 
+    @property
+    def image_parts(self) -> int:
+        """Number of parts `{"type": "image"}`, whose images are beside the messages, in order."""
+        contents = (message.get("content") for message in self.messages)
+        return sum(part["type"] == "image" for content in contents if isinstance(content, list | tuple) for part in content)
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `apply_chat_template`."""
         turn = {name: getattr(self, name) for name in TURN if getattr(self, name) is not None}
@@ -89,5 +95,7 @@ def _check_message(message: Any, name: str) -> None:
         if not _are_objects(content) or not all(isinstance(part.get("type"), str) for part in content):
             raise RequestError(f"content of {name} must be text or a list of typed parts, not {shown(content)}")
         for part in content:
+            if part["type"] == "image" and len(part) == 1:
+                continue
             if part["type"] not in ("text", "thinking") or not isinstance(part.get(part["type"]), str):
-                raise RequestError(f"{name} has a part of type {part['type']!r}: only parts of text are read")
+                raise RequestError(f"{name} has a part of type {part['type']!r}: only text and images are read")

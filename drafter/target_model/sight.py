@@ -1,0 +1,253 @@
+"""What a target model that sees makes of a prompt with images: its own forward, up to the call of its language model.
+
+Vision tower, projector, merging and positions are all the model's own code. What its language model is called with are
+the prompt's *features*; the engine calls it with parts of these, and with its own cache and masks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from drafter import devices
+from drafter.errors import RequestError, one_line
+from drafter.prompt import Prompt
+
+KEPT_BYTES = 256 << 20
+"""Bytes of images' features that are kept for prompts with the same images."""
+_OWN = frozenset({"input_ids", "attention_mask", "past_key_values", "use_cache", "cache", "cache_position"})
+"""What the engine gives the language model itself."""
+_HEAVY = ("last_hidden_state", "hidden_states", "attentions")  # of a vision tower's output, which no prompt needs
+_DEEP, _DEEP_AT = "deepstack_visual_embeds", "visual_pos_masks"
+"""States that are added to the first layers' outputs (DeepStack, arXiv 2406.04334), and where: `[V, d]`, `[1, P]`."""
+
+
+class Borders:
+    """Places where a prompt may be cut in two: no token before one sees a token behind it.
+
+    Args:
+        last: `[P]` position of the last token that each token sees.
+    """
+
+    def __init__(self, last: npt.NDArray[np.int64]) -> None:
+        behind = np.maximum.accumulate(last) + 1
+        places = np.arange(1, len(last) + 1)
+        self._places, self._size = np.concatenate([[0], places[behind == places]]), len(last)
+
+    def before(self, place: int) -> int:
+        """Return the last border up to `place`."""
+        return place if place >= self._size else int(self._places[self._places <= place][-1])
+
+    def behind(self, place: int) -> int:
+        """Return the first border from `place` on."""
+        return place if place >= self._size else int(self._places[self._places >= place][0])
+
+    def cut(self, start: int, stop: int) -> int:
+        """Return a border behind `start` that is up to `stop`; if there is none, the next one."""
+        found = self.before(stop)
+        return found if found > start else self.behind(start + 1)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the language model gets of P tokens of a prompt.
+
+    Args:
+        inputs: Arguments of its forward, such as `inputs_embeds` `[1, P, d]` and `position_ids` `[3, 1, P]`.
+        last: `[P]` last position that each token sees; None where it sees itself and those before it.
+        borders: Where these tokens may be cut; None if everywhere.
+        shift: What is to be added to the position of a token behind the prompt.
+    """
+
+    inputs: Mapping[str, Any]
+    size: int
+    last: Tensor | None = None
+    borders: Borders | None = None
+    shift: int = 0
+
+    def part(self, start: int, stop: int) -> Features:
+        """Return the features of tokens `start … stop − 1`."""
+        inputs = {name: self._part(name, value, start, stop) for name, value in self.inputs.items()}
+        last = None if self.last is None else self.last[start:stop]
+        return Features(inputs, stop - start, last, shift=self.shift)
+
+    def _part(self, name: str, value: Any, start: int, stop: int) -> Any:
+        if name == _DEEP:
+            before, until = (int(self.inputs[_DEEP_AT][0, :end].sum()) for end in (start, stop))
+            return [states[before:until] for states in value]
+        return value[..., start:stop] if name == "position_ids" else value[:, start:stop]
+
+    def sees(self, start: int) -> Tensor | None:
+        """Return which of these tokens, of which the first is at `start`, each of them sees: `[1, P, P]` bool."""
+        if self.last is None:
+            return None
+        return (torch.arange(start, start + self.size, device=self.last.device) <= self.last[:, None])[None]
+
+
+class _Reached(Exception):  # noqa: N818 (nothing has failed)
+    """The language model was called with these arguments."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+
+class Sight:
+    """Makes features of prompts with images, by a transformers `model` whose language model is its `decoder`."""
+
+    def __init__(self, model: Any, decoder: nn.Module) -> None:
+        self._model, self._decoder = model, decoder
+        self._taken = inspect.signature(model.forward).parameters
+        self.placeholder: int | None = getattr(model.config, "image_token_id", None)
+        self._kept: OrderedDict[tuple[bytes, ...], tuple[Any, int]] = OrderedDict()
+        self._images: tuple[bytes, ...] = ()
+        # The model's forward calls this one; models within models have one each.
+        for module in model.modules():
+            if module is not model and hasattr(module, "get_image_features"):
+                module.get_image_features = _Remembering(self, module.get_image_features)
+                break
+
+    def refuse(self, prompt: Prompt) -> None:
+        """Raise `RequestError` for a prompt whose images the model cannot take."""
+        if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
+            raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")
+        ids = np.asarray(prompt.ids)
+        if prompt.spans[-1].stop == len(ids):
+            raise RequestError("the prompt ends with an image: let text follow it")
+        outside = ids == self.placeholder
+        for span in prompt.spans:
+            outside[span.start : span.stop] = False
+        if outside.any():
+            raise RequestError(f"the prompt has the token {self.placeholder}, which stands for images, without one")
+
+    def features(self, prompt: Prompt) -> Features:
+        """Return the features of a prompt with images.
+
+        Raises:
+            RequestError: The model cannot take its images.
+        """
+        ids = devices.send(torch.tensor([list(prompt.ids)]), self._model.device)
+        inputs = self.tensors(prompt)
+        self._images = tuple(span.digest for span in prompt.spans)
+        hook = self._decoder.register_forward_pre_hook(_stop, with_kwargs=True)
+        try:
+            self._model(input_ids=ids, use_cache=False, **inputs)
+        except _Reached as reached:
+            return _features(reached.arguments, ids.shape[1])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model's code may raise anything for what it was not made for
+            raise RequestError(f"the model cannot read these images: {one_line(error, 200)}") from error
+        finally:
+            hook.remove()
+        raise RequestError("the model's forward does not call its language model")
+
+    def tensors(self, prompt: Prompt) -> dict[str, Tensor]:
+        """Return the prompt's inputs on the model's device, floats in its dtype."""
+        return {name: self._tensor(value) for name, value in prompt.inputs.items()}
+
+    def recall(self) -> Any:
+        """Return what was kept of the present prompt's images; None for nothing."""
+        if self._images not in self._kept:
+            return None
+        self._kept.move_to_end(self._images)
+        return self._kept[self._images][0]
+
+    def keep(self, found: Any) -> None:
+        """Keep the tower's output of the present prompt's images, and forget the oldest if that is too much."""
+        light = type(found)(**{name: value for name, value in found.items() if name not in _HEAVY})
+        self._kept[self._images] = light, sum(tensor.nbytes for tensor in _tensors(light))
+        while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def _tensor(self, value: npt.NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(value))
+        if tensor.is_floating_point():
+            tensor = tensor.to(self._model.dtype)
+        return devices.send(tensor, self._model.device)
+
+
+class _Remembering:
+    """A model's `get_image_features` that computes nothing again for images that were kept."""
+
+    def __init__(self, sight: Sight, compute: Any) -> None:
+        self._sight, self._compute = sight, compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (found := self._sight.recall()) is None:
+            found = self._compute(*args, **kwargs)
+            self._sight.keep(found)
+        return found
+
+
+def _stop(module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    raise _Reached(arguments)
+
+
+@contextmanager
+def called_with(decoder: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Within a `with` block, call `decoder` with these arguments, whatever else it is called with."""
+
+    def change(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**given, "input_ids": None, **arguments}
+
+    hook = decoder.register_forward_pre_hook(change, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _features(arguments: Mapping[str, Any], size: int) -> Features:
+    inputs, shift = {}, 0
+    for name, value in arguments.items():
+        if name in _OWN or not isinstance(value, Tensor | list | tuple):
+            continue  # switches, and what is not there
+        sound = name == _DEEP or (isinstance(value, Tensor) and _has_axis(name, value, size))
+        if not sound:
+            raise RequestError(f"the language model gets {name} of a prompt, which cannot be split")
+        inputs[name] = value
+    if (positions := inputs.get("position_ids")) is not None:
+        if positions.dim() == 3 and positions.shape[0] == 4:  # the text's own come first
+            positions = positions[1:]
+        shift = int(positions.max()) + 1 - size
+    last = _last_seen(arguments.get("attention_mask"), size)
+    if last is None:
+        return Features(inputs, size, shift=shift)
+    return Features(inputs, size, last, Borders(last.cpu().numpy()), shift)
+
+
+def _has_axis(name: str, value: Tensor, size: int) -> bool:
+    if name == "position_ids":
+        return value.shape[-1] == size
+    return value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == size
+
+
+def _last_seen(masks: Any, size: int) -> Tensor | None:
+    """Return the last position `[P]` that each token sees by the model's masks; None where they are causal."""
+    found = []
+    for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > torch.finfo(mask.dtype).min / 2
+            found.append(size - 1 - seen[:, :size].flip(-1).int().argmax(-1))
+    if not found:
+        return None
+    last = torch.stack(found).amax(0)
+    return None if torch.equal(last, torch.arange(size, device=last.device)) else last
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for one in value.values() for tensor in _tensors(one))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for one in value for tensor in _tensors(one))
