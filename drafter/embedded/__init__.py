@@ -1,4 +1,4 @@
-"""The models that ship with the project, with their cards: a small base, its draft heads, one that sees, other heads."""
+"""The models that ship with the project, with their cards: a small base and one that sees, and draft heads."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
     model.set_attn_implementation("eager")  # on CPUs its backward takes a third of the other's time
     tower = list(model.model.vision_tower.parameters())
     others = [weight for name, weight in model.named_parameters() if "vision_tower" not in name]
-    groups = [{"params": others}, {"params": tower, "lr": _KEPT_RATE * _RATE}]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": tower, "lr": _KEPT_RATE * _RATE}]
     optimiser = torch.optim.AdamW(groups, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, _cosine(steps))
     state_file, first = folder / "state.pt", 0

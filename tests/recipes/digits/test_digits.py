@@ -17,7 +17,7 @@ from recipes.digits.__main__ import main
 from recipes.digits.measuring import answers
 from recipes.digits.questions import read_digits
 from recipes.digits.sheets import draw_sheet, glyphs
-from recipes.digits.training import batch_of, build_processor, conversations
+from recipes.digits.training import batch_of, conversations
 
 
 def test_the_model_that_ships_reads_digits_that_it_has_not_seen() -> None:
@@ -31,7 +31,7 @@ def test_the_model_that_ships_reads_digits_that_it_has_not_seen() -> None:
 
 
 def test_answers_are_learned_and_nothing_else() -> None:
-    processor = build_processor()
+    processor = AutoProcessor.from_pretrained(EMBEDDED_DIGITS)
     some = list(islice(conversations(1), 40))
     assert {len(images) for images, _ in some} == {0, 1, 2, 3}
     batch = batch_of(processor, some)
