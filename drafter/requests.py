@@ -299,12 +299,6 @@ class Request:
         assert isinstance(self.prompt, Prompt)
         return self.prompt.ids
 
-    @property
-    def images(self) -> Prompt | None:
-        """The prompt, if it has images."""
-        assert isinstance(self.prompt, Prompt)
-        return self.prompt if self.prompt.inputs else None
-
     def key(self, text: npt.NDArray[np.int64]) -> TextKey:
         """Return the key of a text `[L]` that begins with the prompt."""
         assert isinstance(self.prompt, Prompt)

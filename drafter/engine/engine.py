@@ -30,6 +30,7 @@ from drafter.engine.shadows import Shadows
 from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError, RequestError
+from drafter.prompt import Prompt
 from drafter.requests import Request, sampling_defaults
 from drafter.statistics import EngineState, StageTimes
 from drafter.target_model.model import BaseModel
@@ -126,7 +127,10 @@ class Engine:
         asked = request.sampling.structured_outputs
         guide = None if asked is None else self.guides.guide(asked, request.prompt_ids)
         handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
-        sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length, guide)
+        assert isinstance(request.prompt, Prompt)
+        sees = self.base.sight is not None and self.base.sight.reads(request.prompt)
+        known = (self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
+        sequence = Sequence(handle, *known, guide, sees=sees)
         if self.idle:
             self.last_step = time.monotonic()
         self.scheduler.waiting.put(sequence)
@@ -378,10 +382,11 @@ class Engine:
         return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _see(self, sequence: Sequence) -> bool:
-        """Compute the features of a prompt with images before it is read; end its sequence, and return False, if the
-        model cannot take them."""
-        prompt = sequence.handle.request.images
-        if prompt is None or sequence.features is not None or not sequence.unread or sequence.read >= len(prompt.ids):
+        """Compute the features of a prompt that is read by them; end its sequence, and return False, if that fails."""
+        prompt = sequence.handle.request.prompt
+        assert isinstance(prompt, Prompt)
+        known = sequence.features is not None or not sequence.unread or sequence.read >= len(prompt.ids)
+        if known or not sequence.sees:
             return True
         try:
             sequence.look(self.batch.see(len(self.scheduler.active), prompt))

@@ -19,7 +19,7 @@ from drafter.acceptance.limits import Limits
 from drafter.drafters.contract import Drafter, Ids
 from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
-from drafter.prompt import TextKey
+from drafter.prompt import Prompt, TextKey
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target_model.model import BaseModel
@@ -65,6 +65,8 @@ class Sequence:
         verifier: Verifier,
         max_length: int,
         guide: Guide | None = None,
+        *,
+        sees: bool = False,
     ) -> None:
         prompt, sampling = handle.request.prompt_ids, handle.request.sampling.over()
         scored = handle.request.prompt_logprobs is not None
@@ -88,8 +90,8 @@ class Sequence:
         self.salt = handle.request.salt
         self.key = TextKey(self.salt, self.prefilled)  # of these
         self.read = 0  # number of these that are read by now
-        self.sees = bool(handle.request.images)
-        self.features: Features | None = None  # of a prompt with images, while it is being read
+        self.sees = sees  # its prompt is read by features
+        self.features: Features | None = None  # of such a prompt, while it is being read
         self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
         self.handling = Handling.ALONE if scored else Handling.FREE
         self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
@@ -324,10 +326,11 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError("the prompt must be token ids: integers")
     if min(ids) < 0 or max(ids) >= base.vocab_size:
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
-    if (prompt := request.images) is not None:
-        if base.sight is None:
-            raise RequestError(f"the prompt has images, and {base.blind}: leave them out, or use a model that sees")
-        base.sight.refuse(prompt)
+    assert isinstance(request.prompt, Prompt)
+    if base.sight is not None:
+        base.sight.refuse(request.prompt)
+    elif request.prompt.inputs:
+        raise RequestError(f"the prompt has images, and {base.blind}: leave them out, or use a model that sees")
     sampling = request.sampling
     named = {name: getattr(sampling, name) for name in ("stop_token_ids", "allowed_token_ids")}
     for name, tokens in {"logit_bias": dict(sampling.logit_bias), **named}.items():

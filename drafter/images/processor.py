@@ -29,6 +29,7 @@ from drafter.text.conversation import Conversation, Messages
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, tokenise
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels", "text_replacement_offsets"})
+_VIDEOS = "video_processor"
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 """Names by which models take the kind of each token, an image's or not."""
 
@@ -155,7 +156,7 @@ def load_processor(
         try:
             processor = AutoProcessor.from_pretrained(name, **where)
         except ImportError:  # of what it needs for videos
-            processor = _without_videos(PROCESSOR_MAPPING[type(config)], name, where)
+            processor = _load_without_videos(PROCESSOR_MAPPING[type(config)], name, where)
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
         raise LoadError(f"the processor of {name!r} cannot be loaded: {first_line(error)}") from error
     if getattr(processor, "image_token", None) is None:
@@ -163,18 +164,17 @@ def load_processor(
     return ImageProcessor(processor)
 
 
-def _without_videos(kind: Any, name: str, where: Mapping[str, Any]) -> Any:
-    """Load a processor of class `kind` without its part for videos."""
-    parts = kind.get_attributes()
-    still = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: [*filter(_is_not_video, parts)])})
+def without_videos(kind: Any) -> Any:
+    """Return a class of processors that is like `kind`, but takes None for its part for videos."""
+    parts = [part for part in kind.get_attributes() if part != _VIDEOS]
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: parts)})
+
+
+def _load_without_videos(kind: Any, name: str, where: Mapping[str, Any]) -> Any:
     loaders = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(name, **where),
         "tokenizer": lambda: load_tokenizer(name, **where),
-        "video_processor": lambda: None,
+        _VIDEOS: lambda: None,
     }
     settings, _ = kind.get_processor_dict(name, **where)
-    return still.from_args_and_dict([loaders[part]() for part in parts], settings)
-
-
-def _is_not_video(part: str) -> bool:
-    return part != "video_processor"
+    return without_videos(kind).from_args_and_dict([loaders[part]() for part in kind.get_attributes()], settings)

@@ -105,13 +105,18 @@ class BaseModel:
             kind = model.config.model_type
             self._node_bytes = find_mixers(self.decoder, self._states, recurrent, self.hidden_size, self.name, kind)
         self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
-        prove_tree_decoding(self, texts, logits)
-        prove_last_positions(self)
-        self._prove_long_texts()
         self.sight: Sight | None = None
         self.blind = f"{self.name} reads text alone"
-        if example is not None:
-            self._open_eyes(example, texts[0], logits[0])
+        try:
+            prove_tree_decoding(self, texts, logits)
+        except LoadError:
+            if example is None or not self._open_eyes(example, texts[0], whole=True):
+                raise
+        else:
+            prove_last_positions(self)
+            self._prove_long_texts()
+            if example is not None:
+                self._open_eyes(example, texts[0])
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
@@ -141,16 +146,17 @@ class BaseModel:
             where = f" with texts longer than {listed}" if lengths else ""
             raise LoadError(f"{error}; so it is{where}, tried on a small copy") from error
 
-    def _open_eyes(self, example: Prompt, text: Tensor, plain: Tensor) -> None:
-        """Prove with an example that prompts with images are read as the model does; if not, note why."""
-        sight = Sight(self.model, self.decoder)
+    def _open_eyes(self, example: Prompt, text: Tensor, *, whole: bool = False) -> bool:
+        """Prove that prompts with images are read as the model does; if not, note why, and return False."""
+        sight = Sight(self.model, self.decoder, whole=whole)
         try:
-            prove_images(self, sight, example, text, plain)
+            prove_images(self, sight, example, text)
         except (LoadError, RequestError) as reason:
             self.blind = f"{self.name} reads no images here: {reason}"
             _log.warning("%s", self.blind)
-        else:
-            self.sight = sight
+            return False
+        self.sight = sight
+        return True
 
     def _native(self) -> Executor | None:
         try:

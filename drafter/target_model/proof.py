@@ -154,45 +154,48 @@ def prove_last_positions(base: Candidate) -> None:
 
 
 @torch.inference_mode()
-def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor, plain: Tensor) -> None:
-    """Repeat the proof with a prompt with an image beside a text of `run_plainly`.
+def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor) -> None:
+    """Repeat the proof with a prompt with an image behind a text `[P + 4]` of `run_plainly`.
+
+    The model's own logits are those with its own cache: what it sees of a prompt need not be causal.
 
     Raises:
         RequestError: The model cannot read the example.
         LoadError: It does not run as the engine reads it, or gives other logits.
     """
     sight.refuse(example)
-    kind = base.model.config.model_type
+    prompts = (Prompt(text[:-_STEPS].tolist()), example)
     try:
-        followed, expected = _read_with_images(base, sight, example)
-        # Once computed, and once as they were kept.
-        for features in (sight.features(example), sight.features(example)):
-            found, _ = _run_as_engine(base, [text, followed], features)
-            for ours, own in zip(found, [plain, expected], strict=True):
-                if not _alike(ours, own[-len(ours) :], base.dtype):
-                    raise LoadError(f"{kind} gives other logits after an image with a tree mask than by itself")
+        read = [_read_with_cache(base, sight, prompt, text[-_STEPS:]) for prompt in prompts]
+        for _ in range(2):  # once computed, and once as they were kept
+            features = [sight.features(prompt) if sight.reads(prompt) else None for prompt in prompts]
+            found, _ = _run_as_engine(base, [ids for ids, _ in read], features)
+            if not _all_alike(found, [logits for _, logits in read], base.dtype):
+                kind = base.model.config.model_type
+                raise LoadError(f"{kind} gives other logits after an image with a tree mask than by itself")
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, "on features of an image with the mask of a draft tree", error) from error
 
 
-def _read_with_images(base: Candidate, sight: Sight, example: Prompt) -> tuple[Tensor, Tensor]:
-    """Return a prompt and what follows it `[P + 4]`, and the model's own logits from its last token on `[5, V]`."""
+def _read_with_cache(base: Candidate, sight: Sight, prompt: Prompt, following: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a prompt and what follows it `[P + 4]`, and the model's logits from the prompt's last token on `[5, V]`."""
     name = cache_name(base.model)
-    ids = torch.tensor(list(example.ids), device=base.device)
-    inputs = sight.tensors(example)
-    read = base.model(input_ids=ids[None], use_cache=True, **inputs, **{name: DynamicCache(config=base.config)})
-    sound = _sound(base.model(input_ids=torch.arange(1, 2 * _STEPS + 1, device=base.device)[:, None]).logits)[:, 0]
-    following = torch.arange(1, 2 * _STEPS + 1, device=base.device)[sound][:_STEPS]
-    rest = base.model(input_ids=following[None], use_cache=True, **{name: getattr(read, name)})
-    return torch.cat([ids, following]), torch.cat([read.logits[0, -1:], rest.logits[0]])
+    ids = torch.tensor(list(prompt.ids), device=base.device)
+    cache = {name: DynamicCache(config=base.config)}
+    step = base.model(input_ids=ids[None], use_cache=True, **sight.tensors(prompt), **cache)
+    logits = [step.logits[0, -1:]]
+    for token in following:  # one by one, as some models' tokens of one forward see each other
+        step = base.model(input_ids=token[None, None], use_cache=True, **{name: getattr(step, name)})
+        logits.append(step.logits[0])
+    return torch.cat([ids, following]), torch.cat(logits)
 
 
 def _run_as_engine(
-    base: Candidate, texts: list[Tensor], features: Features | None = None
+    base: Candidate, texts: list[Tensor], features: Sequence[Features | None] = (None, None)
 ) -> tuple[list[Tensor], set[int]]:
     """Return the last logits `[5, V]` of each text, in slots 0 and 2, and the widths of the hidden states.
 
-    `features` are those of the second one's prompt.
+    `features` are those of prompts that are read by them.
     """
     slots, device = (0, 2), base.device
     prompts = [len(text) - _STEPS for text in texts]
@@ -206,14 +209,15 @@ def _run_as_engine(
         widths.add(hidden.shape[-1])
         return logits
 
-    for slot, text, length, seen in zip(slots, texts, prompts, (None, features), strict=True):
+    for slot, text, length, seen in zip(slots, texts, prompts, features, strict=True):
         half = length // 2 if seen is None or seen.borders is None else seen.borders.before(length // 2)
         if half:
             first = None if seen is None else seen.part(0, half)
             run(prompt_nodes(slot, [text[:half]], [0], _LAST, features=first))
         second = None if seen is None else seen.part(half, length)
         ends.append(run(prompt_nodes(slot, [text[half:length]], [half], _LAST, 1, features=second)))
-    shift = None if features is None else torch.tensor([0, 0, features.shift], device=device)
+    shifts = [0 if seen is None else seen.shift for seen in features]
+    shift = torch.tensor([shifts[0], 0, shifts[1]], device=device) if any(shifts) else None
 
     def verify(trees: list[Tensor], parents: Sequence[int], lengths: list[int]) -> Tensor:
         before = torch.tensor([lengths[0], free, lengths[1]], device=device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ KEPT_BYTES = 256 << 20
 _OWN = frozenset({"input_ids", "attention_mask", "past_key_values", "use_cache", "cache", "cache_position"})
 """What the engine gives the language model itself."""
 _HEAVY = ("last_hidden_state", "hidden_states", "attentions")  # of a vision tower's output, which no prompt needs
+_ENCODED = "mm_encoder_outputs"  # by which a model's forward takes images that are encoded
 _DEEP, _DEEP_AT = "deepstack_visual_embeds", "visual_pos_masks"
 """States that are added to the first layers' outputs (DeepStack, arXiv 2406.04334), and where: `[V, d]`, `[1, P]`."""
 
@@ -101,26 +102,32 @@ class _Reached(Exception):  # noqa: N818 (nothing has failed)
 
 
 class Sight:
-    """Makes features of prompts with images, by a transformers `model` whose language model is its `decoder`."""
+    """Makes features of prompts with images, by a transformers `model` whose language model is its `decoder`.
 
-    def __init__(self, model: Any, decoder: nn.Module) -> None:
-        self._model, self._decoder = model, decoder
+    Args:
+        whole: Of other prompts, too: where the model makes no mask, all tokens of a prompt see each other.
+    """
+
+    def __init__(self, model: Any, decoder: nn.Module, *, whole: bool = False) -> None:
+        self._model, self._decoder, self._whole = model, decoder, whole
         self._taken = inspect.signature(model.forward).parameters
         self.placeholder: int | None = getattr(model.config, "image_token_id", None)
+        # As transformers' `generate` does: it encodes images first, and hands their features to the model's forward.
+        self._encode: Callable[..., Any] | None = getattr(model.base_model, "get_image_features", None)
         self._kept: OrderedDict[tuple[bytes, ...], tuple[Any, int]] = OrderedDict()
-        self._images: tuple[bytes, ...] = ()
-        # The model's forward calls this one; models within models have one each.
-        for module in model.modules():
-            if module is not model and hasattr(module, "get_image_features"):
-                module.get_image_features = _Remembering(self, module.get_image_features)
-                break
+
+    def reads(self, prompt: Prompt) -> bool:
+        """Return whether a prompt is read by its features."""
+        return self._whole or bool(prompt.inputs)
 
     def refuse(self, prompt: Prompt) -> None:
         """Raise `RequestError` for a prompt whose images the model cannot take."""
+        if not prompt.inputs:
+            return
         if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
             raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")
         ids = np.asarray(prompt.ids)
-        if prompt.spans[-1].stop == len(ids):
+        if prompt.spans and prompt.spans[-1].stop == len(ids):
             raise RequestError("the prompt ends with an image: let text follow it")
         outside = ids == self.placeholder
         for span in prompt.spans:
@@ -135,13 +142,11 @@ class Sight:
             RequestError: The model cannot take its images.
         """
         ids = devices.send(torch.tensor([list(prompt.ids)]), self._model.device)
-        inputs = self.tensors(prompt)
-        self._images = tuple(span.digest for span in prompt.spans)
         hook = self._decoder.register_forward_pre_hook(_stop, with_kwargs=True)
         try:
-            self._model(input_ids=ids, use_cache=False, **inputs)
+            self._model(input_ids=ids, use_cache=False, **self._encoded(prompt))
         except _Reached as reached:
-            return _features(reached.arguments, ids.shape[1])
+            return _features(reached.arguments, ids.shape[1], whole=self._whole)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model's code may raise anything for what it was not made for
@@ -154,38 +159,28 @@ class Sight:
         """Return the prompt's inputs on the model's device, floats in its dtype."""
         return {name: self._tensor(value) for name, value in prompt.inputs.items()}
 
-    def recall(self) -> Any:
-        """Return what was kept of the present prompt's images; None for nothing."""
-        if self._images not in self._kept:
-            return None
-        self._kept.move_to_end(self._images)
-        return self._kept[self._images][0]
-
-    def keep(self, found: Any) -> None:
-        """Keep the tower's output of the present prompt's images, and forget the oldest if that is too much."""
-        light = type(found)(**{name: value for name, value in found.items() if name not in _HEAVY})
-        self._kept[self._images] = light, sum(tensor.nbytes for tensor in _tensors(light))
-        while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES:
-            self._kept.popitem(last=False)
+    def _encoded(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the prompt's inputs, with its images encoded, or as they were kept."""
+        inputs = self.tensors(prompt)
+        if self._encode is None or _ENCODED not in self._taken or not prompt.spans:
+            return inputs
+        images = tuple(span.digest for span in prompt.spans)
+        if images not in self._kept:
+            taken = inspect.signature(self._encode).parameters
+            found = self._encode(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)
+            light = type(found)(**{name: value for name, value in found.items() if name not in _HEAVY})
+            self._kept[images] = light, sum(tensor.nbytes for tensor in _tensors(light))
+            while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(images)
+        others = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
+        return {**others, _ENCODED: {"image": self._kept[images][0]}}
 
     def _tensor(self, value: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(value))
         if tensor.is_floating_point():
             tensor = tensor.to(self._model.dtype)
         return devices.send(tensor, self._model.device)
-
-
-class _Remembering:
-    """A model's `get_image_features` that computes nothing again for images that were kept."""
-
-    def __init__(self, sight: Sight, compute: Any) -> None:
-        self._sight, self._compute = sight, compute
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (found := self._sight.recall()) is None:
-            found = self._compute(*args, **kwargs)
-            self._sight.keep(found)
-        return found
 
 
 def _stop(module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
@@ -206,7 +201,7 @@ def called_with(decoder: nn.Module, arguments: Mapping[str, Any]) -> Iterator[No
         hook.remove()
 
 
-def _features(arguments: Mapping[str, Any], size: int) -> Features:
+def _features(arguments: Mapping[str, Any], size: int, *, whole: bool) -> Features:
     inputs, shift = {}, 0
     for name, value in arguments.items():
         if name in _OWN or not isinstance(value, Tensor | list | tuple):
@@ -220,6 +215,8 @@ def _features(arguments: Mapping[str, Any], size: int) -> Features:
             positions = positions[1:]
         shift = int(positions.max()) + 1 - size
     last = _last_seen(arguments.get("attention_mask"), size)
+    if last is None and whole:
+        last = torch.full((size,), size - 1, device=arguments["inputs_embeds"].device)
     if last is None:
         return Features(inputs, size, shift=shift)
     return Features(inputs, size, last, Borders(last.cpu().numpy()), shift)
