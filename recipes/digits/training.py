@@ -79,20 +79,14 @@ def conversations(seed: int) -> Iterator[Conversation]:
             yield [sheet.image], questions(rng, sheet, _TURNS)
 
 
-def messages_of(images: int, asked: Sequence[Question], answers: bool) -> list[dict[str, Any]]:
-    """Return a conversation as messages, with or without the last answer.
-
-    Args:
-        images: How many images the first question has before its text.
-        asked: Questions and answers.
-        answers: Whether the last question has its answer, too.
-    """
+def messages_of(images: int, asked: Sequence[Question]) -> list[dict[str, Any]]:
+    """Return questions and answers as messages, with so many images before the first question."""
     messages: list[dict[str, Any]] = []
     for number, question in enumerate(asked):
         pictures = [{"type": "image"}] * (images if number == 0 else 0)
         messages.append({"role": "user", "content": [*pictures, {"type": "text", "text": question.text}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": question.answer}]})
-    return messages if answers else messages[:-1]
+    return messages
 
 
 def build_processor() -> LlavaProcessor:
@@ -222,7 +216,7 @@ def _learn(
 def batch_of(processor: LlavaProcessor, some: Sequence[Conversation]) -> dict[str, torch.Tensor]:
     """Return what the model takes: ids and labels `[B, L]`, and the images. Outside of answers, labels are -100."""
     tokenizer = processor.tokenizer
-    texts = [processor.apply_chat_template(messages_of(len(images), asked, answers=True)) for images, asked in some]
+    texts = [processor.apply_chat_template(messages_of(len(images), asked)) for images, asked in some]
     pictures = [image for images, _ in some for image in images]
     inputs = processor(text=texts, images=pictures or None, padding=True, padding_side="right", return_tensors="pt")
     start, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
