@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from drafter.images.opening import ImageLimits
 from drafter.requests import GenerationRule
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
@@ -97,6 +98,35 @@ class WritingConfig:
         at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
+@dataclass(frozen=True)
+class ImagesConfig:
+    """Images of prompts, for target models that see.
+
+    Args:
+        hosts: Hosts from which images at addresses of http and https are fetched, as HOST or HOST:PORT; by default
+            none. Addresses that are not public are refused in any case, after redirects, too.
+        bytes: Largest file, in bytes.
+        pixels: Most pixels of an image.
+        most: Most images of a prompt.
+    """
+
+    hosts: list[str] = field(default_factory=list)
+    bytes: int = ImageLimits.bytes
+    pixels: int = ImageLimits.pixels
+    most: int = ImageLimits.images
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "pixels", "most"):
+            at_least(f"images.{name}", getattr(self, name), 1)
+        for host in self.hosts:
+            if not host or "/" in host or host != host.lower():
+                raise InputError(f"images.hosts must be names such as example.com, in lower case, not {host!r}")
+
+    @property
+    def limits(self) -> ImageLimits:
+        return ImageLimits(self.bytes, self.pixels, self.most)
+
+
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
 """Columns beside chat messages that go to the chat template, as in TRL's datasets."""
 SAMPLING_COLUMN = "sampling"
@@ -115,6 +145,8 @@ class ReadingConfig:
         subset: Subset of a Hugging Face dataset; by default the only one, or the one that its README makes the default.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
+        images_column: Column of a row's images, one or a list: paths from the file's folder, URIs, `data:` URIs, bytes,
+            Hugging Face's {bytes, path}, or pixels. They come before the text, or where messages have a place for them.
         id_column: Column of unique row names, by default `id`. Where there is none, and with an empty text, rows are
             named by file and line.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
@@ -132,6 +164,7 @@ class ReadingConfig:
     subset: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
+    images_column: str | None = None
     id_column: str | None = None
     chat: bool | None = None
     date: str | None = None

@@ -33,6 +33,7 @@ from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import JobError, ProblemType, RowError
 from pipeline.io.parts import unpack, with_problems
+from pipeline.io.prompts import PROMPT_COLUMNS, read_prompts
 from pipeline.learning.job_learner import find_learner
 from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
 from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
@@ -190,17 +191,18 @@ class EngineActor(EngineProcess):
             self._row_metrics.failed(problem["type"])
         generated = pa.array([one.generated if one else None for one in found], columns_type(self._columns))
         self._beat()  # the job may end before the next one
-        rows = with_problems(rows, problems).drop_columns(["prompt_ids", "sampling"])
+        used = [name for name in (*PROMPT_COLUMNS, "sampling") if name in rows.column_names]
+        rows = with_problems(rows, problems).drop_columns(used)
         self._commit(part, rows.append_column("generated", generated))
         self._ledger.commit(part)
         report(outcomes)
 
     def _requests(self, rows: pa.Table, problems: list[Any]) -> dict[str, Request]:
-        columns = (rows[name].to_pylist() for name in ("request_id", "prompt_ids", "sampling"))
+        names, samplings = (rows[name].to_pylist() for name in ("request_id", "sampling"))
         return {
-            name: Request(prompt_ids, SamplingParams(**json.loads(sampling)), name, self._row_seconds)
-            for name, prompt_ids, sampling, problem in zip(*columns, problems, strict=True)
-            if problem is None
+            name: Request(prompt, SamplingParams(**json.loads(sampling)), name, self._row_seconds)
+            for name, prompt, sampling, problem in zip(names, read_prompts(rows), samplings, problems, strict=True)
+            if problem is None and prompt is not None
         }
 
     def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import dataclasses
 import os
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError
+from drafter.images.messages import PLACE
 from drafter.requests import DRAW, described, sampling_defaults
 from pipeline.command_line import say
 from pipeline.engines.models import (
@@ -21,15 +22,23 @@ from pipeline.engines.models import (
 )
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.row_images import ImageReading
 from pipeline.io.files import locate
 from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
 from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from drafter.images.processor import ImageProcessor
+
 LEARNING, SPECULATION, DRAFTERS = "learning", "speculation", "drafters"
 """Keys in `run.json`: the last report of a head that learns from the rows; `speculation_record`; the drafter
 of each submission that generated, and the fingerprints of its heads by name.
 """
+
+
+_USUAL_SIZE = (1024, 1024)
+"""Pixels of the image by which it is found how large prompts become."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Job:
     meaning: dict[str, Any]
     heads: dict[str, str]
     source: dict[str, Any]
+    images: ImageReading | None = None  # of a target model that sees
     folder: str = field(default_factory=os.getcwd)  # now: a node that joins on this machine may replace it
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
@@ -90,7 +100,9 @@ def checked_job(config: GenerateConfig) -> Job:
     temperature = config.sampling.temperature
     how = f"sampled at temperature {temperature:g}" if temperature else "chosen greedily (temperature 0)"
     say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
-    reads_clock = _check_tokenizer(config, prompts)
+    processor = _processor(config)
+    reads_clock = _check_tokenizer(config, prompts, processor)
+    images = None if processor is None else _image_reading(config, listing, processor)
     check_verifier(config)
     _check_structured_outputs(config)
     heads = head_fingerprints(config.model, config.drafter) | verifier_fingerprints(config.verifier)
@@ -98,8 +110,10 @@ def checked_job(config: GenerateConfig) -> Job:
         heads |= head_fingerprints(config.model, given)
     date = output_date(config) if reads_clock else None
     meaning = job_meaning(config, prompts, base, heads, date)
+    if images is None:
+        del meaning["images"]
     output = open_output(config, meaning)
-    return Job(config, listing, prompts, output, meaning, heads, input_source(config, listing))
+    return Job(config, listing, prompts, output, meaning, heads, input_source(config, listing), images)
 
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
@@ -121,6 +135,7 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
         "reading.prompt_column": reading.prompt_column is not None,
         "reading.messages_column": reading.messages_column is not None,
         "reading.id_column": reading.id_column is not None,
+        "reading.images_column": reading.images_column is not None,
         "reading.chat": reading.chat is not None,
         "reading.samples": reading.samples > 1,
         "sampling.temperature": config.sampling.temperature is not None,
@@ -130,7 +145,34 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
         raise InputError(f"input {config.input} is an OpenAI batch, {said}: leave out {found[0]}")
 
 
-def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
+def _processor(config: GenerateConfig) -> ImageProcessor | None:
+    """Return the processor of a target model that sees; None for one of text alone."""
+    from drafter.images.processor import load_processor  # as in `_check_tokenizer`
+
+    name = model_name(config.model)
+    try:
+        found = load_processor(name, trust_remote_code=config.loading.trust_remote_code)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if found is None and config.reading.images_column is not None:
+        raise InputError(f"reading.images_column is set, and model {name} sees no images: leave it out")
+    if found is not None and config.reading.images_column is not None and config.reading.chat is False:
+        raise InputError("reading.images_column is for chats, and reading.chat is false: leave out one of them")
+    return found
+
+
+def _image_reading(config: GenerateConfig, listing: InputListing, processor: ImageProcessor) -> ImageReading:
+    from PIL import Image
+
+    try:
+        usual = processor.encode([{"role": "user", "content": [PLACE]}], [Image.new("RGB", _USUAL_SIZE)])
+    except RequestError as error:
+        raise InputError(f"model {model_name(config.model)}: {error}") from error
+    size = sum(values.nbytes for values in usual.inputs.values())
+    return ImageReading(listing.filesystem, config.images.limits, tuple(config.images.hosts), size)
+
+
+def _check_tokenizer(config: GenerateConfig, prompts: PromptSource, processor: ImageProcessor | None) -> bool:
     # It returns whether the chat template reads the clock.
     from drafter.text.chat import reads_clock, refuse_unread
     from drafter.text.conversation import Conversation
@@ -138,7 +180,8 @@ def _check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
 
     name = model_name(config.model)
     try:
-        tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+        settings = {"trust_remote_code": config.loading.trust_remote_code}
+        tokenizer = load_tokenizer(name, **settings) if processor is None else processor.tokenizer
     except LoadError as error:
         raise InputError(str(error)) from error
     if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
@@ -227,6 +270,7 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "reading.subset": "rows",
     "reading.skip": "rows",
     "reading.limit": "rows",
+    "images": "bound",
     "loading": "free",
     "loading.dtype": "bound",
     "sampling": "bound",

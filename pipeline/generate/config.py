@@ -19,7 +19,7 @@ from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.learning.config import LearningConfig
-from pipeline.settings import LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig, WritingConfig
+from pipeline.settings import ImagesConfig, LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig, WritingConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class GenerateConfig:
         verifier: Verifier of draft tokens; by default the output is that of plain decoding.
         learning: A draft head that learns from the rows while the job runs.
         reading: Conversion of rows to prompts.
+        images: Images of prompts.
         loading: Loading of the models.
         sampling: Sampling of tokens.
         engine: Sizes of an engine.
@@ -53,6 +54,7 @@ class GenerateConfig:
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
     learning: LearningConfig = field(default_factory=LearningConfig)
     reading: ReadingConfig = field(default_factory=ReadingConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -94,6 +96,7 @@ COMMON = (
     "sampling.logprobs",
     "reading.prompt_column",
     "reading.messages_column",
+    "reading.images_column",
     "reading.id_column",
     "reading.format",
     "reading.split",

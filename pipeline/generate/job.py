@@ -177,7 +177,7 @@ def _on_cluster(
 def _stage(job: Job, before: StagedInput | None) -> StagedInput:
     # The input is staged if it is not yet, is damaged, or has changed.
     rows, source = job.config.writing.rows_per_file, job.source
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source)
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.images)
     if before is None:
         staged = stage(job.listing, plan)
         staged.save()
@@ -195,7 +195,13 @@ def _stage(job: Job, before: StagedInput | None) -> StagedInput:
 def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
     config = job.config
     rows_have_settings = job.prompts.kind == "openai" or row_type.get_field_index(SAMPLING_COLUMN) >= 0
-    return RunTraits(config.sampling, rows_have_settings, config.drafter, learning=config.learning.enabled)
+    return RunTraits(
+        config.sampling,
+        rows_have_settings,
+        config.drafter,
+        learning=config.learning.enabled,
+        images=job.images is not None,
+    )
 
 
 def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
@@ -251,6 +257,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         config.sampling,
         longest_request(name, config.engine.longest, trust_remote_code=config.loading.trust_remote_code),
         None if date is None else datetime.fromisoformat(date),
+        job.images,
     )
     engine = {
         "spec": engine_spec(

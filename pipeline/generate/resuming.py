@@ -323,7 +323,8 @@ def _carry(
 
 def dry_run(job: Job) -> Changes:
     """Compare the input with the output's, without writing anything."""
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
+    rows_per_part = job.config.writing.rows_per_file
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows_per_part, images=job.images)
     read_apart(job.listing)
     now = _read_asked(job, plan)
     broken = tuple(f"{row.name}: {one_line(row.problem)}" for row in now if row.problem is not None)

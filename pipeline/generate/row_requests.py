@@ -8,28 +8,35 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from drafter.errors import PromptTooLongError, RequestError, shown, unknown_setting
+from drafter.images.messages import has_images
+from drafter.prompt import Prompt as ReadPrompt
 from drafter.requests import SEEDS, SamplingParams, hashed_seed, sample_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
 from pipeline.errors import RowError, RowProblem
+from pipeline.generate.row_images import IMAGES, ImageReading, images_key, staged_images, with_places
 from pipeline.generate.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
+from pipeline.io.prompts import prompt_columns
 from pipeline.openai.batch import parse_line
 from pipeline.openai.errors import OpenAIError
-from pipeline.openai.requests import Prompt
+from pipeline.openai.requests import SEES_NOTHING, ParsedRequest, Prompt
 from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
+
+if TYPE_CHECKING:
+    from drafter.images.processor import ImageProcessor
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _EXACT_FLOATS = 2**53  # integers below are exact as floats
@@ -97,6 +104,7 @@ class PromptSettings:
 
     Args:
         max_length: Most tokens of prompt and output together that any engine of the run takes.
+        images: How images are read; None where the target model sees none.
         now: The time that chat templates see, the same for all rows of an output whenever they are generated.
     """
 
@@ -107,41 +115,78 @@ class PromptSettings:
     sampling: SamplingParams
     max_length: int
     now: datetime | None = None
+    images: ImageReading | None = None
+
+
+Rendered = str | list[int] | Chat | ReadPrompt
+"""A text, a chat as its template writes it, or what needs no tokeniser any more."""
 
 
 def _row_request(
-    seed_name: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
-) -> tuple[str | list[int] | Chat, SamplingParams]:
+    seed_name: str, row: dict[str, Any], settings: PromptSettings, encoder: Encoder, sample: int, images: Sequence[Any]
+) -> tuple[Rendered, SamplingParams]:
     prompt: Prompt
+    identities: list[str] = row.pop(images_key(settings.source), [])
     if settings.source.kind == "openai":
-        prompt, sampling = _batch_request(seed_name, row, settings.sampling, tokenizer, sample)
+        request, prompt, sampling = _batch_request(seed_name, row, settings.sampling, encoder.tokenizer, sample)
+        images = request.images
+        identities = _identities(request.images, settings.images)
     else:
         sampling = row_sampling(settings.sampling, seed_name, row, SAMPLING_COLUMN, sample)
-        prompt = _prompt_of(row, settings, tokenizer)
+        prompt = _prompt_of(row, settings, encoder, len(images))
     if not isinstance(prompt, Conversation):
         return prompt, sampling
     every = settings.reading.chat_template_kwargs or {}
     try:
         asked = dataclasses.replace(prompt, chat_template_kwargs={**every, **(prompt.chat_template_kwargs or {})})
-        return render_chat(tokenizer, asked, settings.now), sampling
+        if not images:
+            return render_chat(encoder.tokenizer, asked, settings.now), sampling
+        assert encoder.processor is not None
+        assert settings.images is not None
+        opened = [settings.images.opened(*one) for one in zip(images, identities, strict=True)]
+        special, longest = settings.reading.special_tokens, settings.max_length
+        encode = encoder.processor.encode
+        return encode(asked, opened, special_tokens=special, max_length=longest, now=settings.now), sampling
+    except PromptTooLongError:
+        raise
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error
 
 
-def _prompt_of(row: dict[str, Any], settings: PromptSettings, tokenizer: Any) -> Prompt:
-    chat, column = settings.reading.chat, settings.source.column
+def _identities(images: Sequence[str], reading: ImageReading | None) -> list[str]:
+    """Return the identities of a request's images, which have nothing else to be checked by than their addresses.
+
+    Raises:
+        RowError: The target model sees no images, or there are too many.
+    """
+    if images and reading is None:
+        raise RowError("BadRequest", SEES_NOTHING)
+    try:
+        if reading is not None:
+            reading.refuse_many(len(images))
+    except RequestError as error:
+        raise RowError("BadRequest", str(error)) from error
+    return list(images)
+
+
+def _prompt_of(row: dict[str, Any], settings: PromptSettings, encoder: Encoder, images: int) -> Prompt:
+    chat, column, tokenizer = settings.reading.chat, settings.source.column, encoder.tokenizer
     value = row.get(column)
     if settings.source.kind == "messages":
+        if encoder.processor is None and has_images(_from_json(value, column)):
+            raise RowError("BadPrompt", SEES_NOTHING)
         return row_conversation(row, column)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
+    if images:
+        return Conversation(with_places(value, images))
     through_template = tokenizer.chat_template is not None if chat is None else chat
     return Conversation([{"role": "user", "content": value}]) if through_template else value
 
 
 def _batch_request(
     seed_name: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any, sample: int
-) -> tuple[Prompt, SamplingParams]:
+) -> tuple[ParsedRequest, Prompt, SamplingParams]:
     try:
         asked = parse_line(line).for_model(tokenizer)
         sampling = asked.sampling(defaults)
@@ -149,7 +194,7 @@ def _batch_request(
         raise RowError("BadRequest", error.message) from error
     own_seed = asked.settings.get("seed")
     seed = hashed_seed(defaults.seed, seed_name) if own_seed is None else sample_seed(own_seed, sample)
-    return asked.prompts[sample // asked.n], dataclasses.replace(sampling, seed=seed)
+    return asked, asked.prompts[sample // asked.n], dataclasses.replace(sampling, seed=seed)
 
 
 def row_conversation(row: Mapping[str, Any], column: str) -> Conversation:
@@ -187,24 +232,25 @@ def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
 
 
 def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
-    """Replace `seed_name` and `asked` of staged rows by `prompt_ids` (list of int32) and `sampling` (`SamplingParams`).
+    """Replace `seed_name`, `asked` and `images` of staged rows by `PROMPT_COLUMNS` and `sampling` (`SamplingParams`).
 
     The latter are JSON. Rows without a valid request get a `problem` and nulls instead.
     """
-    tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
+    encoder = _encoder(settings.tokenizer, settings.trust_remote_code, settings.images is not None)
+    tokenizer = encoder.tokenizer
     problems = rows["problem"].to_pylist()
-    prompts: dict[int, str | list[int] | Chat] = {}
+    prompts: dict[int, Rendered] = {}
     samplings: dict[int, str] = {}
-    samples = [0] * rows.num_rows
+    samples, structs = [0] * rows.num_rows, whole(rows["row"])
     if settings.source.kind == "openai" or settings.reading.samples > 1:
-        structs = whole(rows["row"])
         samples = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
     columns = (rows["seed_name"].to_pylist(), rows["asked"].to_pylist(), samples)
     for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
         if problems[index] is not None:
             continue
+        images = _images(rows, structs, index, settings.source.images_column)
         try:
-            prompt, sampling = _row_request(name, json.loads(asked), settings, tokenizer, sample)
+            prompt, sampling = _row_request(name, json.loads(asked), settings, encoder, sample, images)
             text = prompt.text if isinstance(prompt, Chat) else prompt
             if isinstance(text, str):
                 refuse_endless(text, settings.max_length, longest_token(tokenizer))
@@ -214,32 +260,43 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
             problems[index] = vars(RowProblem("Refused", str(error)))
         else:
             prompts[index], samplings[index] = prompt, json.dumps(dataclasses.asdict(sampling))
-    ids: dict[int, list[int]] = {}
+    read: dict[int, ReadPrompt] = {}
     for index, found in _tokenise(prompts, tokenizer, special_tokens=settings.reading.special_tokens):
         try:  # the numbers of a long prompt would travel on, only to be refused by an engine
             if isinstance(found, RequestError):
                 raise RowError("BadPrompt", str(found))
-            refuse_long(len(found), settings.max_length)
+            made = found if isinstance(found, ReadPrompt) else ReadPrompt(found)
+            refuse_long(len(made.ids), settings.max_length)
         except RowError as error:
             problems[index] = vars(error.problem)
         except RequestError as error:
             problems[index] = vars(RowProblem("Refused", str(error)))
         else:
-            ids[index] = found
+            read[index] = made
     numbers = range(len(problems))
-    rows = with_problems(rows, problems).drop_columns(["seed_name", "asked"])
-    rows = rows.append_column("prompt_ids", pa.array(map(ids.get, numbers), pa.list_(pa.int32())))
-    texts = [samplings[index] if index in ids else None for index in numbers]
+    used = [name for name in ("seed_name", "asked", IMAGES) if name in rows.column_names]
+    rows = with_problems(rows, problems).drop_columns(used)
+    for name, column in prompt_columns(map(read.get, numbers)).items():
+        rows = rows.append_column(name, column)
+    texts = [samplings[index] if index in read else None for index in numbers]
     return rows.append_column("sampling", pa.array(texts, pa.string()))
 
 
+def _images(rows: pa.Table, structs: pa.StructArray, index: int, column: str | None) -> list[Any]:
+    """Return the sources of the images of a staged row."""
+    addresses = rows[IMAGES][index].as_py() if IMAGES in rows.column_names else None
+    if not addresses or None not in addresses or column is None:
+        return addresses or []
+    return staged_images(addresses, structs.field(structs.type.get_field_index(column))[index].as_py())
+
+
 def _tokenise(
-    prompts: dict[int, str | list[int] | Chat], tokenizer: Any, *, special_tokens: bool
-) -> Iterator[tuple[int, list[int] | RequestError]]:
+    prompts: dict[int, Rendered], tokenizer: Any, *, special_tokens: bool
+) -> Iterator[tuple[int, list[int] | ReadPrompt | RequestError]]:
     # Texts are tokenised together, in parallel.
     texts = {index: prompt for index, prompt in prompts.items() if isinstance(prompt, str)}
     chats = {index: prompt for index, prompt in prompts.items() if isinstance(prompt, Chat)}
-    yield from ((index, prompt) for index, prompt in prompts.items() if isinstance(prompt, list))
+    yield from ((index, prompt) for index, prompt in prompts.items() if isinstance(prompt, list | ReadPrompt))
     yield from zip(texts, _encode_texts(tokenizer, list(texts.values())), strict=True)
     yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
 
@@ -253,6 +310,20 @@ def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestE
         return [error] if len(texts) == 1 else [one for text in texts for one in _encode_texts(tokenizer, [text])]
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """A target model's tokeniser, and its processor of images if it sees."""
+
+    tokenizer: Any
+    processor: ImageProcessor | None = None
+
+
 @lru_cache(maxsize=2)
-def _tokenizer(name: str, trust_remote_code: bool) -> Any:
-    return load_tokenizer(name, trust_remote_code=trust_remote_code)
+def _encoder(name: str, trust_remote_code: bool, sees: bool) -> Encoder:
+    if sees:
+        from drafter.images.processor import load_processor  # late, as it imports transformers' models
+
+        processor = load_processor(name, trust_remote_code=trust_remote_code)
+        assert processor is not None
+        return Encoder(processor.tokenizer, processor)
+    return Encoder(load_tokenizer(name, trust_remote_code=trust_remote_code))

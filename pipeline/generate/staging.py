@@ -22,6 +22,7 @@ import ray
 from drafter.errors import one_line
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowError, RowProblem
+from pipeline.generate.row_images import IMAGES, ImageReading, take_row_images
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
@@ -44,6 +45,8 @@ from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
 SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
+_PROMPT_BYTES = 8 * PART_BYTES
+"""Size limit of what processors make of the images of a part with several rows."""
 _MOST_SETTINGS = 1 << 20  # bytes of a row's own sampling settings
 _GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
@@ -53,7 +56,10 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """Settings of all staging tasks. A part has `rows_per_part` rows, or fewer at the end or beyond `part_bytes`."""
+    """Settings of all staging tasks. A part has `rows_per_part` rows, or fewer at the end or beyond `part_bytes`.
+
+    `images` says how images are read; None for a target model that sees none.
+    """
 
     folder: Location
     reading: ReadingConfig
@@ -62,6 +68,7 @@ class StagingPlan:
     source: Any = None
     revision: int = 0
     part_bytes: int = PART_BYTES
+    images: ImageReading | None = None
 
 
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
@@ -121,7 +128,8 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
     """Stage files as parts named after `group`; return the parts, and their columns' types for `unify`. See `stage`."""
     parts: list[Part] = []
     seen: dict[SeenType, None] = {}
-    for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
+    image_bytes = 0 if plan.images is None else plan.images.prompt_bytes * plan.part_bytes // _PROMPT_BYTES
+    for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes, image_bytes):
         here: dict[SeenType, None] = {}
         for table in tables:
             file = table["place"][0].as_py().rpartition(":")[0]
@@ -145,7 +153,7 @@ def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, plan.rows_per_part, text_column, json_column):
             check_types(file, chunk.columns.schema, prompts)
-            rows = named_rows(file, chunk, prompts)
+            rows = named_rows(file, chunk, prompts, plan.images)
             skipped, skip = skip, max(skip - rows.num_rows, 0)
             rows = rows.slice(skipped)
             yield from _with_samples(rows.slice(0, left), prompts, reading.samples, plan.part_bytes)
@@ -154,12 +162,13 @@ def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
                 return
 
 
-def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource) -> pa.Table:
+def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, images: ImageReading | None = None) -> pa.Table:
     """Name the rows of a chunk by their id, or else by file and line.
 
     `seed_name` is what a row's seed follows from: its id, or else its content, wherever the row stands; null where the
     row has a problem. The column `asked` has the fields of a row that the job reads, as JSON text that depends on this
-    row alone. Columns of `row`, which only pass through, have types that depend on other rows, too.
+    row alone. Columns of `row`, which only pass through, have types that depend on other rows, too. With `images`,
+    the column of that name has the addresses of a row's images.
     """
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
@@ -173,22 +182,21 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource) -> pa.Table
             else:
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
-    asked = _asked(chunk, prompts, problems)
+    asked, addresses = _asked(file, chunk, prompts, images, problems)
     by_content = prompts.id_column is None
     seed_names = [
         None if text is None else content_hash(text).hex() if by_content else name
         for name, text in zip(ids, asked, strict=True)
     ]
-    return pa.table(
-        {
-            "request_id": pa.array(ids, pa.string()),
-            "place": pa.array(places, pa.string()),
-            "seed_name": pa.array(seed_names, pa.string()),
-            "asked": pa.array(asked, pa.string()),
-            "row": whole(with_column_notes(chunk.columns).to_struct_array()),
-            "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
-        }
-    )
+    columns = {
+        "request_id": pa.array(ids, pa.string()),
+        "place": pa.array(places, pa.string()),
+        "seed_name": pa.array(seed_names, pa.string()),
+        "asked": pa.array(asked, pa.string()),
+        "row": whole(with_column_notes(chunk.columns).to_struct_array()),
+        "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
+    }
+    return pa.table(columns if images is None else columns | {IMAGES: pa.array(addresses, pa.list_(pa.string()))})
 
 
 def content_hash(text: str) -> bytes:
@@ -196,13 +204,20 @@ def content_hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _asked(chunk: Chunk, prompts: PromptSource, problems: dict[int, RowProblem]) -> list[str | None]:
+def _asked(
+    file: InputFile,
+    chunk: Chunk,
+    prompts: PromptSource,
+    images: ImageReading | None,
+    problems: dict[int, RowProblem],
+) -> tuple[list[str | None], list[list[str | None] | None]]:
+    """Return what each row asks for, null where it has a problem, and the addresses of its images."""
     kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", SAMPLING_COLUMN: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
     if prompts.kind == "messages":
         kinds |= dict.fromkeys(TEMPLATE_COLUMNS, "BadPrompt")
-    kinds[prompts.column] = "BadPrompt"
+    kinds |= dict.fromkeys(filter(None, (prompts.column, prompts.images_column)), "BadPrompt")
     rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
     for name, kind in kinds.items():
         most_bytes = _MOST_SETTINGS if kind == "BadSampling" else None
@@ -211,6 +226,7 @@ def _asked(chunk: Chunk, prompts: PromptSource, problems: dict[int, RowProblem])
                 problems.setdefault(index, RowProblem(kind, f"column {name!r} cannot be read: {value}"))
             elif value is not None:
                 rows[index][name] = value
+    addresses = [] if images is None else take_row_images(rows, prompts, file.path, images, problems)
     found: list[str | None] = []
     for index, row in enumerate(rows):
         settings = row.get(SAMPLING_COLUMN)
@@ -226,7 +242,7 @@ def _asked(chunk: Chunk, prompts: PromptSource, problems: dict[int, RowProblem])
         except TypeError as error:
             problems.setdefault(index, RowProblem("BadPrompt", f"the row cannot be read: {error}"))
         found.append(None if index in problems else text)
-    return found
+    return found, addresses
 
 
 def refuse_schema_of_table(settings: Any, column: str) -> None:
@@ -297,16 +313,19 @@ def _repeated(table: pa.Table, held: Sequence[tuple[int, int]]) -> pa.Table:
     return table
 
 
-def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
-    """Yield pieces of `most_rows` rows, or fewer where the next row would exceed `most_bytes`; a single row may."""
+def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int, image_bytes: int = 0) -> Iterator[list[pa.Table]]:
+    """Yield pieces of `most_rows` rows, or fewer where the next row would exceed `most_bytes`; a single row may.
+
+    Each image counts as `image_bytes` beside what the row has of it.
+    """
     held: list[pa.Table] = []
     rows = size = 0
     for table in tables:
         while table.num_rows:
-            fitting = _fitting(table, most_rows - rows, most_bytes - size)
+            fitting = _fitting(table, most_rows - rows, most_bytes - size, image_bytes)
             if fitting or not held:
                 held.append(table.slice(0, fitting or 1))
-                rows, size = rows + held[-1].num_rows, size + held[-1].nbytes
+                rows, size = rows + held[-1].num_rows, size + _nbytes(held[-1], image_bytes)
                 table = table.slice(held[-1].num_rows)
             if table.num_rows or rows == most_rows:
                 yield held
@@ -315,12 +334,19 @@ def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator
         yield held
 
 
-def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
+def _fitting(table: pa.Table, most_rows: int, most_bytes: int, image_bytes: int) -> int:
     table = table.slice(0, most_rows)
-    if table.nbytes <= most_bytes:
+    if _nbytes(table, image_bytes) <= most_bytes:
         return int(table.num_rows)
-    sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
+    sizes = np.cumsum([_nbytes(table.slice(row, 1), image_bytes) for row in range(table.num_rows)])
     return int(np.searchsorted(sizes, most_bytes, side="right"))
+
+
+def _nbytes(table: pa.Table, image_bytes: int) -> int:
+    count = 0
+    if image_bytes and IMAGES in table.column_names:
+        count = pa.compute.sum(pa.compute.list_value_length(table[IMAGES])).as_py() or 0
+    return int(table.nbytes) + count * image_bytes
 
 
 # Checks of all parts together.

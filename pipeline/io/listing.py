@@ -306,6 +306,7 @@ class PromptSource:
         id_column: The column that names a row; None where the row's file and line do.
         own_sampling: Whether the first rows bring sampling settings of their own.
         ids_found: Whether `id_column` was detected, not configured.
+        images_column: The column of a row's images, beside those in messages.
     """
 
     column: str
@@ -313,6 +314,7 @@ class PromptSource:
     id_column: str | None = None
     own_sampling: bool = False
     ids_found: bool = False
+    images_column: str | None = None
 
 
 NAME_ROWS = "set reading.id_column to a column that names each row, or to '' to name rows by file and line"
@@ -343,7 +345,8 @@ def _look(listing: InputListing, config: ReadingConfig) -> PromptSource:
 
 
 def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
-    unset = config.prompt_column is None and config.messages_column is None and config.id_column is None
+    given = (config.prompt_column, config.messages_column, config.id_column, config.images_column)
+    unset = all(one is None for one in given)
     return config.format == "auto" and file.format == "jsonl" and unset and {"custom_id", "url", "body"} <= {*columns}
 
 
@@ -355,11 +358,12 @@ def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) ->
     if messages is None and config.prompt_column is None and "prompt" not in schema.names:
         messages = "messages" if "messages" in schema.names else None
     if messages is not None:
-        source = PromptSource(messages, "messages", ids, own, found)
+        source = PromptSource(messages, "messages", ids, own, found, config.images_column)
     else:
-        source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found)
+        source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found, config.images_column)
     setting = "prompt_column" if messages is None else "messages_column"
-    for column, name in ((source.column, setting), (source.id_column, "id_column")):
+    names = ((source.column, setting), (source.id_column, "id_column"), (source.images_column, "images_column"))
+    for column, name in names:
         if column is not None and column not in schema.names:
             raise InputError(
                 f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"

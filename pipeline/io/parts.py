@@ -53,7 +53,8 @@ class StagedInput:
     Args:
         folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `seed_name` (what the
             row's seed follows from, see `with_repeats`), `asked` (the fields of the row that the job reads, as JSON),
-            `row` (a struct of the input's columns) and `problem`.
+            `row` (a struct of the input's columns), `problem` and, for a target model that sees, `images` (their
+            addresses).
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
         format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
         source: Identity of the rows: fingerprints of the input's files, and the selection of rows.
@@ -172,7 +173,7 @@ def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
 class StagedParts(Datasource):
     """Ray Data source of staged parts: one read task and one block per part.
 
-    A part's rows have the columns `request_id`, `seed_name`, `asked`, `row` and `problem`.
+    A part's rows have the columns `request_id`, `seed_name`, `asked`, `row`, `problem` and, where there are, `images`.
     """
 
     def __init__(self, staged: StagedInput, parts: list[Part]) -> None:
@@ -195,7 +196,7 @@ class StagedParts(Datasource):
 def _read_task(part: Part, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
     # It binds the part alone, so that it is not serialized with the list of all parts.
     def read_part() -> list[pa.Table]:
-        rows = with_repeats(file.read_parquet(["request_id", "seed_name", "asked", "row", "problem"]), part)
+        rows = with_repeats(file.read_parquet(["request_id", "seed_name", "asked", "row", "problem", "images"]), part)
         return [pack([(part.name, with_row_type(rows, row_type))])]
 
     return read_part

@@ -8,6 +8,7 @@ from pipeline.openai.errors import (
     OpenAIError,
     bad_request,
     can_only_be,
+    checked_fields,
     clipped,
     invalid,
     missing,
@@ -17,6 +18,7 @@ from pipeline.openai.errors import (
 
 MOST_MESSAGES = 2048
 """Messages of a chat. Each becomes several tokens, even if it is empty."""
+_DETAILS = ("auto", "low", "high")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 
@@ -25,7 +27,7 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a body, with known roles, and with arguments of tools as objects.
 
     Raises:
-        OpenAIError: A message is not of OpenAI's form, or says something else than text.
+        OpenAIError: A message is not of OpenAI's form, or has something else than text and a user's images.
     """
     if not isinstance(messages, list):
         raise invalid("messages", "be a list of messages", messages)
@@ -55,29 +57,44 @@ def _message(message: Any, path: str) -> dict[str, Any]:
             raise bad_request(f"Invalid '{path}.{name}': it must be text.", f"{path}.{name}", "invalid_type")
     given["role"] = _ROLES[role]
     if "tool_calls" not in given or "content" in given:
-        given["content"] = _content(given.get("content"), f"{path}.content")
+        given["content"] = _content(given.get("content"), f"{path}.content", images=role == "user")
     if "tool_calls" in given:
         given["tool_calls"] = _tool_calls(given["tool_calls"], f"{path}.tool_calls")
     return {name: value for name, value in given.items() if value != "" or name == "content"}
 
 
-def _content(content: Any, path: str) -> str | list[dict[str, str]]:
+def _content(content: Any, path: str, *, images: bool) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if content is None:
         raise missing(path)
     if not isinstance(content, list):
         raise invalid(path, "be text or a list of parts", content)
-    return [{"type": "text", "text": _part(part, f"{path}[{place}]")} for place, part in enumerate(content)]
+    return [_part(part, f"{path}[{place}]", images=images) for place, part in enumerate(content)]
 
 
-def _part(part: Any, path: str) -> str:
+def _part(part: Any, path: str, *, images: bool) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url" and images:
+        return {"type": kind, kind: _image_url(part.get(kind), f"{path}.{kind}")}
     if kind != "text":
-        raise can_only_be(path, 'a part of type "text"', kind)
+        raise can_only_be(path, 'a part of type "text"' + (' or "image_url"' if images else ""), kind)
     if not isinstance(part.get("text"), str):
         raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
-    return str(part["text"])
+    return {"type": kind, "text": part["text"]}
+
+
+def _image_url(value: Any, path: str) -> dict[str, str]:
+    """Return an image's address; its `detail` has no effect, because the model's processor chooses the size."""
+    given = checked_fields(value, {"url": str, "detail": str}, path)
+    if "url" not in given:
+        raise missing(f"{path}.url")
+    if given.get("detail", "auto") not in _DETAILS:
+        raise can_only_be(f"{path}.detail", ", ".join(_DETAILS), given["detail"])
+    if not given["url"][:8].lower().startswith(("data:", "http://", "https://")):
+        must = "be a data: URI, or an address of http or https"
+        raise invalid(f"{path}.url", must, given["url"], "invalid_image_url")
+    return {"url": given["url"]}
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:

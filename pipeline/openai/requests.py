@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from drafter.calls import CallForm
 from drafter.errors import RequestError
+from drafter.images.messages import take_images
 from drafter.other_names import NOT_SUPPORTED, OURS
 from drafter.requests import LONGEST_STOP, SEEDS, SamplingParams
 from drafter.structured_outputs import CallOutputs
@@ -31,6 +32,8 @@ from pipeline.openai.output import wanted_output
 from pipeline.openai.reasoning import ReasoningMarks
 from pipeline.openai.tools import Tools, call_form, chat_tools
 
+SEES_NOTHING = "the messages have images, and the model takes text alone"
+"""What is wrong with a request to such a model."""
 MOST_STOPS = 4
 """OpenAI's limit; rows of other formats may have more."""
 MOST_BIASES = 1024
@@ -80,6 +83,7 @@ class ParsedRequest:
     output_field: str = "structured_outputs"
     form: CallForm | None = None  # of calls in the text of an output, once it is known; see `for_model`
     reasoning: ReasoningMarks | None = None  # that may come before what the output must be
+    images: tuple[str, ...] = ()  # addresses of a chat's images, in the order of their places in its messages
 
     @property
     def choices(self) -> int:
@@ -138,11 +142,13 @@ class ParsedRequest:
         return bad_request(f"Invalid '{param}': {message[found.end() :]}", param, "invalid_value")
 
 
-def _conversation(parsed: ChatBody, *, with_tools: bool) -> Conversation:
+def _conversation(parsed: ChatBody, *, with_tools: bool) -> tuple[Conversation, list[str]]:
+    """Return a chat, and the addresses of its images."""
     said, tools = chat_messages(parsed.messages), parsed.tools
     asked = (parsed.documents, parsed.chat_template_kwargs, parsed.add_generation_prompt, parsed.continue_final_message)
     try:
-        return Conversation(said, tools if tools and with_tools else None, *asked)
+        said, images = take_images(said)
+        return Conversation(said, tools if tools and with_tools else None, *asked), images
     except RequestError as error:
         raise bad_request(f"Invalid value: {error}.", str(error).split()[0], "invalid_value") from error
 
@@ -186,7 +192,8 @@ def parse_chat(body: dict[str, Any]) -> ParsedRequest:
         raise contradiction(message, "structured_outputs")
     if tools is not None and parsed.ignore_eos:
         raise contradiction("'ignore_eos' does not go with 'tools': a call ends the output.", "ignore_eos")
-    return parsed.request((_conversation(parsed, with_tools=tools is not None),), settings, tools=tools)
+    chat, images = _conversation(parsed, with_tools=tools is not None)
+    return replace(parsed.request((chat,), settings, tools=tools), images=tuple(images))
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:

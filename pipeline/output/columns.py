@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 from drafter.statistics import draft_acceptance_rate, mean_acceptance_length
 
@@ -35,6 +36,15 @@ def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None
     ]
 
 
+_SPANS = pa.list_(pa.struct([("start", pa.int64()), ("stop", pa.int64()), ("digest", pa.string())]))
+
+
+def _spans_value(request: Request) -> list[dict[str, Any]]:
+    """Return where in the prompt's tokens its images stand, and the digests of these."""
+    spans = request.prompt.spans if isinstance(request.prompt, Prompt) else ()
+    return [{"start": span.start, "stop": span.stop, "digest": span.digest.hex()} for span in spans]
+
+
 @dataclass(frozen=True)
 class RunTraits:
     """Traits of a run that select its optional output columns.
@@ -42,6 +52,7 @@ class RunTraits:
     Args:
         lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
         learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
+        images: Whether rows may have images.
     """
 
     sampling: SamplingParams
@@ -49,6 +60,7 @@ class RunTraits:
     drafter: str = "none"
     lossless: bool = True
     learning: bool = False
+    images: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.l
 COLUMNS = (
     OutputColumn("text", _TEXT, lambda g, r, run: g.text),
     OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r, run: list(r.prompt_ids)),
+    OutputColumn("prompt_images", _SPANS, lambda g, r, run: _spans_value(r), wanted=lambda run: run.images),
     OutputColumn("token_ids", _INTEGERS, lambda g, r, run: g.token_ids),
     OutputColumn("finish_reason", _TEXT, lambda g, r, run: g.finish_reason),
     OutputColumn("valid", pa.bool_(), lambda g, r, run: g.valid, wanted=_structured),

@@ -69,11 +69,15 @@ def error_table(rows: pa.Table) -> pa.Table:
     failed = rows.filter(pa.compute.is_valid(rows["problem"]))
     problems = failed["problem"].to_pylist()
     inputs = [
-        problem["input"] if problem["input"] is not None else json.dumps(row, ensure_ascii=False, default=str)
+        problem["input"] if problem["input"] is not None else json.dumps(row, ensure_ascii=False, default=_as_text)
         for problem, row in zip(problems, python_rows(whole(failed["row"])), strict=True)
     ]
     columns = [[problem[name] for problem in problems] for name in ("type", "message", "attempts")]
     return pa.table([failed["request_id"], inputs, *columns], schema=ERROR_SCHEMA)
+
+
+def _as_text(value: object) -> str:
+    return f"({len(value):,} bytes)" if isinstance(value, bytes) else str(value)
 
 
 # Checks of result files: a power loss or an aborted copy leaves incomplete ones.

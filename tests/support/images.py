@@ -91,6 +91,7 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": EOS,
+    "tie_word_embeddings": False,
 }
 _TOWER: dict[str, Any] = {
     "hidden_size": 32,
@@ -327,14 +328,16 @@ PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, An
 
 def model_of(family: str, seed: int = 0) -> Any:
     """A random model that sees; large weights, so that its greedy text is not one token for ever."""
-    config = CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family])
+    config = CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family], tie_word_embeddings=False)
     torch.manual_seed(seed)
     with transformers_loading(), torch.inference_mode(False):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).to(DEVICE).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and parameter.any():
                 parameter.mul_(3)
+            elif parameter.dim() > 1:  # as Gemma 3's projector begins
+                parameter.normal_(std=0.3)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = EOS
     return model

@@ -1,0 +1,220 @@
+"""Images of rows: found and identified where rows are staged, opened where prompts are made of them.
+
+A staged row has the addresses of its images, and null for one whose bytes are in the row itself. What the row asks for
+has their digests in their place, so that its seed and its result belong to these images, wherever they are kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+from pyarrow import fs
+
+from drafter.errors import RequestError, one_line
+from drafter.images.messages import PLACE, take_images
+from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large
+from pipeline.errors import InputError, RowProblem
+from pipeline.io.fetching import fetch_web, is_web
+from pipeline.io.files import Location, in_parallel, locate
+from pipeline.io.listing import PromptSource
+
+IMAGES = "images"
+"""Column of a staged row: the addresses of its images."""
+
+
+@dataclass(frozen=True)
+class ImageReading:
+    """How images of rows are read.
+
+    Args:
+        files: File system of the input, for addresses that are paths.
+        hosts: As in `fetch_web`.
+        prompt_bytes: Size of what the model's processor makes of an image of usual size.
+    """
+
+    files: fs.FileSystem
+    limits: ImageLimits
+    hosts: tuple[str, ...] = ()
+    prompt_bytes: int = 0
+
+    def fetch(self, address: str, most: int) -> bytes:
+        """Return the content of an address of a staged row; raises as a `Fetch` does."""
+        if is_web(address):
+            return fetch_web(address, most, self.hosts)
+        try:
+            place = locate(address) if "://" in address else Location(self.files, address)
+            info = place.info
+            if info.type != fs.FileType.File:
+                raise RequestError("there is no such file")
+            if info.size is not None and info.size > most:
+                raise RequestError(f"it has {info.size:,} bytes, and {most:,} are the limit")
+            with place.filesystem.open_input_stream(place.path, compression=None) as stream:
+                return bytes(refuse_large(stream.read(most + 1), most))
+        except (OSError, InputError) as error:
+            raise RequestError(f"it cannot be read: {one_line(error, 200)}") from error
+
+    def refuse_many(self, count: int) -> None:
+        """Raise `RequestError` for more images than a prompt may have."""
+        if count > self.limits.images:
+            raise RequestError(f"there are {count} images, and up to {self.limits.images} are read")
+
+    def identity(self, source: Any) -> str:
+        """Return what a result is kept by of an image: a digest, or the address in the web, which is not asked twice.
+
+        Raises:
+            RequestError: It cannot be read.
+        """
+        if isinstance(source, str) and is_web(source):
+            return source
+        return image_digest(source, self.limits, fetch=self.fetch)
+
+    def opened(self, source: Any, identity: str) -> Image.Image:
+        """Open an image of a staged row.
+
+        Raises:
+            RequestError: It cannot be opened, or is not the one with this identity.
+        """
+
+        def fetch(address: str, most: int) -> bytes:
+            content = self.fetch(address, most)
+            if identity not in (address, image_digest(content, self.limits)):
+                raise RequestError("it has changed since the rows were read: add a row, or choose another output")
+            return content
+
+        return open_image(source, self.limits, fetch=fetch)
+
+
+def images_key(prompts: PromptSource) -> str:
+    """Return the name in `asked` for the identities of a row's images, which is no column that is read."""
+    return f"{prompts.column}:{IMAGES}"
+
+
+def take_row_images(
+    rows: Sequence[dict[str, Any]],
+    prompts: PromptSource,
+    file: str,
+    reading: ImageReading,
+    problems: dict[int, RowProblem],
+) -> list[list[str | None] | None]:
+    """Replace the images in what rows ask for by their identities, and return their addresses, row by row.
+
+    Args:
+        rows: What each row asks for, which is changed.
+        file: Path of the rows' file: relative paths of images begin at its folder.
+        problems: Gets what is wrong with a row, by its index.
+    """
+    found: dict[int, list[_Found]] = {}
+    for index, row in enumerate(rows):
+        given = row.pop(prompts.images_column, None) if prompts.images_column is not None else None
+        if index in problems:
+            continue
+        try:
+            sources = _sources(row, prompts, [_InRow(one) for one in images_of(given)])
+            reading.refuse_many(len(sources))
+            found[index] = [_found(one, posixpath.dirname(file), reading.limits) for one in sources]
+        except RequestError as error:
+            problems[index] = RowProblem("BadPrompt", str(error))
+    flat = [(index, one) for index, some in found.items() for one in some]
+    for (index, _), identity in zip(flat, in_parallel(_identity(reading), [one for _, one in flat]), strict=True):
+        if isinstance(identity, RequestError):
+            problems.setdefault(index, RowProblem("BadPrompt", str(identity)))
+        else:
+            rows[index].setdefault(images_key(prompts), []).append(identity)
+    return [[one.address for one in found[index]] if found.get(index) else None for index in range(len(rows))]
+
+
+def images_of(value: Any) -> list[Any]:
+    """Return the images in a value of a column: none, one or several.
+
+    Lists of numbers are pixels, `[H, W]` or `[H, W, 3]`, and lists of such lists several images.
+    """
+    if value is None or value == []:
+        return []
+    if not isinstance(value, list):
+        return [value]
+    shape = list(_shape(value))
+    return [value] if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4)) else value
+
+
+def _shape(value: Any) -> Iterator[int]:
+    while isinstance(value, list) and value:
+        yield len(value)
+        value = value[0]
+
+
+@dataclass(frozen=True)
+class _InRow:
+    # An image of the row's own column, whose bytes stay there.
+    source: Any
+
+
+@dataclass(frozen=True)
+class _Found:
+    source: Any
+    address: str | None
+
+
+def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) -> list[Any]:
+    if prompts.kind == "openai":  # its body is read as a whole, where the prompt is made
+        return []
+    if prompts.kind == "text":
+        return list(given)
+    messages = row.get(prompts.column)
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError):
+            return []  # what is wrong is said where the prompt is made
+    taken, sources = take_images(messages, given)
+    if sources:
+        row[prompts.column] = taken
+    return sources
+
+
+def _found(source: Any, folder: str, limits: ImageLimits) -> _Found:
+    in_row = isinstance(source, _InRow)
+    source = source.source if isinstance(source, _InRow) else source
+    if isinstance(source, Mapping):
+        content = source.get("bytes")
+        source = source.get("path") if content is None else content
+    if isinstance(source, str):
+        is_path = not (is_data(source) or "://" in source)
+        address = posixpath.join(folder, source) if is_path else source
+        return _Found(address, address)
+    if isinstance(source, bytes):
+        return _Found(source, None if in_row else f"data:;base64,{base64.b64encode(source).decode()}")
+    stream = BytesIO()
+    open_image(source, limits).save(stream, "PNG")  # pixels, which are large as lists
+    address = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return _Found(address, address)
+
+
+def _identity(reading: ImageReading) -> Any:
+    def identity(found: _Found) -> str | RequestError:
+        try:
+            return reading.identity(found.source)
+        except RequestError as error:
+            return error
+
+    return identity
+
+
+# Where prompts are made.
+
+
+def staged_images(addresses: Sequence[str | None] | None, value: Any) -> list[Any]:
+    """Return the sources of a staged row's images; `value` is that of its column of images."""
+    inside = (one for one in images_of(value) if isinstance(one, bytes) or (isinstance(one, dict) and one.get("bytes")))
+    return [next(inside, None) if address is None else address for address in addresses or ()]
+
+
+def with_places(text: str, count: int) -> list[dict[str, Any]]:
+    """Return a text prompt after so many images, as messages."""
+    return [{"role": "user", "content": [*[PLACE] * count, {"type": "text", "text": text}]}]
