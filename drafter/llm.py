@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from numbers import Integral
@@ -27,6 +28,9 @@ from drafter.engine.engine_thread import EngineThread
 from drafter.engine.handle import Handle
 from drafter.engine.sequence import LearningStart, RowTap
 from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
+from drafter.images.messages import take_images
+from drafter.images.opening import ImageLimits, open_image
+from drafter.images.processor import ImageProcessor, example_of, load_processor
 from drafter.many import (
     Completed,
     Sampling,
@@ -40,6 +44,7 @@ from drafter.many import (
     plain,
     with_settings,
 )
+from drafter.prompt import Prompt as TokenPrompt
 from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
@@ -49,7 +54,7 @@ from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endles
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | Messages | Conversation
+Prompt = str | Sequence[int] | Messages | Conversation | TokenPrompt
 
 
 class SpeculativeLM:
@@ -65,6 +70,7 @@ class SpeculativeLM:
         verifier: Decides which draft tokens are accepted; by default the exact one.
         samples: Receives finished rows, for a learner.
         drafter_name: Key of the step times that are kept between processes; None measures them in each.
+        processor: Makes prompts of messages with images, if the target model reads such.
     """
 
     def __init__(
@@ -77,8 +83,9 @@ class SpeculativeLM:
         verifier: Verifier | None = None,
         samples: RowTap | None = None,
         drafter_name: str | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
-        self.base, self.tokenizer, self.samples = base, tokenizer, samples
+        self.base, self.tokenizer, self.samples, self.processor = base, tokenizer, samples, processor
         self.engine = in_passing_thread(
             lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples, drafter_name=drafter_name)
         )
@@ -138,7 +145,13 @@ class SpeculativeLM:
             raise LoadError(f"model must be a folder or a hub id, not {shown(model)}")
         chosen, decides = engine_config(config, engine), make_verifier(verifier_settings(verifier))
 
-        def load_both() -> tuple[BaseModel, Drafter]:
+        def load_both() -> tuple[BaseModel, Drafter, ImageProcessor | None]:
+            processor, example, blind = None, None, ""
+            try:
+                if processor := load_processor(name, trust_remote_code=trust_remote_code):
+                    example = example_of(processor)
+            except (LoadError, RequestError) as reason:
+                blind = str(reason)
             base = load_base(
                 name,
                 dtype=dtype,
@@ -146,11 +159,15 @@ class SpeculativeLM:
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 generation_config=generation_config,
+                example=example,
             )
+            if blind:
+                base.blind = f"{name} reads text alone here: {blind}"
+                logger.warning(base.blind)
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
             load = load_drafter if learning is None else learning.drafter
             own = load(str(drafter), base, nodes, isolated=isolated)
-            return base, BesideDrafter(own, brought) if brought else own
+            return base, BesideDrafter(own, brought) if brought else own, processor
 
         if learning is not None and not decides.lossless:
             raise LoadError(
@@ -159,7 +176,7 @@ class SpeculativeLM:
             )
         tell = on_stage or logger.info
         tell(f"loading {model or 'the embedded model'}")
-        base, loaded = in_passing_thread(load_both)
+        base, loaded, processor = in_passing_thread(load_both)
         if loaded.withheld and chosen.num_draft_tokens != "auto":
             raise LoadError(
                 "a head that starts from nothing is drafted with once that pays: leave num_draft_tokens at auto"
@@ -173,7 +190,8 @@ class SpeculativeLM:
         elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
             tell("timing decode steps")
         kept_by = None if learning is not None else str(drafter)
-        lm = cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples, drafter_name=kept_by)
+        more: dict[str, Any] = {"verifier": decides, "samples": samples, "processor": processor}
+        lm = cls(base, loaded, tokenizer, chosen, drafter_name=kept_by, **more)
         lm._arguments = arguments
         return lm
 
@@ -188,33 +206,59 @@ class SpeculativeLM:
         """Largest number of tokens of a request, prompt and output together."""
         return self.engine.max_length
 
-    def encode(self, prompt: Prompt, *, special_tokens: bool = False, now: datetime | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        images: Sequence[Any] = (),
+        special_tokens: bool = False,
+        now: datetime | None = None,
+    ) -> list[int] | TokenPrompt:
         """Tokenise a text as it is, or a chat by the chat template, which gets messages, or all of a `Conversation`.
 
-        Token ids stay as they are.
+        Token ids stay as they are. A chat with images becomes a prompt with these.
 
         Args:
+            images: Those of the parts `{"type": "image"}` without one, in order: paths, `data:` URIs, files' bytes,
+                images of Pillow or arrays. If there are no such parts, the user's first message begins with them.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
             now: Time for chat templates that read the clock; by default the present.
 
         Raises:
             RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
-                or the tokeniser cannot take a special token's text in a message as text.
+                the tokeniser cannot take a special token's text in a message as text, or an image cannot be read.
         """
+        if isinstance(prompt, TokenPrompt):
+            return prompt
         prompt = cast(Prompt, plain(prompt))
-        if is_tokens(prompt):
+        if is_tokens(prompt) and not images:
             return [int(token) for token in prompt]
+        said = prompt.messages if isinstance(prompt, Conversation) else prompt
+        said, sources = take_images(said, images)
+        prompt = replace(prompt, messages=said) if isinstance(prompt, Conversation) else said
         refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
         if isinstance(prompt, str):
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
         if not (isinstance(prompt, Conversation) or is_chat(prompt)):
             raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
+        settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
+        if sources:
+            return self._encode_images(prompt, sources, settings)
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
-        longest = self.max_length
-        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens, max_length=longest, now=now)
+        return encode_chat(self.tokenizer, prompt, **settings)
+
+    def _encode_images(
+        self, asked: Messages | Conversation, sources: list[Any], settings: dict[str, Any]
+    ) -> TokenPrompt:
+        if self.processor is None or self.base.sight is None:
+            raise RequestError(f"the messages have images, and {self.base.blind}: leave them out")
+        limits = ImageLimits()
+        if len(sources) > limits.images:
+            raise RequestError(f"the messages have {len(sources)} images; a prompt may have up to {limits.images}")
+        return self.processor.encode(asked, [open_image(source, limits) for source in sources], **settings)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.
@@ -285,19 +329,21 @@ class SpeculativeLM:
     ) -> list[Generation]:
         """Answer one conversation or many: messages, or a text as the user's message. Otherwise as `generate`.
 
+        A message may have images: parts such as `{"type": "image", "image": image}`, with an image of Pillow, a path, a
+        `data:` URI, a file's bytes or an array, and OpenAI's `image_url`.
+
         Args:
             tools: JSON schemas, or functions with types and a docstring; this and the next four are those of a
                 `Conversation`, for all conversations.
         """
         schemas = tools and [get_json_schema(one) if callable(one) else one for one in tools]
         asked = (schemas, documents, chat_template_kwargs, add_generation_prompt, continue_final_message)
-        made = self._as_completed(
-            lambda one: self.encode(as_chat(one, *asked), special_tokens=special_tokens),
-            conversations,
-            sampling,
-            n,
-            settings,
-        )
+
+        def encode(one: Any) -> list[int] | TokenPrompt:
+            said, sources = (one, []) if isinstance(one, Conversation) else take_images(one)
+            return self.encode(as_chat(said, *asked), images=sources, special_tokens=special_tokens)
+
+        made = self._as_completed(encode, conversations, sampling, n, settings)
         return in_order(made, conversations, n, on_error=on_error, use_tqdm=use_tqdm)
 
     def as_completed(
@@ -327,7 +373,7 @@ class SpeculativeLM:
 
     def _as_completed(
         self,
-        encode: Callable[[Any], list[int]],
+        encode: Callable[[Any], list[int] | TokenPrompt],
         prompts: object,
         sampling: Sampling | Iterable[Sampling] | None,
         n: int,

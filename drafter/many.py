@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from drafter.engine.handle import Handle
 from drafter.errors import QueueFullError, RequestError, shown, unknown_setting
+from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, hashed_seed
 from drafter.statistics import DecodeCounts
 from drafter.text.conversation import Conversation
@@ -31,7 +32,7 @@ def each_prompt(prompts: object) -> Iterator[object]:
     if any(hasattr(prompts, name) for name in ("columns", "column_names")):  # of pandas and Polars; Arrow and datasets
         raise RequestError(f"prompts must be one column of the {type(prompts).__name__}, such as table['prompt']")
     found = plain(prompts)
-    if isinstance(found, str | Conversation) or is_tokens(found) or is_chat(found):
+    if isinstance(found, str | Conversation | Prompt) or is_tokens(found) or is_chat(found):
         yield found
     elif isinstance(found, Mapping | bytes) or not isinstance(found, Iterable):
         raise RequestError(
@@ -99,7 +100,7 @@ def each_with_settings(
 
 
 def make_requests(
-    encode: Callable[[Any], list[int]],
+    encode: Callable[[Any], list[int] | Prompt],
     prompts: Iterable[object],
     sampling: SamplingParams | Sequence[SamplingParams],
     n: int,
@@ -111,7 +112,7 @@ def make_requests(
     seed of its settings, and so has the first sample of a prompt with settings of its own.
 
     Args:
-        encode: Makes token ids of a prompt.
+        encode: Makes token ids of a prompt, or a `Prompt`.
         sampling: The settings of all prompts, or a sequence of one for each.
         max_length: Tokens that prompt and output may have together.
 
@@ -126,11 +127,12 @@ def make_requests(
         if params is None:
             raise RequestError(f"prompt {place} has no settings: give one SamplingParams, or one for each prompt")
         try:
-            ids, problem = encode(prompt), None
+            asked, problem = encode(prompt), None
         except RequestError as error:
-            ids, problem = [], error
-        room = max_length - len(ids)
-        if not warned and params.max_new_tokens is not None and ids and 0 < room < params.max_new_tokens:
+            asked, problem = [], error
+        made = asked if isinstance(asked, Prompt) else Prompt(asked)
+        room = max_length - len(made.ids)
+        if not warned and params.max_new_tokens is not None and made.ids and 0 < room < params.max_new_tokens:
             warned = True
             logger.warning(
                 "max_new_tokens %s is more than there is room for: prompt and output together may have %s tokens",
@@ -140,11 +142,11 @@ def make_requests(
         for sample in range(n):
             name = str(place) if n == 1 else f"{place}#{sample}"
             if problem is not None:
-                yield failed(Request(ids, params, name), problem)
+                yield failed(Request(made, params, name), problem)
                 continue
             at = 0 if own else place
             seed = hashed_seed(params.seed, f"{at}#{sample}") if at or sample else params.seed
-            yield Request(ids, replace(params, seed=seed), name)
+            yield Request(made, replace(params, seed=seed), name)
     if own and next(settings, None) is not None:
         raise RequestError(f"there are more settings than the {place + 1} prompts")
 

@@ -29,7 +29,7 @@ FORBIDDEN = {
 
 WALLS = {
     "drafter.native": {"drafter.devices"},
-    "drafter.target_model": {"drafter.devices", "drafter.errors", "drafter.hub", "drafter.native"},
+    "drafter.target_model": {"drafter.devices", "drafter.errors", "drafter.hub", "drafter.native", "drafter.prompt"},
     "drafter.tree": {"drafter.devices"},
     "drafter.heads": {
         "drafter.ctc.head",

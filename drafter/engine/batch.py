@@ -99,7 +99,8 @@ class BatchState:
         Raises:
             RequestError: The model cannot take these images.
         """
-        assert self.base.sight is not None and self.shift is not None  # or the prompt was refused
+        assert self.base.sight is not None  # or the prompt was refused
+        assert self.shift is not None
         features = self.base.sight.features(prompt)
         self.shift[slot] = features.shift
         return features

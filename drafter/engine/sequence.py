@@ -106,8 +106,7 @@ class Sequence:
 
     @property
     def apart(self) -> bool:
-        """True if its prompt has forwards of its own: its first token or log-probabilities come with them, or images.
-        """
+        """True if its prompt has forwards of its own: for its first token, log-probabilities or images."""
         return self.handle.streams or self.handle.request.prompt_logprobs is not None or self.sees
 
     @property

@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL.Image import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+from PIL.Image import Image, fromarray
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from drafter.errors import LoadError, RequestError, first_line, one_line
 from drafter.hub import local_only
@@ -124,6 +123,13 @@ class ImageProcessor:
         return list(tokenise(self.tokenizer, [text], add_special_tokens=False)["input_ids"][0])
 
 
+def example_of(processor: ImageProcessor) -> Prompt:
+    """Return a prompt with an image, for the proof that a model reads it."""
+    pixels = (np.indices((48, 64)).sum(0) * 37 % 256).astype(np.uint8)
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
+    return processor.encode([message], [fromarray(pixels).convert("RGB")])
+
+
 def digest(image: Image) -> bytes:
     """Return what images of equal pixels have in common, whatever file they come from."""
     pixels = image.convert("RGB")
@@ -153,10 +159,7 @@ def load_processor(
         config = AutoConfig.from_pretrained(name, **where)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             return None
-        try:
-            processor = AutoProcessor.from_pretrained(name, **where)
-        except ImportError:  # of what it needs for videos
-            processor = _load_without_videos(PROCESSOR_MAPPING[type(config)], name, where)
+        processor = _load(config, name, where)
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
         raise LoadError(f"the processor of {name!r} cannot be loaded: {first_line(error)}") from error
     if getattr(processor, "image_token", None) is None:
@@ -170,8 +173,18 @@ def without_videos(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: parts)})
 
 
-def _load_without_videos(kind: Any, name: str, where: Mapping[str, Any]) -> Any:
-    loaders = {
+def _load(config: Any, name: str, where: Mapping[str, Any]) -> Any:
+    """Load a processor; without its part for videos, where this lacks what it needs, such as torchvision."""
+    from transformers import AutoImageProcessor, AutoProcessor  # with the code of models, which takes seconds
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    try:
+        return AutoProcessor.from_pretrained(name, **where)
+    except Exception:
+        kind = PROCESSOR_MAPPING.get(type(config), None)
+        if kind is None or _VIDEOS not in kind.get_attributes():
+            raise
+    loaders: dict[str, Callable[[], Any]] = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(name, **where),
         "tokenizer": lambda: load_tokenizer(name, **where),
         _VIDEOS: lambda: None,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -83,6 +83,12 @@ def refuse_unsupported(name: str, config: Any) -> None:
     known_models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     if config.model_type not in known_models and not getattr(config, "auto_map", None):
         raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the whole model of a configuration: with its eyes, if it has some."""
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def decoder_of(model: Any) -> nn.Module:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from drafter.errors import LoadError, first_line, one_line
 from drafter.hub import local_only, not_found
-from drafter.target_model.architecture import TIE_WEIGHTS, make_model, refuse_unsupported
+from drafter.prompt import Prompt
+from drafter.target_model.architecture import TIE_WEIGHTS, auto_class, make_model, refuse_unsupported
 from drafter.target_model.model import BaseModel
 from drafter.target_model.weights import (
     STRANGE,
@@ -42,6 +43,7 @@ def load_base(
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     generation_config: Literal["auto", "ignore"] = "auto",
+    example: Prompt | None = None,
 ) -> BaseModel:
     """Load a target model; its weights must be safetensors.
 
@@ -52,6 +54,7 @@ def load_base(
         trust_remote_code: Run modeling code that comes with the weights.
         generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`; its
             end-of-sequence tokens stay.
+        example: A prompt with an image, if such prompts are to be read; see `BaseModel`.
 
     Raises:
         LoadError: Not found, not readable, or not a model that can verify draft trees.
@@ -72,7 +75,7 @@ def load_base(
         kwargs["attn_implementation"] = "eager"
     try:
         with _quiet():
-            model, report = make_model(partial(AutoModelForCausalLM.from_pretrained, name, **kwargs))
+            model, report = make_model(partial(auto_class(config).from_pretrained, name, **kwargs))
         refuse_unfit(name, model, report)
         require_data(name, model)
         if device_map is None:
@@ -91,7 +94,7 @@ def load_base(
     if generation_config == "ignore":
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         model.generation_config = GenerationConfig(**tokens)
-    return BaseModel(model, name)
+    return BaseModel(model, name, example=example)
 
 
 def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:

@@ -365,7 +365,9 @@ class BaseModel:
             features: Of the only chunk, where its prompt has images.
             shift: As in `Nodes`.
         """
-        return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers, features=features, shift=shift))[1]
+        return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers, features=features, shift=shift))[
+            1
+        ]
 
     def prefill_last(
         self,

@@ -178,7 +178,7 @@ def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor) -
 
 
 def _read_with_cache(base: Candidate, sight: Sight, prompt: Prompt, following: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a prompt and what follows it `[P + 4]`, and the model's logits from the prompt's last token on `[5, V]`."""
+    """Return a prompt and what follows it `[P + 4]`, and the model's logits after the last five of these `[5, V]`."""
     name = cache_name(base.model)
     ids = torch.tensor(list(prompt.ids), device=base.device)
     cache = {name: DynamicCache(config=base.config)}

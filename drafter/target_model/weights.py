@@ -16,11 +16,10 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, first_line, shown
 from drafter.hub import hub_answers, hub_file
-from drafter.target_model.architecture import make_model
+from drafter.target_model.architecture import auto_class, make_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -156,7 +155,7 @@ def skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
     """Return the model of a configuration without data. May raise any error of the model's class."""
     with torch.device("meta"):
         settings = {"trust_remote_code": trust_remote_code}
-        return make_model(partial(AutoModelForCausalLM.from_config, copy.deepcopy(config), **settings))
+        return make_model(partial(auto_class(config).from_config, copy.deepcopy(config), **settings))
 
 
 class AtMost(TorchFunctionMode):

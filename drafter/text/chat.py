@@ -108,7 +108,9 @@ def _shape(arguments: dict[str, Any]) -> str:
             plain["conversation"][place]["content"] = _mark(content, place, 0)
         for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
             if part["type"] != "image":
-                plain["conversation"][place]["content"][index] |= {part["type"]: _mark(part[part["type"]], place, index)}
+                plain["conversation"][place]["content"][index] |= {
+                    part["type"]: _mark(part[part["type"]], place, index)
+                }
     return json.dumps(plain, default=str)
 
 

@@ -61,7 +61,9 @@ class Conversation:
     def image_parts(self) -> int:
         """Number of parts `{"type": "image"}`, whose images are beside the messages, in order."""
         contents = (message.get("content") for message in self.messages)
-        return sum(part["type"] == "image" for content in contents if isinstance(content, list | tuple) for part in content)
+        return sum(
+            part["type"] == "image" for content in contents if isinstance(content, list | tuple) for part in content
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `apply_chat_template`."""

@@ -1,4 +1,4 @@
-"""Small random models that see, of many families, each with its own processor, a tokeniser of characters, and images."""
+"""Small random models that see, each with its family's own processor, a tokeniser of characters, and images."""
 
 from __future__ import annotations
 
@@ -271,7 +271,13 @@ _INTERN = {
 _PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
 _EYED = "<|vision_start|><|image_pad|><|vision_end|>"
 PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, Any]]] = {
-    "llava": ("LlavaProcessor", _siglip, _IMAGE, "<image>", {"patch_size": 8, "vision_feature_select_strategy": "full"}),
+    "llava": (
+        "LlavaProcessor",
+        _siglip,
+        _IMAGE,
+        "<image>",
+        {"patch_size": 8, "vision_feature_select_strategy": "full"},
+    ),
     "llava_onevision": (
         "LlavaOnevisionProcessor",
         lambda: transformers.LlavaOnevisionImageProcessorPil(
@@ -281,7 +287,13 @@ PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, An
         "<image>",
         {"num_image_tokens": 9, "vision_feature_select_strategy": "full"},
     ),
-    "idefics3": ("Idefics3Processor", partial(_tiles, "Idefics3ImageProcessorPil"), {}, "<image>", {"image_seq_len": 4}),
+    "idefics3": (
+        "Idefics3Processor",
+        partial(_tiles, "Idefics3ImageProcessorPil"),
+        {},
+        "<image>",
+        {"image_seq_len": 4},
+    ),
     "smolvlm": (
         "SmolVLMProcessor",
         partial(_tiles, "SmolVLMImageProcessorPil"),

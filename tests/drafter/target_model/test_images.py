@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from drafter.drafters.contract import PlainDecoding
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
+from drafter.target_model.sight import Borders
 from tests.support.images import FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
-from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, run_engine
+from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
 
 NEW = 12
 QUICK = ["llava", "qwen3_vl", "gemma3", "paligemma"]
@@ -58,11 +64,130 @@ def requests(family: str, **sampling: Any) -> list[Request]:
     return [Request(prompt, settings) for prompt in prompts(family)]
 
 
+def tokens(family: str, drafter: Drafter, asked: list[Request] | None = None, **config: Any) -> list[list[int]]:
+    settings = {"max_num_seqs": 4, "num_draft_tokens": 7} | config
+    return [one.token_ids for one in run_engine(base(family), drafter, asked or requests(family), **settings)]
+
+
+def oracle(family: str) -> OracleDrafter:
+    return OracleDrafter([[*one.ids, *text] for one, text in zip(prompts(family), expected(family), strict=True)])
+
+
 @pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_rows_with_images_are_continued_as_generate_does(family: str) -> None:
     assert base(family).sight is not None, base(family).blind
-    texts = [[*prompt.ids, *text] for prompt, text in zip(prompts(family), expected(family), strict=True)]
     assert expected(family)[0] != expected(family)[1]  # or the images do not matter
-    for drafter in (PlainDecoding(), OracleDrafter(texts), AdversarialDrafter(0)):
-        found = run_engine(base(family), drafter, requests(family), max_num_seqs=4, num_draft_tokens=7)
-        assert [one.token_ids for one in found] == expected(family), type(drafter)
+    for drafter in (PlainDecoding(), oracle(family), AdversarialDrafter(0)):
+        assert tokens(family, drafter) == expected(family), type(drafter)
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
+def test_a_prompt_is_cut_where_its_tokens_do_not_see_each_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 5)
+    assert tokens(family, oracle(family)) == expected(family)
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_vl"], FAMILIES))
+def test_preempted_rows_see_their_images_again(family: str) -> None:
+    longest = max(len(prompt.ids) for prompt in prompts(family)) + NEW
+    need = base(family).cache_bytes
+    room = need.slot * 4 + need.position * (longest + 120)
+    engine = Engine(
+        base(family),
+        oracle(family),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=4, num_draft_tokens=7, max_model_len=longest, kv_gib=room / 2**30),
+    )
+    handles = [engine.submit(request) for request in requests(family)]
+    while not engine.idle:
+        if engine.state().steps == 3:
+            engine._preempt()  # as memory that runs out does
+        engine.step()
+    assert engine.state().preemptions
+    assert [handle.result(0).token_ids for handle in handles] == expected(family)
+
+
+@pytest.mark.parametrize("family", slow_but(["gemma3"], FAMILIES))
+def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
+    drawn = tokens(family, PlainDecoding(), requests(family, temperature=1.0, seed=3), max_num_seqs=1)
+    texts = [[*one.ids, *text] for one, text in zip(prompts(family), drawn, strict=True)]
+    assert tokens(family, OracleDrafter(texts), requests(family, temperature=1.0, seed=3)) == drawn
+    engine = Engine(base(family), oracle(family), SpellingTokenizer(), EngineConfig(max_num_seqs=4))
+    handles = [engine.submit(request, stream=True) for request in requests(family)]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == expected(family)
+
+
+def test_rows_share_what_their_images_have_in_common() -> None:
+    family = "llava"
+    encode, image = processor_of(family).encode, picture(1)
+    rows = [encode(asked(f"And question {number}?"), [picture(1 if number < 3 else 2)]) for number in range(4)]
+    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=4))
+    tower, calls = base(family).model.model.vision_tower, []
+    hook = tower.register_forward_hook(lambda *call: calls.append(1))
+    before = encode(asked("Is this another one?"), [image])  # whatever was kept of other tests
+    base(family).sight._kept.clear()  # type: ignore[union-attr]
+    handles = []
+    for prompt in rows:
+        handles.append(engine.submit(Request(prompt, SamplingParams(NEW, ignore_eos=True))))
+        engine.step()
+    hook.remove()
+    assert len(calls) == 2  # two images
+    text = len(before.ids) - len("Is this another one?")  # all of a prompt but the question
+    behind = len("<|turn|>user:")
+    assert text > behind
+    question = len("And question ") + rows[0].spans[0].stop
+    start = rows[0].spans[0].start
+    assert engine.state().shared_tokens == 2 * question + (start if start >= 8 else 0)
+    while not engine.idle:
+        engine.step()
+    found = [handle.result(0).token_ids for handle in handles]
+    assert found == [reference(base(family).model, prompt) for prompt in rows]
+
+
+def test_prompts_that_cannot_be_read_end_alone() -> None:
+    family = "llava"
+    good = prompts(family)[0]
+    short = replace(good, ids=[one for place, one in enumerate(good.ids) if place != good.spans[0].start])
+    short = replace(short, spans=(replace(good.spans[0], stop=good.spans[0].stop - 1),))
+    found = run_engine_with_errors(family, [short, good])
+    assert isinstance(found[0], RequestError)
+    assert "cannot read these images" in str(found[0])
+    assert found[1] == expected(family)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda one: replace(one, ids=one.ids[: one.spans[0].stop]), "ends with an image"),
+        (lambda one: replace(one, ids=[*one.ids, one.ids[one.spans[0].start], 40]), "which stands for images"),
+        (lambda one: replace(one, inputs={**one.inputs, "pixels": np.zeros(1)}), "takes no pixels"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(change: Any, reason: str) -> None:
+    engine = Engine(base("llava"), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    with pytest.raises(RequestError, match=reason):
+        engine.submit(Request(change(prompts("llava")[0])))
+
+
+def test_a_model_of_text_refuses_images(tiny_base: BaseModel) -> None:
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    with pytest.raises(RequestError, match="has images, and .* reads text alone"):
+        engine.submit(Request(replace(prompts("llava")[0], ids=[3] * len(prompts("llava")[0].ids))))
+
+
+def test_borders_are_where_no_token_sees_one_behind() -> None:
+    borders = Borders(np.array([0, 1, 4, 4, 4, 5, 8, 8, 8]))  # two blocks of three
+    assert [place for place in range(10) if borders.before(place) == place] == [0, 1, 2, 5, 6, 9]
+    assert (borders.before(4), borders.behind(3), borders.before(8), borders.behind(7)) == (2, 5, 6, 9)
+    assert (borders.cut(0, 4), borders.cut(2, 4), borders.cut(5, 9), borders.cut(6, 7)) == (2, 5, 9, 9)
+    assert borders.before(12) == borders.behind(12) == 12  # behind the prompt everywhere
+
+
+def run_engine_with_errors(family: str, rows: list[Prompt]) -> list[Any]:
+    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=2))
+    handles = [engine.submit(Request(row, SamplingParams(NEW, ignore_eos=True))) for row in rows]
+    while not engine.idle:
+        engine.step()
+    return [one.future.exception() or one.result(0).token_ids for one in handles]
