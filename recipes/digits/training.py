@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from recipes.digits.questions import Question, question_of_none, question_of_several, questions
-from recipes.digits.sheets import Sheet, draw_sheet, glyphs
+from recipes.digits.sheets import COLUMNS, ROWS, Sheet, draw_sheet, glyphs
 
 SIDE, PATCH = 64, 8
 VOCABULARY, MAX_LENGTH = 512, 1_024
@@ -50,11 +50,11 @@ CONVERSATIONS = 16
 """Conversations a step."""
 _TURNS = 3
 _RATE, _WARM_UP = 1.5e-3, 100
-_TOWER_STEPS, _TOWER_SHEETS, _TOWER_RATE, _KEPT_RATE = 700, 64, 2e-3, 0.2
-"""First the vision tower learns alone, which costs little; beside the rest it learns at a share of the others' rate."""
-_NO_DIGIT = 10
 _LINE_STEPS, _SAVE_STEPS = 20, 100
-
+_TOWER_STEPS, _TOWER_SHEETS, _TOWER_RATE, _STRIPS = 1_000, 64, 2e-3, 0.25
+"""First the vision tower learns alone, which costs little; then it stays as it is."""
+_NO_DIGIT = 10
+_CLASSES = (_NO_DIGIT + 1, ROWS, COLUMNS)
 _SORTED = 4
 """Batches that are made at once: with conversations of similar length in each, little of it is padding."""
 
@@ -166,35 +166,46 @@ def build_model(processor: LlavaProcessor) -> LlavaForConditionalGeneration:
 
 
 def train_tower(model: LlavaForConditionalGeneration, processor: LlavaProcessor, seed: int) -> None:
-    """Train the vision tower alone: each patch says which digit has its centre there, if any."""
+    """Train the vision tower alone: each patch says which digit has its centre there, in which row and which column.
+
+    Without it the language model would have to find out what a digit is and where the next one is at the same time.
+    """
     tower, width = model.model.vision_tower, model.config.vision_config.hidden_size
-    judge = torch.nn.Linear(width, _NO_DIGIT + 1)
+    judge = torch.nn.Linear(width, sum(_CLASSES))
     optimiser = torch.optim.AdamW([*tower.parameters(), *judge.parameters()], lr=_TOWER_RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, _cosine(_TOWER_STEPS))
     rng, some = random.Random(seed), glyphs(held_out=False)
     for step in range(1, _TOWER_STEPS + 1):
-        sheets = [draw_sheet(rng, some, strip=rng.random() < 0.25) for _ in range(_TOWER_SHEETS)]
+        sheets = [draw_sheet(rng, some, strip=rng.random() < _STRIPS) for _ in range(_TOWER_SHEETS)]
         pixels = processor.image_processor([sheet.image for sheet in sheets], return_tensors="pt")["pixel_values"]
         with torch.autocast("cpu", torch.bfloat16):
             seen = tower(pixels, output_hidden_states=True).hidden_states[model.config.vision_feature_layer]
-            logits = judge(seen).float()
-        labels = torch.stack([_patch_labels(sheet) for sheet in sheets])
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            judged = judge(seen).float().flatten(0, 1).split(_CLASSES, 1)
+        labels = torch.cat([patch_labels(sheet) for sheet in sheets]).unbind(1)
+        there = labels[0] != _NO_DIGIT
+        losses = [F.cross_entropy(judged[0], labels[0], reduction="sum") / there.sum()]
+        losses += [F.cross_entropy(judged[k][there], labels[k][there]) for k in (1, 2)]
+        loss = torch.stack(losses).sum()
         _learn(loss, optimiser, schedule)
         if step % _LINE_STEPS == 0:
-            there = labels != _NO_DIGIT
-            right = (logits.argmax(-1) == labels)[there].float().mean()
-            print(f"tower {step:5d}  loss {loss.item():.3f}  {right:.3f} right", file=sys.stderr, flush=True)
+            best = [judged[0][there][:, :_NO_DIGIT], judged[1][there], judged[2][there]]
+            right = [(one.argmax(1) == label[there]).float().mean() for one, label in zip(best, labels, strict=True)]
+            shares = ", ".join(f"{share:.3f}" for share in right)
+            print(f"tower {step:5d}  loss {loss.item():.3f}  right: {shares}", file=sys.stderr, flush=True)
 
 
-def _patch_labels(sheet: Sheet) -> torch.Tensor:
-    """Return for each patch `[patches]` of a sheet's square which digit has its centre there, or `_NO_DIGIT`."""
+def patch_labels(sheet: Sheet) -> torch.Tensor:
+    """Return for each patch `[patches, 3]` of a sheet's square the digit whose centre is there, its row and its column.
+
+    Where there is none, the digit is `_NO_DIGIT`.
+    """
     side, (width, height) = max(sheet.image.size), sheet.image.size
-    labels = torch.full((SIDE // PATCH, SIDE // PATCH), _NO_DIGIT)
-    for (x, y), digit in zip(sheet.centres, sheet.digits, strict=True):
-        row, column = ((at + (side - long) // 2) * SIDE // PATCH // side for at, long in ((y, height), (x, width)))
-        labels[row, column] = digit
-    return labels.flatten()
+    labels = torch.full((SIDE // PATCH, SIDE // PATCH, 3), _NO_DIGIT)
+    columns = len(sheet.rows[0])
+    for place, ((x, y), digit) in enumerate(zip(sheet.centres, sheet.digits, strict=True)):
+        down, across = ((at + (side - long) // 2) * SIDE // PATCH // side for at, long in ((y, height), (x, width)))
+        labels[down, across] = torch.tensor([digit, place // columns, place % columns])
+    return labels.flatten(0, 1)
 
 
 def _cosine(steps: int) -> Callable[[int], float]:
@@ -262,10 +273,8 @@ def train(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
     processor.save_pretrained(folder)
     model = build_model(processor)
     model.set_attn_implementation("eager")  # on CPUs its backward takes a third of the other's time
-    tower = list(model.model.vision_tower.parameters())
-    others = [weight for name, weight in model.named_parameters() if "vision_tower" not in name]
-    groups: list[dict[str, Any]] = [{"params": others}, {"params": tower, "lr": _KEPT_RATE * _RATE}]
-    optimiser = torch.optim.AdamW(groups, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    weights = [weight for name, weight in model.named_parameters() if "vision_tower" not in name]
+    optimiser = torch.optim.AdamW(weights, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, _cosine(steps))
     state_file, first = folder / "state.pt", 0
     if state_file.exists():
@@ -275,6 +284,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
             part.load_state_dict(state[saved])
     else:
         train_tower(model, processor, seed)
+    model.model.vision_tower.requires_grad_(False)
     # Seeded by the step, so that a training that goes on sees other conversations than before.
     stream = batches(processor, seed + 1 + first)
     print(f"{model.num_parameters():,} parameters", file=sys.stderr, flush=True)

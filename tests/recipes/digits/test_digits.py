@@ -17,7 +17,7 @@ from recipes.digits.__main__ import main
 from recipes.digits.measuring import answers
 from recipes.digits.questions import read_digits
 from recipes.digits.sheets import draw_sheet, glyphs
-from recipes.digits.training import batch_of, conversations
+from recipes.digits.training import batch_of, conversations, patch_labels
 
 
 def test_the_model_that_ships_reads_digits_that_it_has_not_seen() -> None:
@@ -42,9 +42,12 @@ def test_answers_are_learned_and_nothing_else() -> None:
 
 def test_patches_are_labelled_with_the_digits_in_them() -> None:
     sheet = draw_sheet(random.Random(5), glyphs(held_out=False), strip=False)
-    labels = training._patch_labels(sheet)
-    assert labels.shape == (64,)
-    assert labels[labels < 10].tolist() == sheet.digits
+    digits, rows, columns = patch_labels(sheet).unbind(1)
+    assert digits.shape == (64,)
+    there = digits < 10
+    assert digits[there].tolist() == sheet.digits
+    assert rows[there].tolist() == [row for row, line in enumerate(sheet.rows) for _ in line]
+    assert columns[there].tolist() == [column for line in sheet.rows for column in range(len(line))]
 
 
 @pytest.fixture
