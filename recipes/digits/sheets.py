@@ -16,13 +16,11 @@ from PIL import Image
 DATA = Path(__file__).resolve().parents[2] / "data" / "digits" / "digits.csv.gz"
 HELD_OUT_SHARE = 0.1
 """Share of the digits that no model learns from."""
-COLUMNS, ROWS = 5, 3
-"""The largest sheet of one row, and the most rows; a sheet of several rows has at most four columns."""
-_INK = 16
-_DIGIT, _PITCH = 22, 24
-"""Side of a digit, and distance of two digits' centres, in pixels."""
-_WIDTHS = (112, 136)
-"""A sheet is at least so wide: all processors make images equally large, and digits shall not become much larger."""
+COLUMNS, ROWS = 4, 3
+"""The most digits of a row, and the most rows."""
+CELL = 32
+"""Side of the square that a digit is in, in pixels. All sheets are as wide as the longest row."""
+_INK, _DIGIT = 16, 28
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,12 @@ class Sheet:
     Args:
         image: How it looks, in RGB.
         rows: Its digits, row by row; all rows have the same length.
-        centres: Where each digit's centre is, in pixels from the left and from the top, in reading order.
+        corners: Where the square of each digit begins, in pixels from the left and from the top, in reading order.
     """
 
     image: Image.Image
     rows: tuple[tuple[int, ...], ...]
-    centres: tuple[tuple[int, int], ...]
+    corners: tuple[tuple[int, int], ...]
 
     @property
     def digits(self) -> list[int]:
@@ -83,20 +81,17 @@ def draw_sheet(rng: random.Random, some: Sequence[Glyph], *, strip: bool | None 
     if rng.random() < 0.6 if strip is None else strip:
         height, width = 1, rng.randint(1, COLUMNS)
     else:
-        height, width = rng.randint(2, ROWS), rng.randint(2, COLUMNS - 1)
+        height, width = rng.randint(2, ROWS), rng.randint(2, COLUMNS)
     chosen = [[rng.choice(some) for _ in range(width)] for _ in range(height)]
-    size = (max(width * _PITCH + rng.randint(4, 16), rng.randint(*_WIDTHS)), height * _PITCH + rng.randint(4, 16))
-    left, top = (rng.randint(0, size[0] - width * _PITCH), rng.randint(0, size[1] - height * _PITCH))
-    ink, centres = np.zeros((size[1], size[0]), np.float32), []
-    for row, line in enumerate(chosen):
-        for column, glyph in enumerate(line):
-            x, y = left + column * _PITCH + rng.randint(0, 2), top + row * _PITCH + rng.randint(0, 2)
-            ink[y : y + _DIGIT, x : x + _DIGIT] += _written(rng, glyph)
-            centres.append((x + _DIGIT // 2, y + _DIGIT // 2))
+    ink, left = np.zeros((height * CELL, COLUMNS * CELL), np.float32), rng.randint(0, COLUMNS - width) * CELL
+    corners = [(left + column * CELL, row * CELL) for row in range(height) for column in range(width)]
+    for (x, y), glyph in zip(corners, [glyph for line in chosen for glyph in line], strict=True):
+        x, y = x + rng.randint(0, CELL - _DIGIT), y + rng.randint(0, CELL - _DIGIT)
+        ink[y : y + _DIGIT, x : x + _DIGIT] = _written(rng, glyph)
     paper, pen = rng.randint(215, 255), rng.randint(0, 70)
-    grey = (paper - ink.clip(0, 1) * (paper - pen)).round().astype(np.uint8)
+    grey = (paper - ink * (paper - pen)).round().astype(np.uint8)
     rows = tuple(tuple(glyph.digit for glyph in line) for line in chosen)
-    return Sheet(Image.fromarray(grey).convert("RGB"), rows, tuple(centres))
+    return Sheet(Image.fromarray(grey).convert("RGB"), rows, tuple(corners))
 
 
 def _written(rng: random.Random, glyph: Glyph) -> np.ndarray:

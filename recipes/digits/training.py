@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from recipes.digits.questions import Question, question_of_none, question_of_several, questions
-from recipes.digits.sheets import COLUMNS, ROWS, Sheet, draw_sheet, glyphs
+from recipes.digits.sheets import CELL, COLUMNS, ROWS, Sheet, draw_sheet, glyphs
 
 SIDE, PATCH = 64, 8
 VOCABULARY, MAX_LENGTH = 512, 1_024
@@ -51,7 +51,7 @@ CONVERSATIONS = 16
 _TURNS = 3
 _RATE, _WARM_UP = 1.5e-3, 100
 _LINE_STEPS, _SAVE_STEPS = 20, 100
-_TOWER_STEPS, _TOWER_SHEETS, _TOWER_RATE, _STRIPS = 1_000, 64, 2e-3, 0.25
+_TOWER_STEPS, _TOWER_SHEETS, _TOWER_RATE, _STRIPS = 700, 64, 2e-3, 0.25
 """First the vision tower learns alone, which costs little; then it stays as it is."""
 _NO_DIGIT = 10
 _CLASSES = (_NO_DIGIT + 1, ROWS, COLUMNS)
@@ -166,7 +166,7 @@ def build_model(processor: LlavaProcessor) -> LlavaForConditionalGeneration:
 
 
 def train_tower(model: LlavaForConditionalGeneration, processor: LlavaProcessor, seed: int) -> None:
-    """Train the vision tower alone: each patch says which digit has its centre there, in which row and which column.
+    """Train the vision tower alone: each patch says which digit is there, in which row and which column.
 
     Without it the language model would have to find out what a digit is and where the next one is at the same time.
     """
@@ -195,16 +195,17 @@ def train_tower(model: LlavaForConditionalGeneration, processor: LlavaProcessor,
 
 
 def patch_labels(sheet: Sheet) -> torch.Tensor:
-    """Return for each patch `[patches, 3]` of a sheet's square the digit whose centre is there, its row and its column.
+    """Return for each patch `[patches, 3]` of a sheet's square the digit that is there, its row and its column.
 
     Where there is none, the digit is `_NO_DIGIT`.
     """
     side, (width, height) = max(sheet.image.size), sheet.image.size
+    patch, columns = side * PATCH // SIDE, len(sheet.rows[0])
     labels = torch.full((SIDE // PATCH, SIDE // PATCH, 3), _NO_DIGIT)
-    columns = len(sheet.rows[0])
-    for place, ((x, y), digit) in enumerate(zip(sheet.centres, sheet.digits, strict=True)):
-        down, across = ((at + (side - long) // 2) * SIDE // PATCH // side for at, long in ((y, height), (x, width)))
-        labels[down, across] = torch.tensor([digit, place // columns, place % columns])
+    for place, ((x, y), digit) in enumerate(zip(sheet.corners, sheet.digits, strict=True)):
+        down, across = (y + (side - height) // 2) // patch, (x + (side - width) // 2) // patch
+        size = CELL // patch
+        labels[down : down + size, across : across + size] = torch.tensor([digit, place // columns, place % columns])
     return labels.flatten(0, 1)
 
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from recipes.digits.sheets import COLUMNS, ROWS, draw_sheet, glyphs
+from recipes.digits.sheets import CELL, COLUMNS, ROWS, draw_sheet, glyphs
 
 
 def test_digits_that_are_held_out_are_no_others() -> None:
@@ -23,9 +23,9 @@ def test_each_digit_is_where_the_sheet_says_and_nothing_else_is() -> None:
         shapes.add((len(sheet.rows), len(sheet.rows[0])))
         paper = np.asarray(sheet.image.convert("L")).astype(int)
         ink = paper.max() - paper > 60
-        for x, y in sheet.centres:
-            square = ink[y - 11 : y + 11, x - 11 : x + 11]
-            assert square.shape == (22, 22)
+        for x, y in sheet.corners:
+            square = ink[y : y + CELL, x : x + CELL]
+            assert square.shape == (CELL, CELL)
             assert square.sum() > 15
             square[:] = False
         assert not ink.any()
