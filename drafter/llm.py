@@ -211,6 +211,7 @@ class SpeculativeLM:
         prompt: Prompt,
         *,
         images: Sequence[Any] = (),
+        limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
     ) -> list[int] | TokenPrompt:
@@ -221,6 +222,7 @@ class SpeculativeLM:
         Args:
             images: Those of the parts `{"type": "image"}` without one, in order: paths, `data:` URIs, files' bytes,
                 images of Pillow or arrays. If there are no such parts, the user's first message begins with them.
+            limits: Limits on the images, if not those of `ImageLimits`.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
             now: Time for chat templates that read the clock; by default the present.
@@ -245,17 +247,16 @@ class SpeculativeLM:
             raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
         settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
         if sources:
-            return self._encode_images(prompt, sources, settings)
+            return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         return encode_chat(self.tokenizer, prompt, **settings)
 
     def _encode_images(
-        self, asked: Messages | Conversation, sources: list[Any], settings: dict[str, Any]
+        self, asked: Messages | Conversation, sources: list[Any], limits: ImageLimits, settings: dict[str, Any]
     ) -> TokenPrompt:
         if self.processor is None or self.base.sight is None:
             raise RequestError(f"the messages have images, and {self.base.blind}: leave them out")
-        limits = ImageLimits()
         if len(sources) > limits.images:
             raise RequestError(f"the messages have {len(sources)} images; a prompt may have up to {limits.images}")
         return self.processor.encode(asked, [open_image(source, limits) for source in sources], **settings)

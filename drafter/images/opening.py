@@ -99,7 +99,7 @@ def named(source: Any) -> str:
         source = source.get("path") or source
     if isinstance(source, str | os.PathLike):
         address = os.fspath(source)
-        return "image in a data: URI" if is_data(address) else f"image {shown(address)}"
+        return "image in a data: URI" if is_data(address) else f"image {shown(address, 300)}"
     return "image"
 
 

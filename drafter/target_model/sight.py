@@ -202,7 +202,8 @@ def called_with(decoder: nn.Module, arguments: Mapping[str, Any]) -> Iterator[No
 
 
 def _features(arguments: Mapping[str, Any], size: int, *, whole: bool) -> Features:
-    inputs, shift = {}, 0
+    inputs: dict[str, Any] = {}
+    shift = 0
     for name, value in arguments.items():
         if name in _OWN or not isinstance(value, Tensor | list | tuple):
             continue  # switches, and what is not there

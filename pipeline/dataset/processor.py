@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -14,22 +14,26 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import ray
 import ray.data
+from pyarrow import fs
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import RequestError, one_line, unknown_setting
+from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
 from drafter.text.tokenizers import refuse_half_characters
-from pipeline.cluster.ray_cluster import Cluster, connect, share_out
+from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
+from pipeline.dataset.image_stage import ImageStage, add_image_prompts, take_image_prompts
 from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
-from pipeline.engines.models import EngineSpec, engine_spec
+from pipeline.engines.models import EngineSpec, engine_spec, longest_request, model_name
 from pipeline.errors import InputError, RowError
+from pipeline.generate.row_images import PROMPTS_BYTES, image_reading, seeing_processor
 from pipeline.generate.row_requests import row_conversation, row_sampling
 from pipeline.generate.staging import refuse_schema_of_table
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import TEMPLATE_COLUMNS, LimitsConfig, LoadingConfig, ResourcesConfig
+from pipeline.settings import TEMPLATE_COLUMNS, ImagesConfig, LimitsConfig, LoadingConfig, ResourcesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
@@ -56,6 +60,7 @@ class ProcessorConfig:
         loading: Fields of `LoadingConfig`.
         verifier: Fields of `VerifierSettings`; by default the output is that of plain decoding.
         limits: Fields of `LimitsConfig`.
+        images: Fields of `ImagesConfig`, for a target model that sees.
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
         concurrency: Engines: a number, or the fewest and the most.
@@ -74,6 +79,7 @@ class ProcessorConfig:
     loading: Mapping[str, Any] = field(default_factory=dict)
     verifier: Mapping[str, Any] | VerifierSettings = field(default_factory=VerifierSettings)
     limits: Mapping[str, Any] = field(default_factory=dict)
+    images: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 32
     concurrency: int | tuple[int, int] = 1
     cpus: float | None = None
@@ -82,6 +88,7 @@ class ProcessorConfig:
     def __post_init__(self) -> None:
         self.engine_spec(threads=1)
         self.row_settings()
+        self.image_settings()
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise InputError(f"batch_size must be an integer of at least 1, not {self.batch_size!r}")
 
@@ -101,6 +108,9 @@ class ProcessorConfig:
     def row_settings(self) -> tuple[SamplingParams, LimitsConfig]:
         sampling = _made("sampling_params", SamplingParams, self.sampling_params)
         return sampling, _made("limits", LimitsConfig, self.limits)
+
+    def image_settings(self) -> ImagesConfig:
+        return _made("images", ImagesConfig, self.images)
 
 
 def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings:
@@ -122,7 +132,8 @@ class Answers(EngineProcess):
         super().__init__(spec, limits, ledger)
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
-            self._traits = RunTraits(sampling, rows_have_settings=True, drafter=spec.drafter, lossless=lossless)
+            sees = self._lm.base.sight is not None
+            self._traits = RunTraits(sampling, True, spec.drafter, lossless=lossless, images=sees)
             self._columns = wanted_columns(self._traits)
 
     def __call__(self, block: pa.Table) -> pa.Table:
@@ -136,6 +147,7 @@ class Answers(EngineProcess):
         if self.failure is not None:
             raise self.failure
         kind = next((name for name in _PROMPTS if name in block.column_names), None)
+        block, seen = take_image_prompts(block)
         if kind is None and not block.num_rows:  # an empty block may have no columns at all
             return block
         if kind is None:
@@ -143,7 +155,7 @@ class Answers(EngineProcess):
         added = columns_type([one for one in self._columns if one.name != kind])
         if taken := {ERROR_COLUMN, *added.names} & set(block.column_names) - {"seed"}:
             raise InputError(f"column {min(taken)} would be replaced: rename it in preprocess")
-        requests, problems = self._requests(block, kind)
+        requests, problems = self._requests(block, kind, seen)
         # A task that is tried again has the same id, and finds the rows that the engine before had finished.
         part = ray.get_runtime_context().get_task_id()
         outcomes = self._outcomes(part, {one.request_id: one for one in requests.values()}, lambda _: None)
@@ -160,8 +172,10 @@ class Answers(EngineProcess):
         errors = [problems.get(place, "") for place in range(len(block))]
         return block.append_column(ERROR_COLUMN, pa.array(errors, pa.string()))
 
-    def _requests(self, block: pa.Table, kind: str) -> tuple[dict[int, Request], dict[int, str]]:
-        """Return requests and errors by the rows' places."""
+    def _requests(
+        self, block: pa.Table, kind: str, seen: Sequence[Prompt | str | None]
+    ) -> tuple[dict[int, Request], dict[int, str]]:
+        """Return requests and errors by the rows' places; `seen` is as `take_image_prompts` returns it."""
         chunk = Chunk(block, list(range(len(block))))
         columns = {name: chunk.values(name) for name in block.column_names if name in _READ}
         requests, problems = {}, {}
@@ -174,26 +188,32 @@ class Answers(EngineProcess):
                         raise RowError("BadPrompt", f"column {name!r} cannot be read: {value}")
                 refuse_half_characters(row)
                 refuse_schema_of_table(row.get(_SETTINGS), _SETTINGS)
-                ids = self._encode(row, kind)
-                name = self._name(row, ids, prompts)
+                prompt = self._encode(row, kind, seen[place])
+                name = self._name(row, prompt, prompts)
                 sampling = row_sampling(self._sampling, name, row, _SETTINGS)
-                requests[place] = Request(ids, sampling, f"{place}:{name}", self._row_seconds)
+                requests[place] = Request(prompt, sampling, f"{place}:{name}", self._row_seconds)
             except (RowError, RequestError) as error:
                 problems[place] = one_line(error)
         return requests, problems
 
-    def _encode(self, row: Mapping[str, Any], kind: str) -> list[int]:
+    def _encode(self, row: Mapping[str, Any], kind: str, seen: Prompt | str | None) -> Prompt:
+        if isinstance(seen, str):
+            raise RowError("BadPrompt", seen)
+        if seen is not None:
+            return seen
         if row.get(kind) is None:
             raise RowError("BadPrompt", f"column {kind!r} is empty")
-        return self._lm.encode(row_conversation(row, kind) if kind == "messages" else row[kind], now=self._now)
+        made = self._lm.encode(row_conversation(row, kind) if kind == "messages" else row[kind], now=self._now)
+        return made if isinstance(made, Prompt) else Prompt(made)
 
     @staticmethod
-    def _name(row: Mapping[str, Any], ids: list[int], prompts: Counter[str]) -> str:
+    def _name(row: Mapping[str, Any], asked: Prompt, prompts: Counter[str]) -> str:
         """Return what a row's seed follows from: its name, or its prompt and the number of such rows in `prompts`."""
         given = next((row[name] for name in _NAMES if row.get(name) is not None), None)
         if given is not None:
             return str(given)
-        prompt = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()
+        content = json.dumps(asked.ids).encode() + b"".join(span.digest for span in asked.spans)
+        prompt = hashlib.blake2b(content, digest_size=8).hexdigest()
         prompts[prompt] += 1
         return f"{prompt}+{prompts[prompt] - 1}"
 
@@ -211,6 +231,17 @@ def _beside_others(cpus: float, cluster: Cluster) -> float:
     return max(cpus * (1 - 2 / smallest) / 2, 0.0)
 
 
+def _image_stage(config: ProcessorConfig, now: datetime) -> ImageStage | None:
+    """Return the stage before that of engines; None for a target model that sees no images."""
+    loading, name = _made("loading", LoadingConfig, config.loading), model_name(config.model)
+    trust = loading.trust_remote_code
+    if (processor := seeing_processor(name, trust_remote_code=trust)) is None:
+        return None
+    reading = image_reading(processor, config.image_settings(), fs.LocalFileSystem())
+    longest = longest_request(name, config.engine_spec(threads=1).config.longest, trust_remote_code=trust)
+    return ImageStage(name, trust, reading, longest, now)
+
+
 def build_processor(
     config: ProcessorConfig, preprocess: RowFunction | None = None, postprocess: RowFunction | None = None
 ) -> Callable[[ray.data.Dataset], ray.data.Dataset]:
@@ -220,8 +251,9 @@ def build_processor(
 
     Args:
         preprocess: Makes of a row one with a prompt: `messages` (chat messages, beside which `tools`, `documents` and
-            `chat_template_kwargs` go to the chat template), `prompt` (a text, continued as it is) or
-            `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict) or `seed`.
+            `chat_template_kwargs` go to the chat template, and `images` have places in them), `prompt` (a text,
+            continued as it is) or `prompt_token_ids`; and, if it has settings of its own, `sampling_params` (a dict)
+            or `seed`.
         postprocess: Makes the final row of a row with its answer.
     """
 
@@ -235,15 +267,22 @@ def build_processor(
             shares = replace(shares, cpus=_beside_others(shares.cpus, cluster))
         if preprocess is not None:
             dataset = dataset.map(preprocess)
+        now = datetime.now()  # one for all rows, as in a job
+        images, rows = _image_stage(config, now), config.batch_size
+        if images is not None:
+            rows = max(1, min(rows, PROMPTS_BYTES // images.reading.prompt_bytes))
         engine = {
             "spec": spec,
             "sampling": sampling,
             "limits": limits,
-            "now": datetime.now(),  # one for all rows, as in a job
+            "now": now,
             "ledger": ray.remote(Ledger).options(num_cpus=0).remote(),
         }
-        blocks = dataset.repartition(target_num_rows_per_block=config.batch_size)
-        found = engine_stage(blocks, Answers, engine, config.engines, shares, rows=config.batch_size)
+        blocks = dataset.repartition(target_num_rows_per_block=rows)
+        if images is not None:
+            settings = {"batch_format": "pyarrow", "num_cpus": HELPER_CPUS, "batch_size": None}
+            blocks = blocks.map_batches(add_image_prompts, fn_kwargs={"stage": images}, **settings)
+        found = engine_stage(blocks, Answers, engine, config.engines, shares, rows=rows)
         return found if postprocess is None else found.map(postprocess)
 
     return processor

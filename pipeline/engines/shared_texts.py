@@ -20,9 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drafter.drafters.text_queue import Text, TextQueue
 from drafter.errors import one_line
+from drafter.prompt import Prompt
 from drafter.requests import Generation, Request
 from pipeline.command_line import say
 from pipeline.io.files import Location
+from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.progress.watch import Pulse
 
 if TYPE_CHECKING:  # a driver uses this module without an engine
@@ -55,16 +57,20 @@ def _newest_first(data: Location) -> Iterator[Text]:
         try:
             with data.filesystem.open_input_file(info.path) as stream:
                 file = pa.parquet.ParquetFile(stream)
-                if not set(_COLUMNS) <= set(file.schema_arrow.names):
+                names = set(file.schema_arrow.names)
+                if not set(_COLUMNS) <= names:
                     continue
                 for group in reversed(range(file.num_row_groups)):
-                    yield from _texts(file.read_row_group(group, list(_COLUMNS)))[::-1]
+                    yield from _texts(file.read_row_group(group, [*_COLUMNS, *names & {PROMPT_IMAGES}]))[::-1]
         except (OSError, pa.ArrowException) as error:  # it may also have been merged into another one meanwhile
             say(f"{info.path} is not remembered: {one_line(error)}")
 
 
 def _texts(rows: pa.Table) -> list[Text]:
     prompts, answers = (_split(rows[name]) for name in _COLUMNS)
+    if PROMPT_IMAGES in rows.column_names:
+        ends = [max((span["stop"] for span in spans or ()), default=0) for spans in rows[PROMPT_IMAGES].to_pylist()]
+        prompts = [prompt[end:] for prompt, end in zip(prompts, ends, strict=True)]
     return [np.concatenate(parts) for parts in zip(prompts, answers, strict=True)]
 
 
@@ -75,6 +81,12 @@ def _split(column: pa.ChunkedArray) -> list[npt.NDArray[np.int32]]:
 
 
 _KEPT_TOKENS = 1 << 18  # far more than the engines of a node generate between two exchanges
+
+
+def _after_images(request: Request) -> int:
+    """Return where the text behind a prompt's images begins: placeholders of others' images are no text."""
+    spans = request.prompt.spans if isinstance(request.prompt, Prompt) else ()
+    return spans[-1].stop if spans else 0
 
 
 class NodeTexts:
@@ -142,7 +154,7 @@ class MemoryFeed:
 
     def finished(self, generation: Generation, request: Request) -> None:
         if self._others.shared and self._drafter.memory.room:
-            self._said.put([[*request.prompt_ids, *generation.token_ids]])
+            self._said.put([[*request.prompt_ids[_after_images(request) :], *generation.token_ids]])
 
     def refill(self) -> None:
         if self._others.data is not None:

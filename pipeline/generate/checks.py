@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError
-from drafter.images.messages import PLACE
 from drafter.requests import DRAW, described, sampling_defaults
 from pipeline.command_line import say
 from pipeline.engines.models import (
@@ -22,7 +21,7 @@ from pipeline.engines.models import (
 )
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.row_images import ImageReading
+from pipeline.generate.row_images import ImageReading, image_reading, seeing_processor
 from pipeline.io.files import locate
 from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
 from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
@@ -35,10 +34,6 @@ LEARNING, SPECULATION, DRAFTERS = "learning", "speculation", "drafters"
 """Keys in `run.json`: the last report of a head that learns from the rows; `speculation_record`; the drafter
 of each submission that generated, and the fingerprints of its heads by name.
 """
-
-
-_USUAL_SIZE = (1024, 1024)
-"""Pixels of the image by which it is found how large prompts become."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ def checked_job(config: GenerateConfig) -> Job:
     say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     processor = _processor(config)
     reads_clock = _check_tokenizer(config, prompts, processor)
-    images = None if processor is None else _image_reading(config, listing, processor)
+    images = None if processor is None else image_reading(processor, config.images, listing.filesystem)
     check_verifier(config)
     _check_structured_outputs(config)
     heads = head_fingerprints(config.model, config.drafter) | verifier_fingerprints(config.verifier)
@@ -147,29 +142,13 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
 
 def _processor(config: GenerateConfig) -> ImageProcessor | None:
     """Return the processor of a target model that sees; None for one of text alone."""
-    from drafter.images.processor import load_processor  # as in `_check_tokenizer`
-
     name = model_name(config.model)
-    try:
-        found = load_processor(name, trust_remote_code=config.loading.trust_remote_code)
-    except LoadError as error:
-        raise InputError(str(error)) from error
+    found = seeing_processor(name, trust_remote_code=config.loading.trust_remote_code)
     if found is None and config.reading.images_column is not None:
         raise InputError(f"reading.images_column is set, and model {name} sees no images: leave it out")
     if found is not None and config.reading.images_column is not None and config.reading.chat is False:
         raise InputError("reading.images_column is for chats, and reading.chat is false: leave out one of them")
     return found
-
-
-def _image_reading(config: GenerateConfig, listing: InputListing, processor: ImageProcessor) -> ImageReading:
-    from PIL import Image
-
-    try:
-        usual = processor.encode([{"role": "user", "content": [PLACE]}], [Image.new("RGB", _USUAL_SIZE)])
-    except RequestError as error:
-        raise InputError(f"model {model_name(config.model)}: {error}") from error
-    size = sum(values.nbytes for values in usual.inputs.values())
-    return ImageReading(listing.filesystem, config.images.limits, tuple(config.images.hosts), size)
 
 
 def _check_tokenizer(config: GenerateConfig, prompts: PromptSource, processor: ImageProcessor | None) -> bool:

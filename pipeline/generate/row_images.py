@@ -12,21 +12,30 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from pyarrow import fs
 
-from drafter.errors import RequestError, one_line
+from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
 from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large
+from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
 from pipeline.io.files import Location, in_parallel, locate
 from pipeline.io.listing import PromptSource
+from pipeline.settings import ImagesConfig
+
+if TYPE_CHECKING:
+    from drafter.images.processor import ImageProcessor
 
 IMAGES = "images"
 """Column of a staged row: the addresses of its images."""
+PROMPTS_BYTES = 256 << 20
+"""Size limit of what processors make of the images of several rows that are handed on together."""
+_USUAL_SIZE = (1024, 1024)
+"""Pixels of the image by which it is found how large prompts become."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,27 @@ class ImageReading:
             return content
 
         return open_image(source, self.limits, fetch=fetch)
+
+
+def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | None:
+    """Load the processor of a target model that sees; None for one of text alone, or that cannot see here."""
+    from drafter.images.processor import load_processor  # torch takes seconds to import: no check before waits for it
+
+    try:
+        return load_processor(name, trust_remote_code=trust_remote_code)
+    except LoadError as error:
+        say(f"model {name} reads text alone here: {one_line(error)}")
+        return None
+
+
+def image_reading(processor: ImageProcessor, config: ImagesConfig, files: fs.FileSystem) -> ImageReading:
+    """Return how images are read; raises `InputError` if the processor cannot take any."""
+    try:
+        usual = processor.encode([{"role": "user", "content": [PLACE]}], [Image.new("RGB", _USUAL_SIZE)])
+    except RequestError as error:
+        raise InputError(f"the processor of the model takes no images: {error}") from error
+    size = sum(values.nbytes for values in usual.inputs.values())
+    return ImageReading(files, config.limits, tuple(config.hosts), size)
 
 
 def images_key(prompts: PromptSource) -> str:

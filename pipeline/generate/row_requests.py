@@ -276,7 +276,7 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     numbers = range(len(problems))
     used = [name for name in ("seed_name", "asked", IMAGES) if name in rows.column_names]
     rows = with_problems(rows, problems).drop_columns(used)
-    for name, column in prompt_columns(map(read.get, numbers)).items():
+    for name, column in prompt_columns(map(read.get, numbers), images=settings.images is not None).items():
         rows = rows.append_column(name, column)
     texts = [samplings[index] if index in read else None for index in numbers]
     return rows.append_column("sampling", pa.array(texts, pa.string()))

@@ -22,7 +22,7 @@ import ray
 from drafter.errors import one_line
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowError, RowProblem
-from pipeline.generate.row_images import IMAGES, ImageReading, take_row_images
+from pipeline.generate.row_images import IMAGES, PROMPTS_BYTES, ImageReading, take_row_images
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
@@ -45,8 +45,6 @@ from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
 SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
-_PROMPT_BYTES = 8 * PART_BYTES
-"""Size limit of what processors make of the images of a part with several rows."""
 _MOST_SETTINGS = 1 << 20  # bytes of a row's own sampling settings
 _GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
@@ -128,7 +126,7 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
     """Stage files as parts named after `group`; return the parts, and their columns' types for `unify`. See `stage`."""
     parts: list[Part] = []
     seen: dict[SeenType, None] = {}
-    image_bytes = 0 if plan.images is None else plan.images.prompt_bytes * plan.part_bytes // _PROMPT_BYTES
+    image_bytes = 0 if plan.images is None else plan.images.prompt_bytes * plan.part_bytes // PROMPTS_BYTES
     for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes, image_bytes):
         here: dict[SeenType, None] = {}
         for table in tables:

@@ -16,11 +16,11 @@ _ARRAY = [("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.i
 _INPUTS = pa.list_(pa.struct(_ARRAY))
 
 
-def prompt_columns(prompts: Iterable[Prompt | None]) -> dict[str, pa.Array]:
-    """Return `PROMPT_COLUMNS` of some rows, null where there is no prompt; without images, the first one alone."""
+def prompt_columns(prompts: Iterable[Prompt | None], *, images: bool) -> dict[str, pa.Array]:
+    """Return `PROMPT_COLUMNS` of some rows, null where there is no prompt; where none has images, the first alone."""
     held = list(prompts)
     ids = pa.array([None if one is None else one.ids for one in held], pa.list_(pa.int32()))
-    if not any(one is not None and one.spans for one in held):
+    if not images:
         return {"prompt_ids": ids}
     spans = [None if one is None else [vars(span) for span in one.spans] for one in held]
     inputs = [None if one is None else _arrays(one) for one in held]

@@ -36,6 +36,8 @@ def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None
     ]
 
 
+PROMPT_IMAGES = "prompt_images"
+"""Column of where in a prompt's tokens its images stand."""
 _SPANS = pa.list_(pa.struct([("start", pa.int64()), ("stop", pa.int64()), ("digest", pa.string())]))
 
 
@@ -92,7 +94,7 @@ _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.l
 COLUMNS = (
     OutputColumn("text", _TEXT, lambda g, r, run: g.text),
     OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r, run: list(r.prompt_ids)),
-    OutputColumn("prompt_images", _SPANS, lambda g, r, run: _spans_value(r), wanted=lambda run: run.images),
+    OutputColumn(PROMPT_IMAGES, _SPANS, lambda g, r, run: _spans_value(r), wanted=lambda run: run.images),
     OutputColumn("token_ids", _INTEGERS, lambda g, r, run: g.token_ids),
     OutputColumn("finish_reason", _TEXT, lambda g, r, run: g.finish_reason),
     OutputColumn("valid", pa.bool_(), lambda g, r, run: g.valid, wanted=_structured),

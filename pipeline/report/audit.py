@@ -27,13 +27,14 @@ from pipeline.errors import InputError
 from pipeline.evaluation.measuring import load_models, measured
 from pipeline.generate.row_requests import row_sampling
 from pipeline.openai.batch import LINE_FIELDS, parse_line
+from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder
 from pipeline.report.outputs import Row, first_difference, open_output, open_rows, read_run_of, unreadable
 from pipeline.settings import SAMPLING_COLUMN, ResourcesConfig
 
 _BATCH_COLUMNS = set(LINE_FIELDS)
 """Columns of rows that come from an OpenAI batch; such requests bring their own settings."""
-_READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed"}
+_READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed", PROMPT_IMAGES}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def audit(uri: str, share: float) -> bool:
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
     """Draw a share of an output's rows, at least one. Depends on names alone, so each audit draws the same rows.
 
-    Raises `InputError` if the rows cannot be read.
+    Raises `InputError` if the rows cannot be read, or have images: the output has only the digests of these.
     """
     dataset, config = open_rows(output), run["config"]
     try:
@@ -97,6 +98,11 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
     defaults = SamplingParams(**config["sampling"])
+    if seeing := [row["request_id"] for row in rows if row.get(PROMPT_IMAGES)]:
+        raise InputError(
+            f"output {output.root.path} has rows with images, such as {seeing[0]}, which no audit can repeat: generate "
+            "them again with drafter none into another output, and give both to drafter compare"
+        )
     for row in rows:
         request = Request(row["prompt_token_ids"], _sampling(row, defaults), row["request_id"])
         yield RepeatedRow(request, row["token_ids"])

@@ -17,8 +17,9 @@ from drafter.statistics import PairedSums
 from pipeline.command_line import say
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
+from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.report.config import CompareConfig
-from pipeline.report.outputs import Row, first_difference, open_output, read_run_of, rows_of
+from pipeline.report.outputs import Row, first_difference, open_output, open_rows, read_run_of, rows_of
 from pipeline.report.page import MarkedText, local_tokenizer, render, text_pieces, write_page
 from pipeline.report.scorers import Scorer, make_scorer
 
@@ -65,10 +66,11 @@ class RowPairs:
 
 
 def paired_by_prompt(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield rows with a column `pair`: their prompt's tokens, and the number of the row among those of this prompt."""
+    """Yield rows with a column `pair`: their prompt's tokens and images, and the row's number among those of it."""
     seen = Counter[bytes]()
     for row in rows:
-        prompt = hashlib.blake2b(repr(row[_PROMPT]).encode(), digest_size=16).digest()
+        images = [image["digest"] for image in row.get(PROMPT_IMAGES) or ()]
+        prompt = hashlib.blake2b(repr((row[_PROMPT], images)).encode(), digest_size=16).digest()
         yield row | {_PAIR: (prompt, seen[prompt])}
         seen[prompt] += 1
 
@@ -168,8 +170,9 @@ def _compare(config: CompareConfig, second_uri: str) -> None:
     first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
     found = compare_rows(first, second, scorer, config.examples)
     if not found.rows:
-        columns = None if scorer else (*_COLUMNS, _PROMPT)
-        first, second = (paired_by_prompt(rows_of(output, columns)) for output in outputs)
+        given = [set(open_rows(output).schema.names) & {PROMPT_IMAGES} for output in outputs]
+        some = [None if scorer else (*_COLUMNS, _PROMPT, *images) for images in given]
+        first, second = (paired_by_prompt(rows_of(*one)) for one in zip(outputs, some, strict=True))
         found = compare_rows(first, second, scorer, config.examples, by=_PAIR)
         if not found.rows:
             raise InputError(

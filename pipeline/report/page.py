@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Literal
@@ -29,9 +29,11 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
+from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import read_status
 from pipeline.output.summary import RECORDS, time_span
 from pipeline.report.config import CATEGORY, ReportConfig
+from pipeline.report.images import pictures_of
 from pipeline.report.outputs import (
     Category,
     Cost,
@@ -69,6 +71,8 @@ def report(config: ReportConfig) -> None:
     status = read_status(output.status_file)
     other = None if config.against is None else _other_output(config.against, run, rows, drawn)
     examples, not_shown = make_examples(drawn[: config.examples], model_name(run["config"]["model"]))
+    pictures = pictures_of(output, run, drawn[: config.examples])
+    examples = [replace(one, pictures=pictures.get(one.row["request_id"], ())) for one in examples]
     text = render(
         "page.html.jinja",
         name=without_secrets(config.output),
@@ -216,6 +220,7 @@ class Example:
     prompt: str
     steps: Sequence[Step]
     record: str | None = None
+    pictures: Sequence[str] = ()  # of the prompt: `data:` URIs, or texts that say why there is none
 
 
 def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[str]]:
@@ -227,14 +232,24 @@ def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[
         missing.append(f"The steps cannot be shown: the output has no column {_STEPS}")
     examples, reasoning = [], None if tokenizer is None else Reasoning.of(tokenizer)
     for row in rows:
-        ids = row["prompt_token_ids"]
-        prompt = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+        prompt = _prompt_text(row, tokenizer)
         pieces = text_pieces(tokenizer, row["token_ids"])
         marks: dict[int, Mark] = dict.fromkeys(row.get("forced_positions") or (), "forced")
         marks |= dict.fromkeys(row.get("lenient_positions") or (), "lenient")
         steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), marks)
         examples.append(Example(row, prompt, steps, record_listing(row, reasoning)))
     return examples, missing
+
+
+def _prompt_text(row: Row, tokenizer: Any) -> str:
+    """Return a row's prompt, with `[image]` for the tokens of each image."""
+    text, start, ids = "", 0, row["prompt_token_ids"]
+    for span in [*(row.get(PROMPT_IMAGES) or ()), {"start": len(ids), "stop": len(ids)}]:
+        some = ids[start : span["start"]]
+        text += " ".join(map(str, some)) if tokenizer is None else tokenizer.decode(some)
+        text += "[image]" if span["stop"] > span["start"] else ""
+        start = span["stop"]
+    return text
 
 
 def record_listing(row: Row, reasoning: Reasoning | None = None) -> str | None:

@@ -127,4 +127,4 @@ def _engines(
         graceful_shutdown_timeout_s=limits.seconds,
         **scaled,
     )
-    return engines.bind(spec, limits.seconds, config.edge, special_tokens=config.special_tokens)
+    return engines.bind(spec, limits.seconds, config.edge, config.images, special_tokens=config.special_tokens)

@@ -14,7 +14,7 @@ from drafter.engine.config import EngineSettings
 from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
 from pipeline.learning.config import LearningConfig
-from pipeline.settings import LoadingConfig
+from pipeline.settings import ImagesConfig, LoadingConfig
 
 KeyRule = Literal["auto", "required", "none"]
 """Rule on keys: clients need one always, never, or (`auto`) if there are any."""
@@ -156,6 +156,8 @@ class ApplicationConfig:
         loading: How the models are loaded.
         engine: How much an engine does at once.
         limits: What clients may ask for.
+        images: Images in clients' messages, for a target model that sees. Those in the body of a request count towards
+            `limits.body_bytes`.
         edge: Devices that draft for themselves.
         replicas: How many engines there are.
     """
@@ -174,6 +176,7 @@ class ApplicationConfig:
     # more at a time than in a job: clients' requests are shorter than its rows
     engine: EngineSettings = field(default_factory=lambda: EngineSettings(max_num_seqs=32))
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     edge: EdgeConfig = field(default_factory=EdgeConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 

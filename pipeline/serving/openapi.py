@@ -89,6 +89,21 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high", None]}},
+            "required": ["url"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "image_url"],
+    "description": "In a user's message to a model that sees: a `data:` URI, or an address on a host that is listed.",
+}
+_PARTS = {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
 _TOOL = {
     "type": "object",
@@ -99,7 +114,7 @@ _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
+        "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]},
         "name": {"type": ["string", "null"]},
         "tool_calls": {"type": ["array", "null"], "items": _TOOL, "description": "Of the assistant's messages."},
         "tool_call_id": {"type": ["string", "null"], "description": "Of the role `tool`."},

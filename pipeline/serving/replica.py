@@ -30,6 +30,7 @@ from drafter.errors import (
     RequestTimeoutError,
 )
 from drafter.llm import SpeculativeLM
+from drafter.prompt import Prompt as EncodedPrompt
 from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
 from drafter.statistics import EngineState, mean_acceptance_length
 from drafter.text.conversation import Conversation
@@ -69,7 +70,9 @@ from pipeline.serving.handles import (
     keep_to_this_machine,
     overloaded,
 )
+from pipeline.serving.images import ChatImages
 from pipeline.serving.work_limits import LargeWork
+from pipeline.settings import ImagesConfig
 
 _ASK_SECONDS = 1.0
 _NAME_SECONDS = 0.2
@@ -169,6 +172,7 @@ class Answers:
         name: The replica's name.
         seconds: Longest time of a request.
         edge: Limits of devices' sessions.
+        images: Limits on images, and the hosts that they may be fetched from.
         address: Where it listens for what the ingress carries for these.
         special_tokens: Whether the text of a special token in a message is that token; by default it is text.
     """
@@ -179,11 +183,13 @@ class Answers:
         name: str,
         seconds: float,
         edge: EdgeConfig | None = None,
+        images: ImagesConfig | None = None,
         *,
         address: str = LOOPBACK,
         special_tokens: bool = False,
     ) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
+        self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
         self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
@@ -259,9 +265,11 @@ class Answers:
         return ReasoningMarks(self._reasoning.begin_text, self._reasoning.end_text, inside is True)
 
     async def _encoded(self, call: Call) -> list[Request]:
-        if _characters(call.request.prompts) > _LARGE_PROMPT:
-            return await self._large_work.run(call.client, partial(self._requests, call))
-        return await asyncio.to_thread(self._requests, call)
+        images = await self._images.fetched(call.request.images)
+        make = partial(self._requests, call, images)
+        if images or _characters(call.request.prompts) > _LARGE_PROMPT:
+            return await self._large_work.run(call.client, make)
+        return await asyncio.to_thread(make)
 
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
         request = call.request
@@ -322,17 +330,20 @@ class Answers:
         finally:
             outcome.cancel()
 
-    def _requests(self, call: Call) -> list[Request]:
-        """Return a request of the engine for each choice."""
+    def _requests(self, call: Call, images: Sequence[str | bytes] = ()) -> list[Request]:
+        """Return a request of the engine for each choice. `images` are those of the chat, in order."""
         request = call.request
         settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
         sampling = replace(request, settings=settings).sampling(self._defaults)
         requests = []
         for prompt in request.prompts:
+            encode = partial(self._lm.encode, special_tokens=self._special_tokens)
             ids: Any = prompt
-            if isinstance(prompt, str | Conversation):
-                ids = self._lm.encode(prompt, special_tokens=self._special_tokens)
-            refuse_long(len(ids), self._lm.max_length)
+            if isinstance(prompt, str):
+                ids = encode(prompt)
+            elif isinstance(prompt, Conversation):
+                ids = encode(prompt, images=images, limits=self._images.limits)
+            refuse_long(len(ids.ids if isinstance(ids, EncodedPrompt) else ids), self._lm.max_length)
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 scored = own.logprobs if request.echo else None
@@ -401,13 +412,15 @@ async def _written(pieces: Iterator[str]) -> str:
 class EngineReplica(Answers):
     """One engine in a process of its own, with as many threads as the replica has cores."""
 
-    def __init__(self, spec: EngineSpec, seconds: float, edge: EdgeConfig, *, special_tokens: bool) -> None:
+    def __init__(
+        self, spec: EngineSpec, seconds: float, edge: EdgeConfig, images: ImagesConfig, *, special_tokens: bool
+    ) -> None:
         keep_to_this_machine()
         cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         lm = replace(spec, threads=math.ceil(cores)).load()
         name = serve.get_replica_context().replica_id.unique_id
         address = ray.util.get_node_ip_address()
-        super().__init__(lm, name, seconds, edge, address=address, special_tokens=special_tokens)
+        super().__init__(lm, name, seconds, edge, images, address=address, special_tokens=special_tokens)
         if spec.learning is not None:
             from pipeline.learning.feed import LearningFeed  # late: the method may be away
 

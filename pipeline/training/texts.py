@@ -25,6 +25,7 @@ from pipeline.cluster.ray_cluster import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate, parquet_rows
 from pipeline.io.parts import Part
+from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
@@ -153,7 +154,7 @@ class TextCounts:
     tokens: int
     targets: int  # tokens to train on that the target model generated
     held_out: int
-    unusable: int  # rows without a prompt or without an answer
+    unusable: int  # rows without a prompt or without an answer, or with images
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,9 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size:
         raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
     if count < texts_per_step:
         raise InputError(
-            f"input holds {count} texts to learn from ({unusable} rows have no prompt or no answer, {test.num_rows} "
-            f"are held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
+            f"input holds {count} texts to learn from ({unusable} rows have images, or no prompt or no answer, "
+            f"{test.num_rows} are held out), and a step takes {texts_per_step}: distil more, or lower "
+            "training.texts_per_step"
         )
     _write(folder, _HELD_OUT, test.select(_TEXT))
     size = STEPS_PER_PART * texts_per_step
@@ -276,7 +278,8 @@ def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
     for one in data:
         paths = [path for path, _ in one.files]
         rows = ray.data.read_parquet(paths, filesystem=one.filesystem, num_cpus=HELPER_CPUS)
-        rows = rows.select_columns(list(COLUMNS)).map_batches(
+        seen = [name for name in rows.schema().names if name == PROMPT_IMAGES]
+        rows = rows.select_columns([*COLUMNS, *seen]).map_batches(
             key_texts,
             batch_size=None,
             batch_format="pyarrow",
@@ -294,13 +297,16 @@ def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
 def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
     """Return distilled rows as texts with hashes to order them by.
 
-    `prompt_key` is −1 for a row with nothing to learn from; `problem` names a token beyond the vocabulary, if any.
+    `prompt_key` is −1 for a row with nothing to learn from, as one with images, because training reads text alone;
+    `problem` names a token beyond the vocabulary, if any.
     """
     rows: list[dict[str, Any]] = []
-    for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):
+    columns = [table[column].to_pylist() for column in COLUMNS]
+    columns.append(table[PROMPT_IMAGES].to_pylist() if PROMPT_IMAGES in table.column_names else [None] * len(table))
+    for name, prompt, answer, images in zip(*columns, strict=True):
         prompt, answer = prompt or [], answer or []
         tokens = [*prompt, *answer][:max_length]
-        key, usable = _hash(seed, name, tokens), 0 < len(prompt) < len(tokens)
+        key, usable = _hash(seed, name, tokens), 0 < len(prompt) < len(tokens) and not images
         prompt_key = _hash(seed, "", prompt) if usable else -1
         beyond = [token for token in tokens if not 0 <= token < vocab_size][:1]
         problem = f"row {name} has token {beyond[0]}, and the vocabulary ends at {vocab_size - 1}" if beyond else None

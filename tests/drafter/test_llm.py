@@ -434,8 +434,8 @@ def test_parts_of_text_are_lines_of_a_message_and_other_parts_are_refused(lm: Sp
 
     first, second = ({"type": "text", "text": text} for text in ("2 + 3", "= ?"))
     assert lm.encode([message(first, second)]) == lm.encode([{"role": "user", "content": "2 + 3\n= ?"}])
-    (image, none) = lm.chat([[message(first, {"type": "image_url"})], [{"role": "user", "content": None}]])
-    assert image.error == "message 1 has a part of type 'image_url': only parts of text are read"
+    (audio, none) = lm.chat([[message(first, {"type": "audio"})], [{"role": "user", "content": None}]])
+    assert audio.error == "message 1 has a part of type 'audio': only text and images are read"
     assert none.error == "message 1 has no content"
 
 

@@ -144,7 +144,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "smolvlm": {
-        "text_config": _text("llama"),
+        "text_config": _text("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=16),  # for the C++ library
         "vision_config": {**_TOWER, "image_size": 32, "patch_size": 8},
         "image_token_id": ID["<image>"],
         "scale_factor": 2,
@@ -338,9 +338,13 @@ PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, An
 """Class of each family's processor, that of its images, its tokens, what a chat template writes, and settings."""
 
 
+def config_of(family: str) -> Any:
+    return CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family], tie_word_embeddings=False)
+
+
 def model_of(family: str, seed: int = 0) -> Any:
     """A random model that sees; large weights, so that its greedy text is not one token for ever."""
-    config = CONFIG_MAPPING[family.split("-")[0]](**CONFIGS[family], tie_word_embeddings=False)
+    config = config_of(family)
     torch.manual_seed(seed)
     with transformers_loading(), torch.inference_mode(False):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).to(DEVICE).eval()

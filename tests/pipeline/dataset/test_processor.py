@@ -103,7 +103,7 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
         return [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}]
 
     chats = [chat({"city": "Paris", "days": 3}), chat({"unit": "C"})]
-    requests, problems = stage._requests(pa.table({"messages": chats}), "messages")
+    requests, problems = stage._requests(pa.table({"messages": chats}), "messages", [None] * 2)
     assert asked == [(Conversation(one), now) for one in chats]
     assert (len(requests), problems) == (2, {})
     beside: dict[str, Any] = {
@@ -112,7 +112,7 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
         "chat_template_kwargs": {"thinking": False},
     }
     columns = {name: [value] for name, value in {"messages": chats[0], **beside}.items()}
-    requests, problems = stage._requests(pa.table(columns), "messages")
+    requests, problems = stage._requests(pa.table(columns), "messages", [None] * 2)
     assert asked[2:] == [(Conversation(chats[0], **beside), now)]
 
 

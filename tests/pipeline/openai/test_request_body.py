@@ -257,10 +257,26 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         (chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter", "content"),
         (chat(messages=[{"role": "user", "content": 5}]), "messages[0].content", "invalid_type", "5"),
         (
-            chat(messages=[{"role": "user", "content": [IMAGE]}]),
+            chat(messages=[{"role": "system", "content": [IMAGE]}]),
             "messages[0].content[0]",
             "unsupported_value",
             "image_url",
+        ),
+        *(
+            (
+                chat(messages=[{"role": "user", "content": [image]}]),
+                f"messages[0].content[0].image_url{path}",
+                code,
+                words,
+            )
+            for image, path, code, words in (
+                (IMAGE | {"image_url": "https://example.com/cat.png"}, "", "invalid_type", "an object"),
+                (IMAGE | {"image_url": {}}, ".url", "missing_required_parameter", "url"),
+                (IMAGE | {"image_url": {"url": "file:///etc/passwd"}}, ".url", "invalid_image_url", "http or https"),
+                (IMAGE | {"image_url": {"url": "cat.png"}}, ".url", "invalid_image_url", "data: URI"),
+                (IMAGE | {"image_url": {"url": "data:,", "detail": "x"}}, ".detail", "unsupported_value", "auto, low"),
+                (IMAGE | {"image_url": {"url": "data:,", "size": 3}}, ".size", "unknown_parameter", "size"),
+            )
         ),
         (
             chat(messages=[{"role": "assistant", "tool_calls": [{}]}]),
@@ -339,3 +355,13 @@ def test_no_body_does_harm(changes: dict[str, Any], is_chat: bool) -> None:
 def test_a_body_is_an_object(body: Any) -> None:
     with pytest.raises(OpenAIError, match="not a JSON object"):
         parse_chat(body)
+
+
+def test_images_are_taken_out_of_messages() -> None:
+    said = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "Which?"}, IMAGE]}]
+    parsed = parse_chat(chat(messages=said))
+    assert parsed.images == ("https://example.com/cat.png",) * 2
+    (prompt,) = parsed.prompts
+    place = {"type": "image"}
+    assert prompt == Conversation([{"role": "user", "content": [place, {"type": "text", "text": "Which?"}, place]}])
+    assert parse_chat(chat()).images == ()

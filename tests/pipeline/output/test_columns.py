@@ -7,10 +7,11 @@ import dataclasses
 import pyarrow as pa
 import pytest
 
+from drafter.prompt import Prompt, Span
 from drafter.requests import Generation, Request, SamplingParams, Timing, TokenLogprob
 from drafter.statistics import DecodeCounts, statistics_columns
 from drafter.structured_outputs import StructuredOutputs
-from pipeline.output.columns import COLUMNS, RunTraits, column_values, columns_type, wanted_columns
+from pipeline.output.columns import COLUMNS, PROMPT_IMAGES, RunTraits, column_values, columns_type, wanted_columns
 
 PLAIN = RunTraits(SamplingParams(), rows_have_settings=False, drafter="ngram+memory")
 
@@ -30,6 +31,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
     assert [field.name for field in columns] == [
         "text",
         "prompt_token_ids",
+        PROMPT_IMAGES,
         "token_ids",
         "finish_reason",
         "valid",
@@ -56,11 +58,13 @@ def test_every_value_has_the_type_of_its_column() -> None:
     logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
     generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
     generation = dataclasses.replace(generation, drafter_versions=[3, 5], forced=[0], valid=True)
-    values = column_values(generation, Request([1, 2], SamplingParams(seed=2**63 - 1)), PLAIN)
+    prompt = Prompt([1, 2], (Span(0, 1, b"\x01\xff"),))
+    values = column_values(generation, Request(prompt, SamplingParams(seed=2**63 - 1)), PLAIN)
     (row,) = pa.array([values], columns_type()).to_pylist()
     assert {name: value for name, value in row.items() if name != "finished_at"} == {
         "text": "text",
         "prompt_token_ids": [1, 2],
+        PROMPT_IMAGES: [{"start": 0, "stop": 1, "digest": "01ff"}],
         "token_ids": [4],
         "finish_reason": "stop",
         "valid": True,
@@ -97,9 +101,10 @@ def test_every_value_has_the_type_of_its_column() -> None:
             {*RECORDS},
         ),
         (dataclasses.replace(PLAIN, learning=True), {"drafter_version"}),
+        (dataclasses.replace(PLAIN, images=True), {PROMPT_IMAGES}),
         (dataclasses.replace(PLAIN, lossless=False), {*MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", *MARKS, *RECORDS}
+    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", PROMPT_IMAGES, *MARKS, *RECORDS}
     assert names(traits) == always | optional
