@@ -47,6 +47,16 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - start
 
 
+def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
+    """Return the result of `work` and the memory of a GPU that it takes at most, the result's included; 0 elsewhere."""
+    if device.type != "cuda":
+        return work(), 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = work()
+    return result, torch.cuda.max_memory_allocated(device) - before
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor that the host has just made to `device`, without waiting for queued work."""
     return staged(tensor, device).to(device, non_blocking=True)

@@ -262,8 +262,8 @@ class BatchState:
     ) -> tuple[list[Tensor], dict[str, Any]]:
         """Return the tokens of each piece, and what goes with them; with features, up to the last that they see."""
         if features is None:
-            shift = None if self.shift is None else self.shift[first : first + len(spans)]
-            return [self.tokens[first + row, span] for row, span in enumerate(spans)], {"shift": shift}
+            shift = {} if self.shift is None else {"shift": self.shift[first : first + len(spans)]}
+            return [self.tokens[first + row, span] for row, span in enumerate(spans)], shift
         start, stop = spans[0].start, spans[0].stop
         if features.borders is not None:
             stop = features.borders.behind(stop)

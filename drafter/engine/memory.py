@@ -12,6 +12,7 @@ from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError
 from drafter.target_model.attention import query_groups
 from drafter.target_model.model import BaseModel
+from drafter.target_model.sight import KEPT_BYTES
 
 _LOG = logging.getLogger(__name__)
 GPU_CHUNK = 2048  # prompt tokens of one forward on a GPU
@@ -85,6 +86,8 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         "hidden states": len(spec.hidden_layers) * width * number * positions,
         "texts": 8 * positions,
     }
+    if base.sight is not None:  # one prompt at a time is looked at
+        kept["images"] = KEPT_BYTES + base.sight.bytes_per_token * max_length
     # A graph's memory is apart from that of steps that run as they are; all graphs share theirs.
     return MemoryPlan({**kept, **step, "graphs": sum(step.values()) + graphs * _RECORDED if graphs else 0})
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from drafter import devices
 from drafter.errors import LoadError, first_line
 from drafter.prompt import Prompt
 from drafter.target_model.architecture import POSITIONS
@@ -166,6 +167,8 @@ def prove_images(base: Candidate, sight: Sight, example: Prompt, text: Tensor) -
     sight.refuse(example)
     prompts = (Prompt(text[:-_STEPS].tolist()), example)
     try:
+        seen, peak = devices.peak_bytes(base.device, lambda: sight.features(example))
+        sight.bytes_per_token = -(-peak // seen.size)
         read = [_read_with_cache(base, sight, prompt, text[-_STEPS:]) for prompt in prompts]
         for _ in range(2):  # once computed, and once as they were kept
             features = [sight.features(prompt) if sight.reads(prompt) else None for prompt in prompts]
@@ -181,6 +184,9 @@ def _read_with_cache(base: Candidate, sight: Sight, prompt: Prompt, following: T
     """Return a prompt and what follows it `[P + 4]`, and the model's logits after the last five of these `[5, V]`."""
     name = cache_name(base.model)
     ids = torch.tensor(list(prompt.ids), device=base.device)
+    if not sight.reads(prompt):  # not with the cache: some models move texts as they moved the images before
+        both = torch.cat([ids, following])
+        return both, base.model(input_ids=both[None]).logits[0, -len(following) - 1 :]
     cache = {name: DynamicCache(config=base.config)}
     step = base.model(input_ids=ids[None], use_cache=True, **sight.tensors(prompt), **cache)
     logits = [step.logits[0, -1:]]

@@ -106,12 +106,16 @@ class Sight:
 
     Args:
         whole: Of other prompts, too: where the model makes no mask, all tokens of a prompt see each other.
+
+    Attributes:
+        bytes_per_token: A GPU's memory that features of a prompt take while they are computed, for each of its tokens.
     """
 
     def __init__(self, model: Any, decoder: nn.Module, *, whole: bool = False) -> None:
         self._model, self._decoder, self._whole = model, decoder, whole
         self._taken = inspect.signature(model.forward).parameters
         self.placeholder: int | None = getattr(model.config, "image_token_id", None)
+        self.bytes_per_token = 0
         # As transformers' `generate` does: it encodes images first, and hands their features to the model's forward.
         self._encode: Callable[..., Any] | None = getattr(model.base_model, "get_image_features", None)
         self._kept: OrderedDict[tuple[bytes, ...], tuple[Any, int]] = OrderedDict()

@@ -587,9 +587,9 @@ def test_short_prompts_are_read_together(tiny_base: BaseModel, drafts: int, monk
     read: list[int] = []
     reads = BatchState.read
 
-    def counted(state: BatchState, first: int, spans: Sequence[slice]) -> None:
+    def counted(state: BatchState, first: int, spans: Sequence[slice], *rest: Any) -> None:
         read.append(len(spans))
-        reads(state, first, spans)
+        reads(state, first, spans, *rest)
 
     monkeypatch.setattr(BatchState, "read", counted)
     requests = [Request([5 + row, 6, 7], SamplingParams(1)) for row in range(40)]

@@ -13,11 +13,12 @@ import torch
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
-from drafter.target_model.sight import Borders
+from drafter.target_model.sight import KEPT_BYTES, Borders
 from tests.support.images import FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
 from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
@@ -197,3 +198,13 @@ def run_engine_with_errors(family: str, rows: list[Prompt]) -> list[Any]:
     while not engine.idle:
         engine.step()
     return [one.future.exception() or one.result(0).token_ids for one in handles]
+
+
+def test_the_memory_plan_has_what_looking_at_images_takes() -> None:
+    seeing, config = base("llava"), EngineConfig(max_num_seqs=2)
+    assert seeing.sight is not None
+    before = seeing.sight.bytes_per_token
+    seeing.sight.bytes_per_token = 1000
+    planned = plan_memory(seeing, PlainDecoding().spec, config, 300, 0)
+    seeing.sight.bytes_per_token = before
+    assert planned.items["images"] == KEPT_BYTES + 300_000
