@@ -83,8 +83,10 @@ def draw_sheet(rng: random.Random, some: Sequence[Glyph], *, strip: bool | None 
     else:
         height, width = rng.randint(2, ROWS), rng.randint(2, COLUMNS)
     chosen = [[rng.choice(some) for _ in range(width)] for _ in range(height)]
-    ink, left = np.zeros((height * CELL, COLUMNS * CELL), np.float32), rng.randint(0, COLUMNS - width) * CELL
-    corners = [(left + column * CELL, row * CELL) for row in range(height) for column in range(width)]
+    high = height + height % 2  # padded to a square, it begins where one of the square's quarters does
+    ink = np.zeros((high * CELL, COLUMNS * CELL), np.float32)
+    left, top = rng.randint(0, COLUMNS - width), rng.randint(0, high - height)
+    corners = [((left + column) * CELL, (top + row) * CELL) for row in range(height) for column in range(width)]
     for (x, y), glyph in zip(corners, [glyph for line in chosen for glyph in line], strict=True):
         x, y = x + rng.randint(0, CELL - _DIGIT), y + rng.randint(0, CELL - _DIGIT)
         ink[y : y + _DIGIT, x : x + _DIGIT] = _written(rng, glyph)

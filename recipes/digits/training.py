@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from recipes.digits.questions import Question, question_of_none, question_of_several, questions
-from recipes.digits.sheets import CELL, COLUMNS, ROWS, Sheet, draw_sheet, glyphs
+from recipes.digits.sheets import COLUMNS, ROWS, Sheet, draw_sheet, glyphs
 
-SIDE, PATCH = 64, 8
+SIDE, PATCH = 64, 16
 VOCABULARY, MAX_LENGTH = 512, 1_024
 IMAGE = "<image>"
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", IMAGE]
@@ -49,9 +49,9 @@ CHAT_TEMPLATE = """\
 CONVERSATIONS = 16
 """Conversations a step."""
 _TURNS = 3
-_RATE, _WARM_UP = 1.5e-3, 100
+_RATE, _WARM_UP = 2e-3, 100
 _LINE_STEPS, _SAVE_STEPS = 20, 100
-_TOWER_STEPS, _TOWER_SHEETS, _TOWER_RATE, _STRIPS = 700, 64, 2e-3, 0.25
+_TOWER_STEPS, _TOWER_SHEETS, _TOWER_RATE, _STRIPS = 500, 64, 2e-3, 0.25
 """First the vision tower learns alone, which costs little; then it stays as it is."""
 _NO_DIGIT = 10
 _CLASSES = (_NO_DIGIT + 1, ROWS, COLUMNS)
@@ -146,6 +146,7 @@ def build_model(processor: LlavaProcessor) -> LlavaForConditionalGeneration:
         num_hidden_layers=6,
         num_attention_heads=6,
         num_key_value_heads=6,
+        initializer_range=0.05,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -200,12 +201,11 @@ def patch_labels(sheet: Sheet) -> torch.Tensor:
     Where there is none, the digit is `_NO_DIGIT`.
     """
     side, (width, height) = max(sheet.image.size), sheet.image.size
-    patch, columns = side * PATCH // SIDE, len(sheet.rows[0])
-    labels = torch.full((SIDE // PATCH, SIDE // PATCH, 3), _NO_DIGIT)
+    columns, patches = len(sheet.rows[0]), SIDE // PATCH
+    labels = torch.full((patches, patches, 3), _NO_DIGIT)
     for place, ((x, y), digit) in enumerate(zip(sheet.corners, sheet.digits, strict=True)):
-        down, across = (y + (side - height) // 2) // patch, (x + (side - width) // 2) // patch
-        size = CELL // patch
-        labels[down : down + size, across : across + size] = torch.tensor([digit, place // columns, place % columns])
+        down, across = ((at + (side - long) // 2) * patches // side for at, long in ((y, height), (x, width)))
+        labels[down, across] = torch.tensor([digit, place // columns, place % columns])
     return labels.flatten(0, 1)
 
 
