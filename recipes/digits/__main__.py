@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("build/digits"), help="folder (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=800, help="of training (default: %(default)s)")
-    parser.add_argument("--sheets", type=int, default=200, help="of each shape, to measure with (default: %(default)s)")
+    parser.add_argument("--sheets", type=int, default=100, help="of each shape, to measure with (default: %(default)s)")
     args = parser.parse_args(arguments)
     report = train(args.output, args.steps) | {"sheets": args.sheets, "right": measure(args.output, args.sheets)}
     (args.output / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
