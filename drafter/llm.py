@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from transformers.utils import get_json_schema
@@ -206,6 +206,22 @@ class SpeculativeLM:
         """Largest number of tokens of a request, prompt and output together."""
         return self.engine.max_length
 
+    @overload
+    def encode(
+        self, prompt: str | Sequence[int], *, special_tokens: bool = False, now: datetime | None = None
+    ) -> list[int]: ...
+
+    @overload
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        images: Sequence[Any] = (),
+        limits: ImageLimits | None = None,
+        special_tokens: bool = False,
+        now: datetime | None = None,
+    ) -> list[int] | TokenPrompt: ...
+
     def encode(
         self,
         prompt: Prompt,
@@ -221,7 +237,8 @@ class SpeculativeLM:
 
         Args:
             images: Those of the parts `{"type": "image"}` without one, in order: paths, `data:` URIs, files' bytes,
-                images of Pillow or arrays. If there are no such parts, the user's first message begins with them.
+                images of Pillow or arrays. If there are no such parts, the user's first message begins with them. Of a
+                text, those of the placeholders that the model's processor reads there.
             limits: Limits on the images, if not those of `ImageLimits`.
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
@@ -236,29 +253,27 @@ class SpeculativeLM:
         prompt = cast(Prompt, plain(prompt))
         if is_tokens(prompt) and not images:
             return [int(token) for token in prompt]
-        said = prompt.messages if isinstance(prompt, Conversation) else prompt
-        said, sources = take_images(said, images)
-        prompt = replace(prompt, messages=said) if isinstance(prompt, Conversation) else said
+        prompt, sources = _images_apart(prompt, images)
         refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
+        settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
+        if sources:
+            return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
         if isinstance(prompt, str):
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
         if not (isinstance(prompt, Conversation) or is_chat(prompt)):
             raise RequestError(f"a prompt must be a text, a list of token ids or messages, not {shown(prompt)}")
-        settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
-        if sources:
-            return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         return encode_chat(self.tokenizer, prompt, **settings)
 
     def _encode_images(
-        self, asked: Messages | Conversation, sources: list[Any], limits: ImageLimits, settings: dict[str, Any]
+        self, asked: Any, sources: list[Any], limits: ImageLimits, settings: dict[str, Any]
     ) -> TokenPrompt:
         if self.processor is None or self.base.sight is None:
-            raise RequestError(f"the messages have images, and {self.base.blind}: leave them out")
+            raise RequestError(f"the prompt has images, and {self.base.blind}: leave them out")
         if len(sources) > limits.images:
-            raise RequestError(f"the messages have {len(sources)} images; a prompt may have up to {limits.images}")
+            raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
         return self.processor.encode(asked, [open_image(source, limits) for source in sources], **settings)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
@@ -398,6 +413,16 @@ class SpeculativeLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _images_apart(prompt: Any, images: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return a prompt without the images in it, and all of them in order; see `take_images`."""
+    if isinstance(prompt, str):
+        return prompt, list(images)
+    if isinstance(prompt, Conversation):
+        messages, sources = take_images(prompt.messages, images)
+        return replace(prompt, messages=messages), sources
+    return take_images(prompt, images)
 
 
 def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:

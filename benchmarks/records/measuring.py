@@ -197,11 +197,13 @@ def _clocked() -> Iterator[dict[str, float]]:
 
 def compile_seconds(base: BaseModel, tokenizer: Any) -> dict[str, float]:
     """Return the seconds in which the tokeniser is read, and each schema compiled."""
-    began = time.perf_counter()
     guides = FirstGuides(tokenizer, base.vocab_size, base.eos_token_ids)
-    found = {"tokeniser": time.perf_counter() - began}
-    for kind, schema in SCHEMAS.items():
+    # The first guide of all takes the time to read the tokeniser, whatever it is asked for.
+    asked = {"tokeniser": StructuredOutputs(choice=("a",))}
+    asked |= {kind: StructuredOutputs(json=schema) for kind, schema in SCHEMAS.items()}
+    found = {}
+    for name, one in asked.items():
         began = time.perf_counter()
-        guides.guide(StructuredOutputs(json=schema), ())
-        found[kind] = time.perf_counter() - began
+        guides.guide(one, ())
+        found[name] = time.perf_counter() - began
     return found

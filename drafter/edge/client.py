@@ -147,6 +147,8 @@ def _body(sampling: SamplingParams) -> dict[str, Any]:
     body["max_tokens"] = body.pop("max_new_tokens", 256)
     if sampling.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in dict(sampling.logit_bias).items()}
+    if (asked := sampling.structured_outputs) is not None:
+        body["structured_outputs"] = {asked.kind: getattr(asked, asked.kind)}
     return body
 
 

@@ -284,7 +284,8 @@ class Engine:
         self.drafter.select(ask.member)
         self.drafter.prepare(context)
         reading = clock.lap()
-        self._shadows.add(sequences, ask, *self._guided(sequences, ask, self._device.draft(context, ask)))
+        tree = self._device.draft(context, ask)
+        self._shadows.add(sequences, ask, *(self._guided(sequences, ask, tree) or (tree, [0] * len(sequences))))
         clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
 
@@ -295,8 +296,15 @@ class Engine:
             tensors = self._graphs.run(shape)
             self._times.mark("verify")
             return tensors
-        masked = partial(under_guides, [sequence.guide for sequence in step.sequences])
-        tensors = self.decode(self._device, context, step.ask, partial(self._drafted, step), masked, self._times)
+        guides = [sequence.guide for sequence in step.sequences]
+        tensors = self.decode(
+            self._device,
+            context,
+            step.ask,
+            partial(self._drafted, step),
+            lambda verified: under_guides(guides, step.guided, verified),
+            self._times,
+        )
         step.clock.rest = None if self._queued else step.clock.lap()
         self._times.mark("commit")
         return tensors
@@ -312,7 +320,9 @@ class Engine:
             if plain := [row for row, one in enumerate(step.sequences) if one.handling is Handling.PLAIN]:
                 sizes[plain] = 0
             tree = tree.trimmed(1 + sizes)
-        tree, step.forced = self._guided(step.sequences, step.ask, tree)
+        if (found := self._guided(step.sequences, step.ask, tree)) is not None:
+            step.guided, step.forced = found
+            tree = TokenTree(*(devices.send(part, self.base.device) for part in vars(step.guided).values()))
         if step.ask.most:
             self._times.mark("host")
             step.clock.drafting += step.clock.lap()
@@ -322,17 +332,19 @@ class Engine:
         step.clock.lap()
         return tree
 
-    def _guided(self, sequences: list[Sequence], ask: Ask, tree: TokenTree) -> tuple[TokenTree, list[int]]:
-        """Cut from the trees what guides forbid, and add what they force; return the latter's numbers, too.
+    def _guided(self, sequences: list[Sequence], ask: Ask, tree: TokenTree) -> tuple[TokenTree, list[int]] | None:
+        """Cut from the trees what guides forbid, and add what they force; None where no guide has a say.
 
-        A fixed number of draft tokens includes the forced ones.
+        The trees that are returned are on the host, with the number of forced tokens at the start of each. A fixed
+        number of draft tokens includes these.
         """
         guides = [None if one.handling is Handling.PLAIN else one.guide for one in sequences]
         spec = self.drafter.spec
         most = ask.most if isinstance(self.budget, FixedBudget) else spec.largest
         if not most or not any(guides):
-            return tree, [0] * len(sequences)
-        return guided(tree, guides, ask.most, most, spec.max_depth)
+            return None
+        on_host = TokenTree(*(part.cpu() for part in vars(tree).values()))
+        return guided(on_host, guides, ask.most, most, spec.max_depth)
 
     def _deliver(self, keep: int) -> None:
         """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""
@@ -423,7 +435,7 @@ class Engine:
             return
         rows = slice(slot, slot + 1)
         step = Step([sequence], slot, state, Ask(0))
-        verified = under_guides([sequence.guide], verified)
+        verified = under_guides([sequence.guide], None, verified)
         tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
         self._times.mark("verify")
         self.flights.add(step, tensors)
@@ -469,6 +481,8 @@ class Engine:
         self._deliver(0)
         self._counts["preemptions"] += self.scheduler.preempt()
         self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
+        if self.base.sight is not None:
+            self.base.sight.forget()
         devices.release_unused(self.base.device)
 
     def _end_if_over(self, sequence: Sequence, *, sound: bool) -> None:

@@ -10,7 +10,7 @@ costs no less than that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,15 +19,15 @@ from torch import Tensor
 from drafter.acceptance.contract import Verified
 from drafter.acceptance.guide import Guide
 from drafter.devices import send
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree
+from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
-_PADDING = (PAD_TOKEN, 0, 1, float("-inf"))
+_ROOT = -1
 _EVERYTHING = -1  # a word of a mask with all its bits
 
 
 @dataclass(frozen=True)
-class _Nodes:
-    """A row's tree on the host, without padding: entry 0 is the root."""
+class _Drafts:
+    """A row's draft tokens as `from_nodes` takes them: parents before children, and `_ROOT` for the root."""
 
     tokens: list[int]
     parents: list[int]
@@ -36,12 +36,16 @@ class _Nodes:
 
     def children(self) -> dict[int, list[int]]:
         found = defaultdict(list)
-        for node in range(1, len(self.tokens)):
-            found[self.parents[node]].append(node)
+        for node, parent in enumerate(self.parents):
+            found[parent].append(node)
         return found
 
-    def leading(self, size: int) -> _Nodes:
-        return _Nodes(*(part[:size] for part in vars(self).values()))
+
+def _rows(tree: TokenTree) -> Iterator[_Drafts]:
+    """Yield the draft tokens of each row of a tree on the host, without root and padding."""
+    for tokens, parents, depths, log_probs in zip(*(part.tolist() for part in vars(tree).values()), strict=True):
+        real = slice(1, sum(token >= 0 for token in tokens))
+        yield _Drafts(tokens[real], [parent - 1 for parent in parents[real]], depths[real], log_probs[real])
 
 
 def guided(
@@ -50,94 +54,92 @@ def guided(
     """Return the trees that the guides allow, and the forced tokens at the start of each, which come first.
 
     Args:
-        tree: `[B, N]`; rows without a guide stay as they are, up to `most` draft tokens.
+        tree: `[B, N]`, on the host; rows without a guide stay as they are, up to `most` draft tokens.
         most: Draft tokens of a row beside those that are forced at its start.
         size: Draft tokens of a row at most, and `depth` the deepest.
     """
     rows, forced = [], []
-    parts_of_rows = (part.tolist() for part in vars(tree).values())
-    for tokens, parents, depths, log_probs, guide in zip(*parts_of_rows, guides, strict=True):
-        real = sum(token != PAD_TOKEN for token in tokens)
-        nodes = _Nodes(tokens, parents, depths, log_probs).leading(real)
-        begun = 0
-        if guide is not None:
-            nodes, begun = _allowed(nodes, guide, depth)
-        rows.append(nodes.leading(1 + min(begun + most, size)))
+    for drafts, guide in zip(_rows(tree), guides, strict=True):
+        drafts, begun = (drafts, 0) if guide is None else _allowed(drafts, guide, depth)
+        rows.append(drafts)
         forced.append(min(begun, size))
-    width = max(len(nodes.tokens) for nodes in rows)
-    parts = []
-    for like, name, padding in zip(vars(tree).values(), vars(tree), _PADDING, strict=True):
-        values = [[*getattr(nodes, name), *[padding] * (width - len(nodes.tokens))] for nodes in rows]
-        parts.append(send(torch.tensor(values, dtype=like.dtype), like.device))
-    return TokenTree(*parts), forced
+    width = max(len(drafts.tokens) for drafts in rows)
+    tokens, parents, depths, log_probs = (  # one tensor of all rows: making many, as `pad_sequence` needs, takes longer
+        torch.tensor([[*one, *[missing] * (width - len(one))] for one in values], dtype=like.dtype)
+        for values, like, missing in zip(
+            zip(*(vars(drafts).values() for drafts in rows), strict=True),
+            vars(tree).values(),
+            (0, _ROOT, 1, -torch.inf),
+            strict=True,
+        )
+    )
+    sizes = [1 + min(len(drafts.tokens), begun + most, size) for drafts, begun in zip(rows, forced, strict=True)]
+    made = from_nodes(tree.tokens[:, 0], tokens, parents, depths, log_probs, 1 + width)
+    return made.trimmed(torch.tensor(sizes)), forced
 
 
-def _allowed(drafted: _Nodes, guide: Guide, depth: int) -> tuple[_Nodes, int]:
-    """Return what a guide leaves of a row's tree, with what it forces, and the length of the forced run at the root."""
-    children, found = drafted.children(), _Nodes(drafted.tokens[:1], [0], [0], drafted.log_probs[:1])
-    begun = 0
+def _allowed(drafted: _Drafts, guide: Guide, depth: int) -> tuple[_Drafts, int]:
+    """Return what a guide leaves of the drafts, with what it forces, and the length of the forced run at the start."""
+    children, found, begun = drafted.children(), _Drafts([], [], [], []), 0
 
-    def visit(place: int, node: int | None) -> None:
-        """Add what may follow node `place` of `found`, which is `node` of the draft; None if nobody drafted it."""
+    def visit(place: int, node: int | None, level: int, log_prob: float) -> None:
+        """Add what may follow `place` of `found`, at depth `level`; nobody drafted that place if `node` is None."""
         nonlocal begun
-        level = found.depths[place] + 1
         if level > depth:
             return
         below = {} if node is None else {drafted.tokens[child]: child for child in children[node]}
         candidates: dict[int, tuple[int | None, float]]
         candidates = {token: (child, drafted.log_probs[child]) for token, child in below.items()}
         if run := guide.forced():
-            candidates = {run[0]: (below.get(run[0]), found.log_probs[place])}
-            begun += begun == level - 1 == place  # a chain so far
-        for token, (child, log_prob) in candidates.items():
+            candidates = {run[0]: (below.get(run[0]), log_prob)}
+            begun += begun == level - 1 == place + 1  # a chain so far
+        for token, (child, own) in candidates.items():
             if guide.consume(token):
-                for part, value in zip(vars(found).values(), (token, place, level, log_prob), strict=True):
+                for part, value in zip(vars(found).values(), (token, place, level, own), strict=True):
                     part.append(value)
-                visit(len(found.tokens) - 1, child)
+                visit(len(found.tokens) - 1, child, level + 1, own)
                 guide.rewind(1)
 
-    visit(0, 0)
-    # Stable, so that parents stay before their children, which are not more probable.
-    order = sorted(range(len(found.tokens)), key=lambda one: -found.log_probs[one])
-    rank = {one: place for place, one in enumerate(order)}
-    parents = [rank[found.parents[one]] for one in order]
-    kept = _Nodes(*([part[one] for one in order] for part in vars(found).values()))
-    return _Nodes(kept.tokens, parents, kept.depths, kept.log_probs), begun
+    visit(_ROOT, _ROOT, 1, 0.0)
+    return found, begun
 
 
 def masks(tree: TokenTree, guides: Sequence[Guide | None], vocabulary: int) -> Tensor:
-    """Return the tokens that may follow each node, `[B, N, ceil(V / 32)]` int32, on the tree's device.
+    """Return the tokens that may follow each node of a tree on the host, `[B, N, ceil(V / 32)]` int32, there.
 
     Bit `v % 32` of word `v // 32` stands for token `v`. Rows without a guide have all bits.
     """
-    rows, size = tree.tokens.shape
     words = (vocabulary + 31) // 32
-    found = torch.full((rows, size, words), _EVERYTHING, dtype=torch.int32)
-    all_tokens, all_parents = tree.tokens.tolist(), tree.parents.tolist()
-    for row, guide in enumerate(guides):
-        if guide is None:
-            continue
-        real = sum(token != PAD_TOKEN for token in all_tokens[row])
-        nodes = _Nodes(all_tokens[row][:real], all_parents[row][:real], [], [])
-        _fill(found[row], nodes, guide)
-    return send(found, tree.tokens.device)
+    found = torch.full((*tree.tokens.shape, words), _EVERYTHING, dtype=torch.int32)
+    for of_row, drafts, guide in zip(found, _rows(tree), guides, strict=True):
+        if guide is not None:
+            _fill(of_row, drafts, guide)
+    return found
 
 
-def _fill(found: Tensor, nodes: _Nodes, guide: Guide) -> None:
-    children = nodes.children()
+def _fill(found: Tensor, drafts: _Drafts, guide: Guide) -> None:
+    children = drafts.children()
 
     def visit(node: int) -> None:
-        guide.fill(found[node])
+        guide.fill(found[1 + node])
         for child in children[node]:
-            if guide.consume(nodes.tokens[child]):
+            if guide.consume(drafts.tokens[child]):
                 visit(child)
                 guide.rewind(1)
 
-    visit(0)
+    visit(_ROOT)
 
 
-def under_guides(guides: Sequence[Guide | None], verified: Verified) -> Verified:
-    """Add what the guides of the rows let follow each node, if there are any."""
+def under_guides(guides: Sequence[Guide | None], tree: TokenTree | None, verified: Verified) -> Verified:
+    """Add what the guides of the rows let follow each node, if there are any.
+
+    Args:
+        tree: The verified trees on the host, since a GPU is busy with their forward and would have to be waited for;
+            None if rows with a guide have no draft tokens.
+    """
     if not any(guides):
         return verified
-    return replace(verified, allowed=masks(verified.tree, guides, verified.logits.shape[-1]))
+    if tree is None:
+        tree = root_only(torch.zeros(len(guides), dtype=torch.long)).padded(verified.tree.size)
+    allowed = masks(tree, guides, verified.logits.shape[-1])
+    return replace(verified, allowed=send(allowed, verified.tree.tokens.device))

@@ -91,6 +91,7 @@ class Step:
         # Row → number of most probable tokens whose log-probabilities it wants.
         self.wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
         self.version = state.drafter.version
+        self.guided: TokenTree | None = None  # the trees on the host, where a guide had a say
         # Draft tokens at the start of each tree that a guide forces; nobody drafted them.
         self.forced = [0] * len(sequences)
 

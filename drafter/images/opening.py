@@ -22,8 +22,8 @@ from drafter.errors import RequestError, one_line, shown
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow's decoders that may run. Not TIFF's: it takes as much memory for a strip as the file asks for."""
-_MOST_SCANS = 256
-"""Passes of a progressive JPEG, each over all pixels. Encoders write ten, and a small file could have thousands."""
+_MOST_SCANS = 64
+"""Passes of a progressive JPEG, each over all pixels. Encoders write ten, and a small file may have thousands."""
 _SCAN = b"\xff\xda"
 _DEEP = ("I", "F")  # first letters of modes with more than 8 bits, which Pillow would cut off at 255
 _HEAD = 256

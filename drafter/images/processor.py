@@ -43,7 +43,7 @@ class ImageProcessor:
 
     def encode(
         self,
-        asked: Conversation | Messages,
+        asked: Conversation | Messages | str,
         images: Sequence[Image] = (),
         *,
         special_tokens: bool = False,
@@ -51,6 +51,8 @@ class ImageProcessor:
         now: datetime | None = None,
     ) -> Prompt:
         """Return the prompt of a chat whose parts `{"type": "image"}` are the `images` (RGB), in order.
+
+        Of a text, it is the prompt that the model's processor makes of it, where the text has a placeholder for each.
 
         Args:
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there.
@@ -61,6 +63,10 @@ class ImageProcessor:
             RequestError: The template takes no such messages, there are more or fewer images than parts, or the
                 processor cannot take one.
         """
+        if isinstance(asked, str):
+            refuse_endless(asked, max_length, longest_token(self.tokenizer))
+            made = self._process(asked, images)
+            return self._prompt(made, made["input_ids"][0].tolist(), images)
         asked = asked if isinstance(asked, Conversation) else Conversation(asked)
         if asked.image_parts != len(images):
             raise RequestError(f"the messages have {asked.image_parts} parts of images, and {len(images)} are given")
@@ -85,8 +91,8 @@ class ImageProcessor:
                 f"the chat template writes {mark!r}, which stands for an image, {written.count(place)} times for "
                 f"{len(images)} images: it puts them elsewhere, or a message has this text"
             )
-        made = self._process(mark, images)
-        pieces = [one["replacement"] for one in made["text_replacement_offsets"][0]]
+        made = self._process(mark * len(images), images)
+        pieces = _pieces(made)
         if self._ids(text) == written:  # nothing that is said looks like a token, and words may go on beside an image
             parts = text.split(mark)
             ids = self._ids("".join(one for pair in zip(parts, [*pieces, ""], strict=True) for one in pair))
@@ -94,15 +100,19 @@ class ImageProcessor:
             ids, left = [], iter(pieces)
             for token in written:
                 ids += self._ids(next(left)) if token == place else [token]
+        return self._prompt(made, ids, images)
+
+    def _prompt(self, made: Mapping[str, Any], ids: list[int], images: Sequence[Image]) -> Prompt:
+        """Return the prompt of these ids, of which some stand for what was `made` of the images."""
         stand = set(self.processor.image_token_ids)
-        counts = [sum(token in stand for token in self._ids(piece)) for piece in pieces]
+        counts = [sum(token in stand for token in self._ids(piece)) for piece in _pieces(made)]
         spans = _spans(np.flatnonzero(np.isin(ids, list(stand))), counts, [digest(image) for image in images])
         return Prompt(ids, spans, self._inputs(made, ids))
 
-    def _process(self, mark: str, images: Sequence[Image]) -> Mapping[str, Any]:
+    def _process(self, text: str, images: Sequence[Image]) -> Mapping[str, Any]:
         try:
             return self.processor(  # type: ignore[no-any-return]
-                text=[mark * len(images)],
+                text=[text],
                 images=[list(images)],
                 return_text_replacement_offsets=True,
                 return_tensors="np",
@@ -126,14 +136,23 @@ class ImageProcessor:
 def example_of(processor: ImageProcessor) -> Prompt:
     """Return a prompt with an image, for the proof that a model reads it."""
     pixels = (np.indices((48, 64)).sum(0) * 37 % 256).astype(np.uint8)
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
-    return processor.encode([message], [fromarray(pixels).convert("RGB")])
+    asked: Messages | str = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
+    ]
+    if processor.tokenizer.chat_template is None:
+        asked = f"{processor.processor.image_token}What is this?"
+    return processor.encode(asked, [fromarray(pixels).convert("RGB")])
 
 
 def digest(image: Image) -> bytes:
     """Return what images of equal pixels have in common, whatever file they come from."""
     pixels = image.convert("RGB")
     return hashlib.sha256(b"%dx%d:" % pixels.size + pixels.tobytes()).digest()
+
+
+def _pieces(made: Mapping[str, Any]) -> list[str]:
+    """Return the text that stands for each image."""
+    return [one["replacement"] for one in made["text_replacement_offsets"][0]]
 
 
 def _spans(places: npt.NDArray[np.int64], counts: Sequence[int], digests: Sequence[bytes]) -> tuple[Span, ...]:

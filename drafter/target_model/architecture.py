@@ -335,6 +335,11 @@ def _shrink(config: Any, longest: int) -> None:
     if getattr(config, "attention_hidden_size", None) and getattr(config, "attention_head_dim", None):
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" in rope:  # the sizes of the three axes' parts of a head's rotated half
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        half = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
+        config.rope_parameters = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     if getattr(config, "hybrid_layer_ids", None):
         config.hybrid_layer_ids = [number for number, kind in enumerate(config.layer_types) if kind == "hybrid"]
     for heads_name, dim_name, factor_name in _INNER:

@@ -156,9 +156,8 @@ class ModelCode:
         longest, device, features = nodes.tokens.shape[1], self._device, nodes.features
         seen = None if features is None else features.sees(nodes.spans[0].start)
         if seen is None:
-            seen = (
-                torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(nodes.tokens), -1, -1)
-            )
+            chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+            seen = chain.expand(len(nodes.tokens), -1, -1)
         inputs = self._inputs(cache, nodes, seen)
         with nullcontext() if features is None else called_with(self._decoder, self._given(inputs, features)):
             if nodes.keep:

@@ -127,6 +127,8 @@ class Sight:
     def refuse(self, prompt: Prompt) -> None:
         """Raise `RequestError` for a prompt whose images the model cannot take."""
         if not prompt.inputs:
+            if prompt.spans:
+                raise RequestError("the prompt has places of images without their inputs, such as pixel_values")
             return
         if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
             raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")
@@ -159,6 +161,10 @@ class Sight:
             hook.remove()
         raise RequestError("the model's forward does not call its language model")
 
+    def forget(self) -> None:
+        """Free what is kept of images."""
+        self._kept.clear()
+
     def tensors(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return the prompt's inputs on the model's device, floats in its dtype."""
         return {name: self._tensor(value) for name, value in prompt.inputs.items()}
@@ -181,7 +187,7 @@ class Sight:
         return {**others, _ENCODED: {"image": self._kept[images][0]}}
 
     def _tensor(self, value: npt.NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(value))
+        tensor = torch.from_numpy(np.array(value))  # a copy: a prompt of a job is a view of shared memory
         if tensor.is_floating_point():
             tensor = tensor.to(self._model.dtype)
         return devices.send(tensor, self._model.device)

@@ -146,8 +146,6 @@ def _processor(config: GenerateConfig) -> ImageProcessor | None:
     found = seeing_processor(name, trust_remote_code=config.loading.trust_remote_code)
     if found is None and config.reading.images_column is not None:
         raise InputError(f"reading.images_column is set, and model {name} sees no images: leave it out")
-    if found is not None and config.reading.images_column is not None and config.reading.chat is False:
-        raise InputError("reading.images_column is for chats, and reading.chat is false: leave out one of them")
     return found
 
 

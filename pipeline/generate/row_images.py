@@ -34,6 +34,8 @@ IMAGES = "images"
 """Column of a staged row: the addresses of its images."""
 PROMPTS_BYTES = 256 << 20
 """Size limit of what processors make of the images of several rows that are handed on together."""
+_IMAGE_KEY = '"image_url"'
+"""An image's part of a message in OpenAI's form has this twice."""
 _USUAL_SIZE = (1024, 1024)
 """Pixels of the image by which it is found how large prompts become."""
 
@@ -113,8 +115,10 @@ def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | 
 
 def image_reading(processor: ImageProcessor, config: ImagesConfig, files: fs.FileSystem) -> ImageReading:
     """Return how images are read; raises `InputError` if the processor cannot take any."""
+    has_template = processor.tokenizer.chat_template is not None
+    asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
-        usual = processor.encode([{"role": "user", "content": [PLACE]}], [Image.new("RGB", _USUAL_SIZE)])
+        usual = processor.encode(asked, [Image.new("RGB", _USUAL_SIZE)])
     except RequestError as error:
         raise InputError(f"the processor of the model takes no images: {error}") from error
     size = sum(values.nbytes for values in usual.inputs.values())
@@ -141,6 +145,8 @@ def take_row_images(
         problems: Gets what is wrong with a row, by its index.
     """
     found: dict[int, list[_Found]] = {}
+    if prompts.kind == "openai":  # a body is read as a whole where prompts are made; here its images are counted
+        return [[None] * (row["body"].count(_IMAGE_KEY) // 2) or None if "body" in row else None for row in rows]
     for index, row in enumerate(rows):
         given = row.pop(prompts.images_column, None) if prompts.images_column is not None else None
         if index in problems:
@@ -192,8 +198,6 @@ class _Found:
 
 
 def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) -> list[Any]:
-    if prompts.kind == "openai":  # its body is read as a whole, where the prompt is made
-        return []
     if prompts.kind == "text":
         return list(given)
     messages = row.get(prompts.column)
@@ -248,3 +252,8 @@ def staged_images(addresses: Sequence[str | None] | None, value: Any) -> list[An
 def with_places(text: str, count: int) -> list[dict[str, Any]]:
     """Return a text prompt after so many images, as messages."""
     return [{"role": "user", "content": [*[PLACE] * count, {"type": "text", "text": text}]}]
+
+
+def with_marks(text: str, count: int, mark: str) -> str:
+    """Return a text prompt that is continued as it is with the mark of each image, first if it has none itself."""
+    return text if mark in text else mark * count + text

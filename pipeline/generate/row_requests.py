@@ -24,7 +24,7 @@ from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
 from pipeline.errors import RowError, RowProblem
-from pipeline.generate.row_images import IMAGES, ImageReading, images_key, staged_images, with_places
+from pipeline.generate.row_images import IMAGES, ImageReading, images_key, staged_images, with_marks, with_places
 from pipeline.generate.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
@@ -134,12 +134,14 @@ def _row_request(
     else:
         sampling = row_sampling(settings.sampling, seed_name, row, SAMPLING_COLUMN, sample)
         prompt = _prompt_of(row, settings, encoder, len(images))
-    if not isinstance(prompt, Conversation):
+    if isinstance(prompt, list) or (isinstance(prompt, str) and not images):
         return prompt, sampling
     every = settings.reading.chat_template_kwargs or {}
     try:
-        asked = dataclasses.replace(prompt, chat_template_kwargs={**every, **(prompt.chat_template_kwargs or {})})
-        if not images:
+        asked: Conversation | str = prompt
+        if isinstance(prompt, Conversation):
+            asked = dataclasses.replace(prompt, chat_template_kwargs={**every, **(prompt.chat_template_kwargs or {})})
+        if isinstance(asked, Conversation) and not images:
             return render_chat(encoder.tokenizer, asked, settings.now), sampling
         assert encoder.processor is not None
         assert settings.images is not None
@@ -178,9 +180,10 @@ def _prompt_of(row: dict[str, Any], settings: PromptSettings, encoder: Encoder, 
         return row_conversation(row, column)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
-    if images:
-        return Conversation(with_places(value, images))
     through_template = tokenizer.chat_template is not None if chat is None else chat
+    if images and encoder.processor is not None:
+        mark: str = encoder.processor.processor.image_token
+        return Conversation(with_places(value, images)) if through_template else with_marks(value, images, mark)
     return Conversation([{"role": "user", "content": value}]) if through_template else value
 
 

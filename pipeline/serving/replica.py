@@ -231,10 +231,7 @@ class Answers:
             request = request.for_model(self._lm.tokenizer)
             call = replace(call, request=request)
             requests = await self._encoded(call)
-            asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
-            if asked is not None and not guides.ready(asked):
-                await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
-            if asked is not None and request.is_chat:
+            if request.is_chat and requests[0].sampling.structured_outputs is not None:
                 request = replace(request, reasoning=self._marks(requests[0].prompt_ids))
                 call = replace(call, request=request)
             for each in requests:
@@ -265,11 +262,17 @@ class Answers:
         return ReasoningMarks(self._reasoning.begin_text, self._reasoning.end_text, inside is True)
 
     async def _encoded(self, call: Call) -> list[Request]:
+        """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""
         images = await self._images.fetched(call.request.images)
         make = partial(self._requests, call, images)
         if images or _characters(call.request.prompts) > _LARGE_PROMPT:
-            return await self._large_work.run(call.client, make)
-        return await asyncio.to_thread(make)
+            requests = await self._large_work.run(call.client, make)
+        else:
+            requests = await asyncio.to_thread(make)
+        asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
+        if asked is not None and not guides.ready(asked):
+            await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
+        return requests
 
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
         request = call.request

@@ -29,6 +29,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request, SamplingParams
+from drafter.text.chat import encode_chat
 from recipes.embedded.gsm8k import read_split
 
 CHUNK = 256
@@ -57,7 +58,8 @@ def submit(lm: SpeculativeLM, jobs: list[Job], limit: int) -> list[Handle]:
 
 def question_jobs(lm: SpeculativeLM, split: str, temperatures: list[float], seed: int) -> list[Job]:
     """Return every question of a split at each temperature, shuffled so that any beginning is a fair sample."""
-    prompts = [lm.encode([{"role": "user", "content": problem.question}]) for problem in read_split(split)]
+    asked = ([{"role": "user", "content": problem.question}] for problem in read_split(split))
+    prompts = [encode_chat(lm.tokenizer, messages) for messages in asked]
     jobs = [
         Job(prompt, temperature, seed + number * len(prompts) + index)
         for number, temperature in enumerate(temperatures)

@@ -47,6 +47,7 @@ def test_the_embedded_model_gives_generates_tokens(lm: SpeculativeLM) -> None:
     found = lm.generate(prompts, max_new_tokens=40)
     for one, prompt in zip(found, prompts, strict=True):
         ids = lm.encode(prompt)
+        assert isinstance(ids, list)
         expected = lm.base.model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :]
         assert one.token_ids == expected.tolist()
         assert one.text == lm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
@@ -407,7 +408,9 @@ def test_a_text_is_the_users_message_in_a_chat(lm: SpeculativeLM) -> None:
     continued, begun = (
         lm.chat(asked, continue_final_message=continues, max_new_tokens=4)[0] for continues in (None, False)
     )
-    assert continued.num_prompt_tokens == len(lm.encode(asked)) == begun.num_prompt_tokens - 2
+    ids = lm.encode(asked)
+    assert isinstance(ids, list)
+    assert continued.num_prompt_tokens == len(ids) == begun.num_prompt_tokens - 2
     assert (
         lm.generate(Conversation(asked, add_generation_prompt=True), max_new_tokens=4)[0].token_ids == begun.token_ids
     )

@@ -29,9 +29,10 @@ from drafter.target_model.model import BaseModel
 from tests.methods.pad.test_pad import classifier_folder
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
+from tests.support.guides import RuleGuide
 from tests.support.heads import KINDS, STATIC, make_head
 from tests.support.marks import slow_but
-from tests.support.models import random_model
+from tests.support.models import EOS, VOCABULARY, random_model
 from tests.support.tapes import Tape
 
 MODES: dict[str, tuple[SamplingParams, SamplingParams | None]] = {
@@ -108,6 +109,11 @@ def _llama() -> BaseModel:
         return BaseModel(random_model("llama"), native=False)
 
 
+def _forcing() -> RuleGuide:
+    """A guide that leaves no choice about as many tokens as a tree may have."""
+    return RuleGuide(lambda output: [3 + len(output)] if len(output) < NODES else [3, 4], VOCABULARY, EOS)
+
+
 @pytest.mark.parametrize("case", slow_but(FAST, CASES), ids=lambda case: f"{case[0]}, {case[1]}, {case[2]}")
 def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -> None:
     name, mode, gpus = case
@@ -118,7 +124,8 @@ def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -
         move_to_gpus(base, gpus)
         drafter = make()
         nodes = min(NODES, drafter.spec.max_nodes)
-        step = FakeStep(base, drafter, ROWS, nodes, LENGTH, sampling, other).prepared()
+        guide = _forcing() if name == "forced" else None  # without one this drafter drafts nothing
+        step = FakeStep(base, drafter, ROWS, nodes, LENGTH, sampling, other, guide=guide).prepared()
         if name.endswith("static"):
             step()  # sends its fixed tree, once; the first step of a shape is never recorded
         with Tape() if drafter.spec.graph_safe else nullcontext():

@@ -35,7 +35,7 @@ def fake_gpus() -> Iterator[None]:
     """For a `with` block, tensors that are made are fakes."""
     fakes = FakeTensorMode(allow_non_fake_inputs=False)
     # Fakes cannot be pinned, and take no memory. What the host has made is a tensor with numbers until it is sent.
-    pin = mock.patch.object(Tensor, "pin_memory", lambda tensor: _fake(tensor, torch.device("cpu")))
+    pin = mock.patch.object(Tensor, "pin_memory", lambda tensor: fake(tensor, torch.device("cpu")))
     free_bytes = mock.patch.object(devices, "free_bytes", return_value=None)
     kept = mock.patch.object(static, "_rank_tensor", cache(static._rank_tensor.__wrapped__))
     # A proof looks at numbers, and there are none.
@@ -112,10 +112,10 @@ def place_weights(module: nn.Module, device: torch.device) -> None:
     """Replace the parameters and buffers of one module, but not of its parts, by fakes on a device."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            module._parameters[name] = nn.Parameter(_fake(parameter, device), requires_grad=False)
+            module._parameters[name] = nn.Parameter(fake(parameter, device), requires_grad=False)
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            module._buffers[name] = _fake(buffer, device)
+            module._buffers[name] = fake(buffer, device)
 
 
 def _pin(module: nn.Module, device: torch.device) -> None:
@@ -124,5 +124,6 @@ def _pin(module: nn.Module, device: torch.device) -> None:
     add_hook_to_module(module, AlignDevicesHook(device))
 
 
-def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+def fake(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return what a tensor is once it is sent to a device; within `fake_gpus`."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import LlamaConfig
 
 from benchmarks.gpu.operation_counts import OperationCounts
 from drafter.acceptance.contract import ExactVerifier, Verifier
+from drafter.acceptance.guide import Guide
 from drafter.acceptance.limits import Limits
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Ask, Drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
+from drafter.engine.guiding import guided, masks
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
-from tests.support.fake_gpus import place_weights
+from drafter.tree.token_tree import TokenTree, root_only
+from tests.support.fake_gpus import fake, place_weights
 from tests.support.models import EOS, SpellingTokenizer
 
 LLAMA_1B = LlamaConfig(
@@ -60,6 +64,7 @@ class FakeStep:
         sampling: Of all rows.
         other: Of every second row, where rows differ.
         verifier: Decides what is accepted.
+        guide: Of all rows; their trees are then what it forces.
     """
 
     base: BaseModel
@@ -70,6 +75,7 @@ class FakeStep:
     sampling: SamplingParams = _GREEDY
     other: SamplingParams | None = None
     verifier: Verifier = field(default_factory=ExactVerifier)
+    guide: Guide | None = None
 
     def run(self) -> StepTensors:
         """Make a state and do the step."""
@@ -91,8 +97,30 @@ class FakeStep:
             limits = Limits.of(one, [EOS], SpellingTokenizer())
             state.sampling.set(slot, one, 1, limits, self.base.vocab_size)
         state.expect(some)
+        step = DeviceStep(self.base, self.verifier, state, packs=False)
+        if self.guide is not None:
+            return self._guided(step, self.guide)
         shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, state.sampling.sizes)
-        return partial(Engine.decode_shape, DeviceStep(self.base, self.verifier, state, packs=False), shape)
+        return partial(Engine.decode_shape, step, shape)
+
+    def _guided(self, step: DeviceStep, guide: Guide) -> Callable[[], StepTensors]:
+        """Return a step that the host follows: it has made trees and masks, and the step begins as they are sent."""
+        guides, depth = [guide] * self.rows, self.drafter.spec.max_depth
+        with unset_fake_temporarily():  # the host reads numbers
+            bare = root_only(torch.zeros(self.rows, dtype=torch.long))
+            tree, _ = guided(bare, guides, 0, self.nodes, depth)
+            allowed = masks(tree, guides, self.base.vocab_size)
+        tree = TokenTree(*(fake(part, self.base.device) for part in vars(tree).values()))
+        allowed = fake(allowed, self.base.device)
+        context = step.state.bounded_context(self.rows, self.kv_length - self.nodes - 1)
+        return partial(
+            Engine.decode,
+            step,
+            context,
+            Ask(self.nodes),
+            lambda _: tree,
+            lambda verified: replace(verified, allowed=allowed),
+        )
 
 
 def on_gpu(module: nn.Module, device: torch.device) -> None:

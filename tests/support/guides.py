@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from threading import Event
 
+import pytest
 from torch import Tensor
 
 from drafter.acceptance.guide import Guide, Guides
 from drafter.structured_outputs import StructuredOutputs
+from tests.support.waiting import PATIENCE
 
 Rule = Callable[[tuple[int, ...]], Collection[int]]
 """The tokens that may follow an output."""
@@ -66,3 +69,22 @@ class RuleGuides(Guides):
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
         self.made.append(RuleGuide(*self._settings))
         return self.made[-1]
+
+
+def hold_new(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
+    """Let guides for what nobody has asked for before take their time.
+
+    Returns:
+        What is set when one is being made, and what lets it and later ones go on.
+    """
+    begun, may_go_on = Event(), Event()
+    guide, ready = guides.guide, guides.ready
+
+    def slowly(asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
+        if not ready(asked):
+            begun.set()
+            assert may_go_on.wait(PATIENCE)
+        return guide(asked, prompt)
+
+    monkeypatch.setattr(guides, "guide", slowly)
+    return begun, may_go_on

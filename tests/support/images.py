@@ -244,7 +244,7 @@ def _qwen(size: dict[str, int]) -> Any:
     return transformers.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
 
 
-class PixtralTiles(transformers.ProcessorMixin):  # type: ignore[misc]
+class PixtralTiles(transformers.ProcessorMixin):
     """As `PixtralProcessor`, which is not there without torchvision."""
 
     def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str, merge: int = 1) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from drafter.requests import hashed_seed
 from pipeline.generate.row_images import ImageReading
-from pipeline.generate.staging import PART_BYTES, StagingPlan, content_hash, stage_files, told_apart
+from pipeline.generate.staging import StagingPlan, content_hash, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input
@@ -51,14 +51,12 @@ def staged_input(
     folder: Path,
     rows_per_part: int = 3,
     images: ImageReading | None = None,
-    part_bytes: int = PART_BYTES,
     **settings: Any,
 ) -> StagedInput:
     """Stage an input in this process."""
     reading = ReadingConfig(**settings)
     listing = list_input(str(source), reading.format, reading.split, reading.subset)
-    prompts = find_prompts(listing, reading)
-    plan = StagingPlan(locate(str(folder)), reading, prompts, rows_per_part, part_bytes=part_bytes, images=images)
+    plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part, images=images)
     folder.mkdir(exist_ok=True)
     parts, seen = stage_files(listing, "00000", plan)
     return told_apart(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)), plan)

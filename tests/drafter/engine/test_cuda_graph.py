@@ -23,6 +23,7 @@ from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
+from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
@@ -241,16 +242,7 @@ def test_running_out_of_memory_with_a_step_under_way(
     requests = requests_of(7, SETTINGS)
     expected = plainly(tiny_base, requests)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 8)
-    propose, calls = drafter.propose, 0
-
-    def failing(context: DraftContext, ask: Ask) -> TokenTree:
-        nonlocal calls
-        calls += 1
-        if calls in (4, 9):
-            raise torch.OutOfMemoryError("no memory for the tree")
-        return propose(context, ask)
-
-    monkeypatch.setattr(drafter, "propose", failing)
+    monkeypatch.setattr(drafter, "propose", run_out(drafter.propose, {4, 9}))
     engine = Engine(
         tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96, num_draft_tokens=8)
     )
@@ -281,18 +273,9 @@ def test_running_out_of_memory_after_a_recording_has_failed(
     monkeypatch.setattr(
         devices, "release_unused", lambda device, real=devices.release_unused: real(torch.device("cuda"))
     )
-    whole, calls = Engine.decode_shape, 0
-
-    def step(device_step: DeviceStep, shape: StepShape) -> StepTensors:
-        nonlocal calls
-        calls += 1
-        if calls in (9, 14):
-            raise torch.OutOfMemoryError("no memory")
-        return whole(device_step, shape)
-
     requests = requests_of(7, SETTINGS[:1])
     expected = plainly(tiny_base, requests)
-    monkeypatch.setattr(Engine, "decode_shape", staticmethod(step))
+    monkeypatch.setattr(Engine, "decode_shape", staticmethod(run_out(Engine.decode_shape, {9, 14})))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from drafter.acceptance.choices import bits
+from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.guiding import guided, masks
+from drafter.engine.guiding import guided, masks, under_guides
+from drafter.engine.sequence import Handling
 from drafter.errors import RequestError
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
@@ -82,6 +85,25 @@ def test_each_node_has_a_mask_of_its_own() -> None:
     allowed = [set(row.nonzero()[:, 0].tolist()) for row in bits(found[0], WORDS)]
     assert allowed == [{3, 5}, {69, 31}, {4, 2}, {32}]
     assert bool(bits(masks(FORK, [None], WORDS)[0], WORDS).all())
+
+
+@pytest.mark.parametrize("tree", [FORK, None])
+def test_masks_are_made_of_what_the_host_knows(tree: TokenTree | None) -> None:
+    """The verified trees are on a device whose numbers cannot be read, as those of a GPU that is at work."""
+    meta = TokenTree(*(part.to("meta") for part in vars(FORK).values()))
+    logits, hidden = (torch.empty(1, 4, width, device="meta") for width in (WORDS, 0))
+    verified = Verified(meta, meta.ancestors(), 2, logits, hidden)
+    assert under_guides([None], tree, verified) is verified
+    filled: list[list[int]] = []
+
+    class Noting(RuleGuide):
+        def fill(self, mask: Tensor) -> None:
+            filled.append(list(self.output))
+
+    allowed = under_guides([Noting(phrases((3,), (5, 4)), WORDS, EOS)], tree, verified).allowed
+    assert allowed is not None
+    assert (allowed.shape, allowed.device.type) == ((1, 4, 3), "meta")
+    assert filled == ([[], [3], [5], [5, 4]] if tree is FORK else [[]])
 
 
 @st.composite
@@ -205,17 +227,39 @@ def test_other_limits_and_a_guide_can_leave_nothing(base: BaseModel) -> None:
         handle.result(0)
 
 
-def test_preempted_rows_and_shared_prefixes_change_nothing(base: BaseModel) -> None:
-    """Rows whose prompts begin alike, every third step one of them preempted, beside rows without a guide."""
+def mixed_requests() -> list[Request]:
+    """Requests whose prompts begin alike, every third one without a guide."""
     start = [3 + place % 40 for place in range(24)]
     asked = StructuredOutputs(regex="what the rule says")
-    requests = [
+    return [
         Request(
             [*start, 5 + row],
             SamplingParams(20, 0.8 * (row % 2), seed=row, structured_outputs=(asked, None)[row % 3 == 0]),
         )
         for row in range(9)
     ]
+
+
+@pytest.mark.parametrize("plain", [1, 4])
+def test_rows_that_must_not_have_drafts_follow_their_guides(base: BaseModel, plain: int) -> None:
+    """Some rows or all: they have masks and no draft tokens, beside rows without a guide that have some."""
+    requests = mixed_requests()
+    expected = run(engine_of(base, PlainDecoding(), max_num_seqs=1), requests)
+    texts = [[*request.prompt_ids, *one] for request, one in zip(requests, expected, strict=True)]
+    engine = engine_of(base, OracleDrafter(texts))
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+        for sequence in [one for one in engine.scheduler.active if one.guide is not None][:plain]:
+            sequence.handling = Handling.PLAIN
+    found = [handle.result(0) for handle in handles]
+    assert [one.token_ids for one in found] == expected
+    assert sum(one.counts.num_accepted_draft_tokens for one in found[::3]) > 0
+
+
+def test_preempted_rows_and_shared_prefixes_change_nothing(base: BaseModel) -> None:
+    """Every third step one of them is preempted."""
+    requests = mixed_requests()
     expected = run(engine_of(base, PlainDecoding(), max_num_seqs=1), requests)
     texts = [[*request.prompt_ids, *one] for request, one in zip(requests, expected, strict=True)]
     for drafter in (OracleDrafter(texts), AdversarialDrafter(2)):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
+from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
 from tests.support.models import (
     AdversarialDrafter,
@@ -61,21 +60,6 @@ class Small(Drafter):
         if context.tokens.shape[0] > self._rows:
             raise torch.OutOfMemoryError("no memory for the tree")
         return tree
-
-
-def run_out(function: Callable[..., Any], calls: set[int], *, late: bool = False) -> Callable[..., Any]:
-    """`function`, out of memory at these of its calls, before or after it has done its work."""
-    count = 0
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        result = function(*args, **kwargs) if late or count not in calls else None
-        if count in calls:
-            raise torch.OutOfMemoryError("no memory")
-        return result
-
-    return failing
 
 
 def submit_all(engine: Engine, requests: list[Request], *, stream: bool = True) -> list[Handle]:

@@ -12,12 +12,12 @@ from PIL import Image
 from transformers import LlamaConfig
 
 from drafter.errors import LoadError, RequestError
-from drafter.images.processor import ImageProcessor, digest, load_processor
+from drafter.images.processor import ImageProcessor, digest, example_of, load_processor
 from tests.support.images import FAMILIES, PixtralTiles, asked, config_of, picture, processor_of
 from tests.support.marks import slow_but
 
 TWO = [picture(1, 40, 30), picture(2, 20, 50)]
-TALK = [
+TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Look closely."},
     {"role": "user", "content": [{"type": "text", "text": "Here:"}, {"type": "image"}, {"type": "image"}]},
     {"role": "user", "content": [{"type": "text", "text": "Which of them?"}]},
@@ -68,6 +68,20 @@ def test_what_is_said_is_no_image(family: str) -> None:
     assert place not in made.ids[made.spans[0].stop :]
     with pytest.raises(RequestError, match=r"which stands for an image, 2 times for 1 images"):
         processor.encode(asked(said), [TWO[0]], special_tokens=True)
+
+
+@pytest.mark.parametrize("family", ["paligemma", "llava"])
+def test_a_text_is_what_the_processor_makes_of_it(family: str) -> None:
+    processor = processor_of(family)
+    processor.tokenizer.chat_template = processor.processor.chat_template = None
+    made = processor.encode("<image><image>Which?", TWO)
+    own = processor.processor(text=["<image><image>Which?"], images=[TWO], return_tensors="np")
+    assert list(made.ids) == own["input_ids"][0].tolist()
+    assert [span.digest for span in made.spans] == [digest(image) for image in TWO]
+    assert np.array_equal(made.inputs["pixel_values"], own["pixel_values"])
+    assert len(example_of(processor).spans) == 1
+    with pytest.raises(RequestError, match="cannot take these images"):
+        processor.encode("Which?<image>", TWO)
 
 
 def test_a_chat_without_images_is_that_of_the_tokeniser() -> None:

@@ -17,6 +17,7 @@ from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
+from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
 from tests.support.hybrids import HYBRIDS, hybrid_model
 from tests.support.marks import slow_but
@@ -157,20 +158,7 @@ def test_a_step_that_fails_leaves_the_states_from_before_it(
     base = base_of(family)
     engine = Engine(base, oracle(family), SpellingTokenizer(), EngineConfig(max_num_seqs=5, num_draft_tokens=10))
     owner = engine.batch.cache if stage == "commit" else base
-    real, calls = getattr(owner, stage), 0
-
-    def failing(*arguments: Any, **others: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        fails = calls in (2, 4)
-        if fails and not late:
-            raise torch.OutOfMemoryError
-        result = real(*arguments, **others)
-        if fails:
-            raise torch.OutOfMemoryError
-        return result
-
-    monkeypatch.setitem(vars(owner), stage, failing)
+    monkeypatch.setitem(vars(owner), stage, run_out(getattr(owner, stage), {2, 4}, late=late))
     handles = [engine.submit(request, stream=True) for request in requests_of(family)]
     while not engine.idle:
         engine.step()

@@ -17,9 +17,10 @@ from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
+from drafter.target_model.architecture import small_copy
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import KEPT_BYTES, Borders
-from tests.support.images import FAMILIES, asked, base_of, picture, processor_of
+from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
 from tests.support.marks import slow_but
 from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
 
@@ -120,6 +121,42 @@ def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
     assert [handle.result(0).token_ids for handle in handles] == expected(family)
 
 
+@pytest.mark.parametrize("family", slow_but(["gemma3"], QUICK))
+def test_log_probabilities_of_a_prompt_are_the_models_own(family: str) -> None:
+    prompt = prompts(family)[3]
+    request = Request(prompt, SamplingParams(1), prompt_logprobs=0)
+    (found,) = run_engine(base(family), PlainDecoding(), [request], max_num_seqs=1, num_draft_tokens=0)
+    inputs = {name: torch.from_numpy(value).to(DEVICE) for name, value in prompt.inputs.items()}
+    ids = torch.tensor([list(prompt.ids)], device=DEVICE)
+    with torch.inference_mode():
+        own = base(family).model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+    expected = own[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert found.prompt_logprobs is not None
+    ours = torch.tensor([one.logprob for one in found.prompt_logprobs[1:]])
+    torch.testing.assert_close(ours, expected.cpu(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3", {"sliding_window": 64}),
+        ("qwen2_vl", {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1}),
+    ],
+)
+def test_windows_are_proved_on_a_small_copy(family: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIGS[family], "text_config": {**CONFIGS[family]["text_config"], **settings}}
+    monkeypatch.setitem(CONFIGS, family, config)
+    copies: list[Any] = []
+
+    def copied(*given: Any) -> Any:
+        copies.append(small_copy(*given))
+        return copies[-1]
+
+    monkeypatch.setattr("drafter.target_model.model.small_copy", copied)
+    assert base_of(family).sight is not None
+    assert len(copies) == 1
+
+
 def test_trees_and_texts_run_natively_after_images() -> None:
     if DEVICE.type == "cpu":
         assert base("smolvlm").executor_name == "NativeDecoder"
@@ -134,7 +171,7 @@ def test_rows_share_what_their_images_have_in_common() -> None:
     tower, calls = base(family).model.model.vision_tower, []
     hook = tower.register_forward_hook(lambda *call: calls.append(1))
     before = encode(asked("Is this another one?"), [image])  # whatever was kept of other tests
-    base(family).sight._kept.clear()  # type: ignore[union-attr]
+    base(family).sight.forget()  # type: ignore[union-attr]
     handles = []
     for prompt in rows:
         handles.append(engine.submit(Request(prompt, SamplingParams(NEW, ignore_eos=True))))
@@ -170,6 +207,7 @@ def test_prompts_that_cannot_be_read_end_alone() -> None:
         (lambda one: replace(one, ids=one.ids[: one.spans[0].stop]), "ends with an image"),
         (lambda one: replace(one, ids=[*one.ids, one.ids[one.spans[0].start], 40]), "which stands for images"),
         (lambda one: replace(one, inputs={**one.inputs, "pixels": np.zeros(1)}), "takes no pixels"),
+        (lambda one: replace(one, inputs={}), "without their inputs"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(change: Any, reason: str) -> None:

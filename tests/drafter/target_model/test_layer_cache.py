@@ -20,6 +20,7 @@ from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, TargetCac
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
 from tests.support.caches import tree_nodes
+from tests.support.exhaustion import run_out
 from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
@@ -210,20 +211,7 @@ def test_a_step_that_fails_leaves_the_sums_from_before_it(
     base, drafter = summing_model(), oracle()
     engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=6, num_draft_tokens=10))
     owner = engine.batch.cache if stage == "commit" else base
-    real, calls = getattr(owner, stage), 0
-
-    def failing(*arguments: Any, **others: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        fails = calls in (2, 5)
-        if fails and not late:
-            raise torch.OutOfMemoryError
-        result = real(*arguments, **others)
-        if fails:
-            raise torch.OutOfMemoryError
-        return result
-
-    monkeypatch.setitem(vars(owner), stage, failing)
+    monkeypatch.setitem(vars(owner), stage, run_out(getattr(owner, stage), {2, 5}, late=late))
     handles = [engine.submit(request, stream=True) for request in requests_of(9)]
     while not engine.idle:
         engine.step()

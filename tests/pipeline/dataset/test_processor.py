@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from pipeline.errors import InputError
 from pipeline.output.columns import COLUMNS
 from tests.pipeline.conftest import Run, read_rows, write_jsonl
 from tests.support.faults import FragileEngine
+from tests.support.images import model_of, picture, processor_of
 from tests.support.waiting import wait_until
 
 SMALL: dict[str, Any] = {"drafter": "ngram", "engine_kwargs": {"max_num_seqs": 4, "num_draft_tokens": 3}}
@@ -112,7 +114,7 @@ def test_a_chat_has_nothing_of_other_rows() -> None:
         "chat_template_kwargs": {"thinking": False},
     }
     columns = {name: [value] for name, value in {"messages": chats[0], **beside}.items()}
-    requests, problems = stage._requests(pa.table(columns), "messages", [None] * 2)
+    requests, problems = stage._requests(pa.table(columns), "messages", [None])
     assert asked[2:] == [(Conversation(chats[0], **beside), now)]
 
 
@@ -181,7 +183,7 @@ def test_equal_prompts_of_a_batch_have_seeds_of_their_own_wherever_they_stand(lm
     stage._lm, stage._sampling, stage._row_seconds, stage._now = lm, SamplingParams(), None, datetime(2024, 2, 3)
 
     def seeds(*prompts: str) -> list[int]:
-        requests, _ = stage._requests(pa.table({"prompt": prompts}), "prompt")
+        requests, _ = stage._requests(pa.table({"prompt": prompts}), "prompt", [None] * len(prompts))
         return [requests[place].sampling.seed for place in range(len(prompts))]
 
     first, second, other = seeds("how", "how", "many")
@@ -300,11 +302,11 @@ def test_a_schema_of_a_table_is_text() -> None:
     asked = [{"structured_outputs": {"json": one}} for one in ({"const": None}, {"type": "integer", "minimum": 3})]
     for settings in (pa.array([*asked, None]), ArrowPythonObjectArray.from_objects([*asked, {}])):
         table = pa.table({"prompt": ["a", "a", "a"], "sampling_params": settings})
-        requests, problems = stage._requests(table, "prompt")
+        requests, problems = stage._requests(table, "prompt", [None] * len(table))
         assert list(requests) == [2]
         assert all("structured_outputs.json as JSON text" in problems[place] for place in range(2))
     text = {"structured_outputs": {"json": '{"const": null}'}}
-    requests, problems = stage._requests(pa.table({"prompt": ["a"], "sampling_params": [text]}), "prompt")
+    requests, problems = stage._requests(pa.table({"prompt": ["a"], "sampling_params": [text]}), "prompt", [None])
     assert problems == {}
     assert requests[0].sampling.structured_outputs.json == '{"const":null}'
 
@@ -330,3 +332,39 @@ def test_a_schema_of_a_table_is_text() -> None:
 def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ProcessorConfig(**settings)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_messages_have_images(tmp_path: Path) -> None:
+    """In messages or beside them, in several forms; what cannot be opened is a row with an error."""
+    folder = tmp_path / "seeing"
+    model_of("llava").save_pretrained(folder)
+    processor_of("llava").processor.save_pretrained(folder)
+    red, blue = picture(1, 40, 30), picture(2, 30, 40)
+    red.save(tmp_path / "red.png")
+    blue.save(tmp_path / "blue.png")
+    content, path = (tmp_path / "blue.png").read_bytes(), str(tmp_path / "red.png")
+    place, text = {"type": "image"}, {"type": "text", "text": "What?"}
+    uri = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    images: list[Any] = [[path], [content], [path, content], [], ["gone.png"], None]
+    rows = [{"n": n, "pictures": one, "url": uri if one is None else None} for n, one in enumerate(images)]
+
+    def chat(row: dict[str, Any]) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": row["url"]}}, text] if row["url"] else [text]
+        return {**row, "messages": [{"role": "user", "content": parts}], "images": row["pictures"]}
+
+    settings = {"batch_size": 3, "sampling_params": {"max_new_tokens": 8}, **SMALL}
+    answer = build_processor(ProcessorConfig(str(folder), **settings), chat)
+    found = sorted(answer(ray.data.from_items(rows)).take_all(), key=lambda row: row["n"])
+    with SpeculativeLM.from_pretrained(folder, "none") as lm:
+        opened = [[red], [blue], [red, blue], [], None, [blue]]
+        for row, some in zip(found, opened, strict=True):
+            if some is None:
+                assert "'gone.png': there is no such file" in row["__inference_error__"]
+                continue
+            assert row["__inference_error__"] == ""
+            prompt = lm.encode([{"role": "user", "content": [*[place] * len(some), text]}], images=some)
+            assert row["token_ids"] == lm.generate([prompt], max_new_tokens=8)[0].token_ids
+            assert len(row["prompt_images"]) == len(some)
+    assert not any(name.startswith("__image") for name in found[0])

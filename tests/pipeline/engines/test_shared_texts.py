@@ -17,10 +17,12 @@ import pytest
 import ray
 
 from drafter.drafters.contract import DraftMemory, PlainDecoding
+from drafter.prompt import Prompt, Span
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 from pipeline.engines.shared_texts import MemoryFeed, NodeTexts, OtherTexts, earlier_texts, texts_of_node
 from pipeline.io.files import locate
+from pipeline.output.columns import PROMPT_IMAGES
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed
 from tests.support.waiting import wait_until
 
@@ -78,6 +80,18 @@ def test_each_gets_what_the_others_have_said() -> None:
     assert exchange(node, "b", [[4]]) == [[2], [3]]
     assert exchange(node, "b", []) == []
     assert exchange(node, "a", []) == [[4]]
+
+
+def test_what_stands_for_images_is_not_shared(tmp_path: Path) -> None:
+    """Other rows' placeholders are the same tokens, whatever their images are."""
+    spans = [[{"start": 1, "stop": 3, "digest": "00"}], []]
+    columns = {"prompt_token_ids": [[1, 9, 9, 2], [1, 2]], PROMPT_IMAGES: spans, "token_ids": [[5], [6]]}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert texts(tmp_path, 100) == [[2, 5], [1, 2, 6]]
+    feed = MemoryFeed(Listener(), OtherTexts(None, shared=True), "job")
+    prompt = Prompt([1, 9, 9, 2], (Span(1, 3, b"\0"),))
+    feed.finished(Generation("", [5], "", "stop", 4, DecodeCounts()), Request(prompt))
+    assert [text.tolist() for text in feed._said.take(100)] == [[2, 5]]
 
 
 def test_the_newest_are_kept() -> None:

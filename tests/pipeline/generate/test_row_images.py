@@ -78,10 +78,10 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def made(
-    source: Path, model: Path, folder: Path, prompts: PromptSource = TEXT
+    source: Path, model: Path, folder: Path, prompts: PromptSource = TEXT, **reading: Any
 ) -> tuple[list[dict[str, Any]], list[Prompt | None]]:
     """Rows of an input as they are staged, and their prompts as an engine gets them."""
-    settings, listing = ReadingConfig(), list_input(str(source))
+    settings, listing = ReadingConfig(**reading), list_input(str(source))
     plan = StagingPlan(locate(str(folder)), settings, prompts, 100, images=READING)
     plan.folder.make_folder()
     parts, seen = stage_files(listing, "00000", plan)
@@ -106,7 +106,7 @@ def test_a_column_of_images_is_read_in_all_forms(
     seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path
 ) -> None:
     one, both = [RED], [RED, BLUE]
-    rows = [
+    rows: list[tuple[Any, list[Image.Image]]] = [
         ("pictures/red.png", one),
         (str(pictures / "red.png"), one),
         (f"file://{pictures}/red.png", one),
@@ -136,7 +136,7 @@ def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pi
         {"bytes": png(BLUE), "path": "gone.png"},
         None,
     ]
-    tables = {
+    tables: dict[str, tuple[list[Any], list[list[Image.Image]]]] = {
         "feature": (feature, [[RED], [RED], [BLUE], []]),
         "bytes": ([png(RED), png(BLUE), None], [[RED], [BLUE], []]),
         "several": ([feature[:3], [], None], [[RED, RED, BLUE], [], []]),
@@ -229,6 +229,16 @@ def test_an_image_that_changes_meanwhile_is_an_error(seeing: Path, pictures: Pat
     asks = PromptSettings(str(seeing), False, TEXT, settings, SamplingParams(), 200, images=READING)
     (row,) = make_requests(part, asks).to_pylist()
     assert "has changed since" in row["problem"]["message"]
+
+
+def test_a_text_without_a_template_has_marks(
+    seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": text, "picture": "pictures/red.png"} for text in ("What?", "Is <image> red?")]
+    source = write_jsonl(tmp_path / "in" / "rows.jsonl", rows)
+    _, prompts = made(source, seeing, tmp_path / "staged", chat=False)
+    for prompt, text in zip(prompts, ("<image>What?", "Is <image> red?"), strict=True):
+        assert_same(prompt, processor.encode(text, [RED]))
 
 
 def test_lines_of_a_batch_have_images(seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_what_python_cannot_hold_is_committed_and_shown(output: OutputFolder, tm
         "at": pa.array([2**62, 0]).view(pa.timestamp("us", "UTC")),
         "name": pa.array([b"caf\xe9", b"x"]).view(pa.string()),
         "flag": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0], pa.int8())),
+        "picture": pa.array([bytes(3000), None]),
     }
     row = pa.StructArray.from_arrays(list(columns.values()), list(columns))
     for problems in ([None, None], [BAD_PROMPT, BAD_PROMPT]):  # then no row is left in one of the two files
@@ -87,8 +88,8 @@ def test_what_python_cannot_hold_is_committed_and_shown(output: OutputFolder, tm
             for name, column in columns.items():
                 assert table[name].combine_chunks().equals(column)
     (first, second) = (json.loads(row["input"]) for row in read_rows(tmp_path / "errors" / "p1.parquet"))
-    assert first == {"at": f"{2**62} us since 1970", "name": "caf\ufffd", "flag": True}
-    assert second == {"at": "1970-01-01 00:00:00+00:00", "name": "x", "flag": False}
+    assert first == {"at": f"{2**62} us since 1970", "name": "caf\ufffd", "flag": True, "picture": "(3,000 bytes)"}
+    assert second == {"at": "1970-01-01 00:00:00+00:00", "name": "x", "flag": False, "picture": None}
 
 
 @pytest.mark.parametrize(

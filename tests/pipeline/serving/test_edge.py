@@ -25,6 +25,7 @@ from pipeline.serving.config import EdgeConfig
 from pipeline.serving.keys import read_keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
+from tests.support.guides import hold_new
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -122,6 +123,30 @@ def test_real_drafters_and_messages(plain: SpeculativeLM, model: Path, address: 
                 assert stream.counts.num_accepted_draft_tokens > 0
 
 
+OUTPUTS: list[Any] = [
+    {"json": {"properties": {"kind": {"enum": ["apple", "pear"]}, "ripe": {"type": "boolean"}}}},
+    {"regex": "[a-f]{3,9} pens"},
+    {"choice": ["apples", "apples and pens"]},
+    {"json_object": True},
+    {"grammar": 'start: "pens" | "pears" start'},
+]
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=lambda one: next(iter(one)))
+def test_records_are_those_of_one_process(plain: SpeculativeLM, address: str, outputs: Any) -> None:
+    """Greedy and sampled, by the default drafter and by one that knows nothing."""
+    prompt = plain.encode("how many apples")
+    for drafter, temperature in ((None, 0.0), ("none", 0.9)):
+        sampling = SamplingParams(40, temperature, seed=3, structured_outputs=outputs)
+        expected = plain.generate(prompt, sampling)[0]
+        found = EdgeLM(address, drafter, tokenizer=plain.tokenizer).generate(prompt, sampling)
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            expected.token_ids,
+            expected.text,
+            expected.finish_reason,
+        )
+
+
 def run_through_faults(plain: SpeculativeLM, address: str, count: int, seed: int) -> dict[str, int]:
     some = cases(plain, 8)
     chosen = random.Random(seed)
@@ -209,6 +234,20 @@ def answer(socket: ClientConnection) -> Message:
 def ask(socket: ClientConnection, message: Message) -> Message:
     socket.send(write(message))
     return answer(socket)
+
+
+def test_a_schema_that_takes_its_time_delays_no_other_session(
+    plain: SpeculativeLM, verifying: SpeculativeLM, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = hold_new(verifying.engine.guides, monkeypatch)
+    (case,) = cases(plain, 1)
+    request = {"prompt": case[0], "structured_outputs": {"choice": ["nobody has asked for this"]}}
+    with talk(address) as socket:
+        socket.send(write(Open("0" * 32, vocabulary_digest(plain.tokenizer), request)))
+        assert begun.wait(PATIENCE)
+        assert device(plain, address, case, 1.0).generate(case[0], case[1]).token_ids == case[2].token_ids
+        may_go_on.set()
+        assert isinstance(answer(socket), Opened)
 
 
 def test_repeated_stale_and_early_drafts(plain: SpeculativeLM, address: str) -> None:

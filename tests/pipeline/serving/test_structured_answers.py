@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -15,10 +13,10 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel
 
 from drafter import SamplingParams, SpeculativeLM
-from drafter.acceptance.guide import Guide
 from drafter.structured_outputs import StructuredOutputs
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
+from tests.support.guides import hold_new
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
 
@@ -196,16 +194,7 @@ def test_many_new_schemas_at_once_cost_a_neighbour_no_token(local: str, plain: S
 
 
 def test_a_schema_that_takes_its_time_delays_nobody_else(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    guides, begun, may_go_on = plain.engine.guides, threading.Event(), threading.Event()
-    guide, ready = guides.guide, guides.ready
-
-    def slowly(asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        if not ready(asked):
-            begun.set()
-            assert may_go_on.wait(PATIENCE)
-        return guide(asked, prompt)
-
-    monkeypatch.setattr(guides, "guide", slowly)
+    begun, may_go_on = hold_new(plain.engine.guides, monkeypatch)
     slow = {**SCHEMA, "description": "Nobody has asked for this before."}
     with served({NAME: Answers(plain, "replica", seconds=PATIENCE)}) as address, ThreadPoolExecutor(1) as pool:
         client = client_of(address)

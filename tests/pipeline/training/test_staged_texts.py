@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 import pytest
 
+from pipeline.output.columns import PROMPT_IMAGES, columns_type
 from pipeline.training.texts import count_answers, key_texts, usual_held_out
 
 
@@ -21,6 +24,14 @@ def test_rows_without_something_to_learn_are_marked() -> None:
     assert table["tokens"].to_pylist() == [[1, 2, 3], [4], [5], [1, 2], [1, 2, 3]]
     # The last answer lies beyond the longest text.
     assert [key >= 0 for key in table["prompt_key"].to_pylist()] == [True, False, False, False, False]
+
+
+def test_rows_with_images_are_left_out() -> None:
+    table = rows([[1, 2], [1, 2], [1, 2]], [[3], [3], [3]])
+    images: list[Any] = [[{"start": 0, "stop": 1, "digest": "00"}], [], None]
+    kind = columns_type().field(PROMPT_IMAGES).type
+    table = key_texts(table.append_column(PROMPT_IMAGES, pa.array(images, kind)), 10, 100, seed=0)
+    assert [key >= 0 for key in table["prompt_key"].to_pylist()] == [False, True, True]
 
 
 def test_tokens_beyond_the_vocabulary_are_named() -> None:
