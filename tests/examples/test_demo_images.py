@@ -23,7 +23,7 @@ def test_each_question_has_an_image_and_a_right_answer(tmp_path: Path) -> None:
             sizes.add(image.size)
         assert row["question"]
         assert row["right"].endswith(".")
-    assert len(sizes) > 5
+    assert sizes == {(128, 64), (128, 128)}
 
 
 def test_equal_texts_are_right_answers(tmp_path: Path) -> None:
@@ -34,5 +34,6 @@ def test_equal_texts_are_right_answers(tmp_path: Path) -> None:
             zip(texts, ["The sum is 9.", "The sum is 9.", "There is no 5."], strict=True)
         )
     ]
-    write_output(tmp_path / SPECULATIVE, [rows], [])
+    output = write_output(tmp_path / SPECULATIVE, [rows], [])
+    output.run_file.write_text("{}")
     assert accuracy(tmp_path) == 0.6667
