@@ -1,7 +1,7 @@
 """`make demo-images`: a folder of images through the main job twice, plainly and with speculation.
 
-The images are sheets with handwritten digits that the model has not learned from. Their answers, and a report that shows
-each image beside its answer, go to `build/demo-images`.
+The images are sheets with handwritten digits that the model has not learned from. Their answers, and a report that
+shows each image beside its answer, go to `build/demo-images`.
 """
 
 from __future__ import annotations

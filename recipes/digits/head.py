@@ -55,7 +55,8 @@ _TEXTS, _VALIDATION, _BATCH = 2_400, 60, 40
 
 def answered(model: Any, processor: Any, number: int, seed: int) -> list[RegeneratedText]:
     """Return questions about sheets with the model's own greedy answers and its last hidden states `[L, d]`."""
-    rng, some, texts = random.Random(seed), glyphs(held_out=False), []
+    rng, some = random.Random(seed), glyphs(held_out=False)
+    texts: list[RegeneratedText] = []
     while len(texts) < number:
         sheets = [draw_sheet(rng, some) for _ in range(_BATCH)]
         asked = [(sheet.image, questions(rng, sheet, 1)[0].text) for sheet in sheets]

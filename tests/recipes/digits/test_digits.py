@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from drafter.embedded import EMBEDDED_DIGITS
-from recipes.digits import training
+from drafter.heads.checkpoint import load_head
+from drafter.target_model.loading import load_base
+from recipes.digits import head, training
 from recipes.digits.__main__ import main
 from recipes.digits.measuring import answers
 from recipes.digits.questions import read_digits
@@ -70,3 +73,13 @@ def test_a_training_goes_on_at_its_last_checkpoint(tmp_path: Path) -> None:
     assert report["steps"] == 3
     assert set(report["right"]["strips_of_held_out_digits"]) == {"read", "add", "largest", "where", "count"}
     assert AutoModelForImageTextToText.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_head_learns_from_answers_about_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_TEXTS", "_VALIDATION", "_BATCH"):
+        monkeypatch.setattr(head, name, 4)
+    short = {**head.RECIPE.training, "steps": 2, "texts_per_step": 4, "evaluate_every": 2}
+    monkeypatch.setattr(head, "RECIPE", replace(head.RECIPE, training=short))
+    assert head.main(["--output", str(tmp_path)]) == 0
+    assert load_head(tmp_path / head.NAME, load_base(EMBEDDED_DIGITS, dtype="float32")).config.depth == 10
