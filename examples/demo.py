@@ -74,6 +74,18 @@ def demonstrate(offline: bool) -> None:
     if not offline:
         settings += ["--model", str(_fetched_model())]
     shutil.rmtree(output, ignore_errors=True)  # or the jobs would find their work done
+    run_twice(output, settings)
+    summary, counts, answers = read_runs(output, "python -m examples.demo")
+    show(output, summary, counts, answers)
+
+
+def run_twice(output: Path, settings: Sequence[str]) -> None:
+    """Generate by plain decoding and then with speculation, and write the report.
+
+    Args:
+        output: The folder of both runs and of the report.
+        settings: Command line of both jobs, without the output.
+    """
     plain, speculative = (str(output / run) for run in (PLAIN, SPECULATIVE))
     _say("first run: plain decoding")
     with contextlib.redirect_stdout(io.StringIO()):  # what a job's own summary says is said below, of both
@@ -81,11 +93,15 @@ def demonstrate(offline: bool) -> None:
         _say("second run: with speculation")
         generate(parse_config([*settings, "--output", speculative]))
         report(parse_report([speculative, "--against", plain, "--page", str(output / REPORT)]))
-    summary, counts, answers = read_runs(output)
+
+
+def show(
+    output: Path, summary: dict[str, Any], counts: DecodeCounts, answers: Sequence[Example], more: Sequence[str] = ()
+) -> None:
+    """Write the summary and what the runs have shown, and print the latter, with `more` lines before its end."""
     (output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    lines = screen(summary, counts, answers, colour=in_colour(sys.stdout))
-    end = closing(output, summary["model"])
-    print("\n".join([*lines, *end]), flush=True)
+    end = [*more, *closing(output, summary["model"])]
+    print("\n".join([*screen(summary, counts, answers, colour=in_colour(sys.stdout)), *end]), flush=True)
     plain_text = [*screen(summary, counts, answers, colour=False), *end]
     (output / SCREEN).write_text("\n".join(plain_text) + "\n", encoding="utf-8")
 
@@ -98,11 +114,12 @@ def _fetched_model() -> Path:
     return folder
 
 
-def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]]:
+def read_runs(output: Path, command: str) -> tuple[dict[str, Any], DecodeCounts, list[Example]]:
     """Read the outputs of both runs.
 
     Args:
         output: The folder that has them.
+        command: The command of the demonstration.
 
     Returns:
         What goes into `summary.json`, sums of the counts of the run with speculation, and its first answers in steps.
@@ -118,7 +135,7 @@ def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]
     run = read_run_of(speculative)
     config, chosen = run["config"], run.get(SPECULATION) or {}
     answers, _ = make_examples(list(islice(rows_of(speculative, None), _ANSWERS)), model_name(config["model"]))
-    record = surroundings(torch.device("cpu"), "python -m examples.demo")
+    record = surroundings(torch.device("cpu"), command)
     summary = {
         "rows": compared.rows,
         "rows_differing": compared.differing + compared.only_first + compared.only_second,

@@ -1,4 +1,4 @@
-"""The models that ship with the project, with their cards: a small base, its draft heads, and heads of other bases."""
+"""The models that ship with the project, with their cards: a small base and one that sees, and draft heads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 EMBEDDED_BASE = Path(__file__).parent / "base"
 """Folder of the embedded base model."""
+EMBEDDED_DIGITS = Path(__file__).parent / "digits"
+"""Folder of the embedded model that sees."""
 EMBEDDED_HEADS = Path(__file__).parent / "heads"
 """Folder of the embedded base's draft heads, a folder an algorithm."""
 OTHER_HEADS = Path(__file__).parent / "other_heads"

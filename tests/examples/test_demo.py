@@ -48,7 +48,7 @@ def run(folder: Path, accepted: list[list[int]], tokens: list[list[int]], rate: 
 def test_two_runs_become_one_summary(tmp_path: Path) -> None:
     run(tmp_path / PLAIN, [[0, 0, 0], [0, 0]], [[5, 6, 7], [8, 9]], 100.0)
     run(tmp_path / SPECULATIVE, [[1, 0], [1]], [[5, 6, 7], [8, 4]], 150.0)
-    summary, counts, answers = read_runs(tmp_path)
+    summary, counts, answers = read_runs(tmp_path, "make demo")
     assert {name: summary[name] for name in list(SUMMARY)[:6]} == {
         "rows": 2,
         "rows_differing": 1,
