@@ -17,7 +17,7 @@ def test_a_new_head_has_the_bases_sizes(tiny_base: BaseModel) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "settings", "words"),
     [
-        ("telepathy", {}, "no draft head 'telepathy': known are ctc, eagle3, exit, hydra"),
+        ("telepathy", {}, "no draft head 'telepathy': known are ctc, eagle3, hydra, imitation"),
         ("medusa", {"num_frames": 3}, "'medusa': unknown configuration key 'num_frames'"),
         ("ctc", {"depth": "deep"}, "'ctc': configuration key 'depth' cannot be 'deep'"),
         ("hydra", {"num_heads": 3, "prefix_attention": True}, "'hydra': hidden_size 32 does not split"),
