@@ -184,7 +184,7 @@ class EdgeStream:
         self._deltas.close()
 
     def result(self) -> Generation:
-        """Wait for the end, and return the result.
+        """Wait for the end, and return the result, without what only the server knows: `valid`, `forced` and `timing`.
 
         Raises:
             RequestError: The server refuses the request.

@@ -127,7 +127,8 @@ class EdgeSession:
             self._opening = message
             if message.tokenizer != await self._host.tokenizer():
                 raise MessageError("tokenizer", "the device's tokeniser is not the model's: use the model's own")
-            call = Call(parse_request(message.request), False, self._device.may_teach, self._device.client)
+            parsed = parse_request(message.request).for_model(self._host.lm.tokenizer)
+            call = Call(parsed, False, self._device.may_teach, self._device.client)
             (request,) = await self._host.encode(call)
             if self.over.is_set():  # meanwhile
                 return

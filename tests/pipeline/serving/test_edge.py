@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from pipeline.serving.config import EdgeConfig
 from pipeline.serving.keys import read_keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
+from tests.support.calling import with_tools
 from tests.support.guides import hold_new
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE, wait_until
@@ -145,6 +147,26 @@ def test_records_are_those_of_one_process(plain: SpeculativeLM, address: str, ou
             expected.text,
             expected.finish_reason,
         )
+
+
+def test_tools_are_those_of_the_endpoint(model: Path, tmp_path: Path) -> None:
+    """A call that must be is a call, though its device drafts nothing."""
+    look = {"type": "object", "properties": {"at": {"enum": ["tree", "sky"]}}, "required": ["at"]}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "how many"}], "seed": 0, "max_tokens": 60}
+    asked["tools"] = [{"type": "function", "function": {"name": "look", "parameters": look, "strict": True}}]
+    asked |= {"tool_choice": {"type": "function", "function": {"name": "look"}}, "parallel_tool_calls": False}
+    folder, sessions = with_tools(model, tmp_path, tokens=False), EdgeConfig(sessions=2)
+    with SpeculativeLM.from_pretrained(folder, "none", brought=8) as lm:
+        replica = Answers(lm, "replica", PATIENCE, sessions)
+        with served({NAME: replica}, edge=sessions) as address, talk(address) as socket:
+            found = ask(socket, Open("0" * 32, vocabulary_digest(lm.tokenizer), asked))
+            assert isinstance(found, Opened)
+            output = list(found.tokens)
+            while found.finished is None:
+                found = ask(socket, Draft(len(output), len(output), ()))
+                assert isinstance(found, Verified)
+                output += found.tokens
+    assert re.search(r'"name": ?"look", ?"arguments": ?\{"at": ?"(tree|sky)"\}', lm.tokenizer.decode(output))
 
 
 def run_through_faults(plain: SpeculativeLM, address: str, count: int, seed: int) -> dict[str, int]:
