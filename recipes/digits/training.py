@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
@@ -21,15 +20,15 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaImageProcessorPil,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
     SiglipVisionConfig,
 )
 
 from recipes.digits.questions import Question, question_of_none, question_of_several, questions
 from recipes.digits.sheets import COLUMNS, ROWS, Sheet, draw_sheet, glyphs
+from recipes.embedded.train_base import MAX_LENGTH, train_tokenizer
 
 SIDE, PATCH = 64, 16
-VOCABULARY, MAX_LENGTH = 512, 1_024
+VOCABULARY = 512
 IMAGE = "<image>"
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", IMAGE]
 CHAT_TEMPLATE = """\
@@ -90,31 +89,12 @@ def messages_of(images: int, asked: Sequence[Question]) -> list[dict[str, Any]]:
 
 
 def build_processor() -> LlavaProcessor:
-    """Train a byte-level BPE tokeniser on questions and answers, and return it with the image processor.
+    """Train a tokeniser on questions and answers, and return it with the image processor.
 
-    Each digit is a token. Images are padded to a square and made `SIDE` pixels wide.
+    Images are padded to a square and made `SIDE` pixels wide.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = (text for _, asked in islice(conversations(0), 2_000) for q in asked for text in (q.text, q.answer))
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        additional_special_tokens=SPECIAL_TOKENS[2:],
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer = train_tokenizer(texts, VOCABULARY, SPECIAL_TOKENS)
     sees = LlavaImageProcessorPil(
         do_pad=True,
         size={"height": SIDE, "width": SIDE},
@@ -123,7 +103,7 @@ def build_processor() -> LlavaProcessor:
         image_std=[0.5] * 3,
     )
     return LlavaProcessor(
-        sees, fast, patch_size=PATCH, vision_feature_select_strategy="full", chat_template=CHAT_TEMPLATE
+        sees, tokenizer, patch_size=PATCH, vision_feature_select_strategy="full", chat_template=CHAT_TEMPLATE
     )
 
 

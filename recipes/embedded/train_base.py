@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,28 +33,38 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokeniser. Every digit is a token of its own, which helps arithmetic."""
+def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokeniser of up to `vocabulary` tokens. Every digit is a token, which helps arithmetic.
+
+    Args:
+        special_tokens: `<|pad|>`, `<|end|>` and those that chats need.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=vocabulary,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for p in problems for text in (p.question, p.answer)), trainer)
-    fast = PreTrainedTokenizerFast(
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        additional_special_tokens=SPECIAL_TOKENS[2:],
+        additional_special_tokens=special_tokens[2:],
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
+
+
+def build_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
+    """Train the embedded base's tokeniser."""
+    texts = (text for p in problems for text in (p.question, p.answer))
+    fast = train_tokenizer(texts, VOCABULARY, SPECIAL_TOKENS)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
