@@ -146,10 +146,10 @@ def read_file(address: str, most: int) -> bytes:
             raise RequestError("there is no such file")
         with path.open("rb") as stream:
             return bytes(refuse_large(stream.read(most + 1), most))
-    except (OSError, ValueError) as error:
-        raise (
-            error if isinstance(error, RequestError) else RequestError(f"it cannot be read: {one_line(error)}")
-        ) from error
+    except RequestError:
+        raise
+    except (OSError, ValueError) as error:  # a path may hold a null byte
+        raise RequestError(f"it cannot be read: {one_line(error)}") from error
 
 
 def _of_data(address: str, limits: ImageLimits) -> bytes:

@@ -374,9 +374,8 @@ class BaseModel:
             features: Of the only chunk, where its prompt has images.
             shift: As in `Nodes`.
         """
-        return self.forward(cache, prompt_nodes(slot, prompts, starts, hidden_layers, features=features, shift=shift))[
-            1
-        ]
+        nodes = prompt_nodes(slot, prompts, starts, hidden_layers, features=features, shift=shift)
+        return self.forward(cache, nodes)[1]
 
     def prefill_last(
         self,
