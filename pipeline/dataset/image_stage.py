@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from drafter.images.opening import open_image
 from drafter.prompt import Prompt
 from pipeline.errors import RowError
 from pipeline.generate.row_images import ImageReading, images_of
-from pipeline.generate.row_requests import row_conversation
+from pipeline.generate.row_requests import encoder_of, row_conversation
 from pipeline.io.prompts import prompt_columns, read_prompts
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.settings import TEMPLATE_COLUMNS
@@ -43,7 +42,8 @@ class ImageStage:
 
 def add_image_prompts(block: pa.Table, stage: ImageStage) -> pa.Table:
     """Return a block with the prompts of rows whose messages have images, or a column `images` beside them."""
-    processor = _processor(stage.model, stage.trust_remote_code)
+    processor = encoder_of(stage.model, stage.trust_remote_code, True).processor
+    assert processor is not None
     chunk = Chunk(block, list(range(len(block))))
     columns = {name: chunk.values(name) for name in (MESSAGES, IMAGES, *TEMPLATE_COLUMNS)}
     prompts: list[Prompt | None] = [None] * len(block)
@@ -76,15 +76,6 @@ def _prompt(row: Mapping[str, Any], stage: ImageStage, processor: ImageProcessor
     opened = [open_image(source, stage.reading.limits, fetch=stage.reading.fetch) for source in sources]
     asked = row_conversation({**row, MESSAGES: messages}, MESSAGES)
     return processor.encode(asked, opened, max_length=stage.longest, now=stage.now)
-
-
-@lru_cache(maxsize=2)
-def _processor(model: str, trust_remote_code: bool) -> ImageProcessor:
-    from drafter.images.processor import load_processor  # late, as it imports transformers' models
-
-    found = load_processor(model, trust_remote_code=trust_remote_code)
-    assert found is not None
-    return found
 
 
 def take_image_prompts(block: pa.Table) -> tuple[pa.Table, list[Prompt | str | None]]:

@@ -239,7 +239,7 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
 
     The latter are JSON. Rows without a valid request get a `problem` and nulls instead.
     """
-    encoder = _encoder(settings.tokenizer, settings.trust_remote_code, settings.images is not None)
+    encoder = encoder_of(settings.tokenizer, settings.trust_remote_code, settings.images is not None)
     tokenizer = encoder.tokenizer
     problems = rows["problem"].to_pylist()
     prompts: dict[int, Rendered] = {}
@@ -322,7 +322,8 @@ class Encoder:
 
 
 @lru_cache(maxsize=2)
-def _encoder(name: str, trust_remote_code: bool, sees: bool) -> Encoder:
+def encoder_of(name: str, trust_remote_code: bool, sees: bool) -> Encoder:
+    """Return the encoder of a target model, loaded once in a process."""
     if sees:
         from drafter.images.processor import load_processor  # late, as it imports transformers' models
 
