@@ -3,9 +3,9 @@
     python -m recipes.hybrid.train hybrid --output build/hybrid
     python -m recipes.hybrid.train softmax --output build/softmax
 
-Both have the layout of Qwen3.5 and the embedded base's tokeniser. They begin with what fits of its weights, and learn
-its distributions over next tokens on the texts that it was trained on. `softmax` has the same size and training, with
-attention in all layers. Started again with the same arguments, a run resumes from `OUTPUT/state.pt`.
+Both have the layout of Qwen3.5 and the embedded base's tokeniser. They begin with what fits of every second of its
+layers, and learn its distributions over next tokens on the texts that it was trained on. `softmax` has the same size and
+training, with attention in all layers. Started again with the same arguments, a run resumes from `OUTPUT/state.pt`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ from recipes.embedded.gsm8k import read_split
 from recipes.embedded.train_base import add_arguments, encode, fit, perplexity
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
-LAYER_TYPES = {"hybrid": [_DELTA, _DELTA, _DELTA, _ATTENTION] * 2, "softmax": [_ATTENTION] * 8}
+LAYER_TYPES = {"hybrid": [_DELTA, _DELTA, _DELTA, _ATTENTION], "softmax": [_ATTENTION] * 4}
+_FROM = (0, 2, 5, 7)
+"""The base's layers that these begin with."""
+_NEURONS = 384
+"""Of each gated MLP: those of the base's 704 whose weights are largest."""
 _DT_RANGE = (1e-3, 0.1)
 """Range of the first step sizes, as in Mamba 2: a state then lasts for tens to hundreds of tokens."""
 
 
 def build_model(base: LlamaForCausalLM, layer_types: list[str]) -> Qwen3_5ForCausalLM:
-    """Return a model of the base's width and depth that begins with the base's weights where they fit."""
+    """Return a model of the base's width that begins with the base's weights where they fit."""
     like = base.config
     config = Qwen3_5TextConfig(
         vocab_size=like.vocab_size,
         hidden_size=like.hidden_size,
-        intermediate_size=like.intermediate_size,
+        intermediate_size=_NEURONS,
         num_hidden_layers=len(layer_types),
         layer_types=layer_types,
         num_attention_heads=like.num_attention_heads,
@@ -65,8 +69,9 @@ def build_model(base: LlamaForCausalLM, layer_types: list[str]) -> Qwen3_5ForCau
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(base.model.embed_tokens.weight)
         _copy_norm(base.model.norm, model.model.norm)
-        for kind, ours, theirs in zip(layer_types, model.model.layers, base.model.layers, strict=True):
-            ours.mlp.load_state_dict(theirs.mlp.state_dict())
+        layers = [base.model.layers[place] for place in _FROM]
+        for kind, ours, theirs in zip(layer_types, model.model.layers, layers, strict=True):
+            _begin_mlp(theirs.mlp, ours.mlp)
             _copy_norm(theirs.input_layernorm, ours.input_layernorm)
             _copy_norm(theirs.post_attention_layernorm, ours.post_attention_layernorm)
             if kind == _DELTA:
@@ -78,6 +83,15 @@ def build_model(base: LlamaForCausalLM, layer_types: list[str]) -> Qwen3_5ForCau
 
 def _copy_norm(source: Any, target: Any) -> None:
     target.weight.copy_(source.weight - 1)  # these weights are differences from one
+
+
+def _begin_mlp(source: Any, target: Any) -> None:
+    """Copy the neurons whose weights are largest."""
+    parts = source.gate_proj.weight, source.up_proj.weight, source.down_proj.weight.T
+    kept = torch.stack([part.norm(dim=1) for part in parts]).prod(0).topk(_NEURONS).indices.sort().values
+    target.gate_proj.weight.copy_(parts[0][kept])
+    target.up_proj.weight.copy_(parts[1][kept])
+    target.down_proj.weight.copy_(parts[2][kept].T)
 
 
 def _begin_attention(source: Any, target: Any) -> None:
