@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Quiet twice: errors alone, no warnings.
 PIP := $(BIN)/python -m pip --quiet --quiet
 
-.PHONY: install demo demo-offline demo-images serve cluster-demo test test-slow lint format benchmark chaos clean
+.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
@@ -21,6 +21,10 @@ demo: $(INSTALLED) ## Answer questions with SmolLM2-135M-Instruct, by plain deco
 demo-offline: $(INSTALLED) ## The same with the embedded model, on GSM8K questions.
 	@echo "The embedded model answers questions twice, by plain decoding and with speculation: a minute or so"
 	@$(BIN)/python -m examples.demo --offline
+
+demo-hybrid: $(INSTALLED) ## The same with the embedded hybrid of linear and softmax attention.
+	@echo "The embedded hybrid answers questions twice, by plain decoding and with speculation: a minute or so"
+	@$(BIN)/python -m examples.demo --hybrid
 
 demo-images: $(INSTALLED) ## Ask a small model about a folder of images, by plain decoding and with speculation.
 	@echo "A small model reads sheets of handwritten digits twice, by plain decoding and with speculation: a minute or so"

@@ -1,4 +1,4 @@
-"""`make demo` and `make demo-offline`: the main job twice on the same questions, plainly and with speculation.
+"""`make demo`, `demo-offline`, `demo-hybrid`: the main job twice on the same questions, plainly and with speculation.
 
 Both runs are `drafter generate` on one local Ray, with the same settings but for the drafter. Each loads its models in
 a process of its own before its clock starts. Their outputs are compared token by token.
@@ -41,6 +41,13 @@ SCREEN = "screen.txt"
 """What the end of the demonstration printed, without colours: README shows it."""
 REPORT = "report.html"
 PLAIN, SPECULATIVE = "plain", "speculative"
+_FETCHED = "demo"
+_CONFIGS = {
+    _FETCHED: "examples/smollm2.yaml",
+    "demo-offline": "examples/demo.yaml",
+    "demo-hybrid": "examples/hybrid.yaml",
+}
+"""Settings of both runs, by the name of the demonstration."""
 _ANSWERS, _SHOWN = 3, 160
 """Answers that are printed, and how many characters of each."""
 _GAIN = 1.2
@@ -53,25 +60,27 @@ _ACCEPTED, _QUESTION, _END = "\033[32m", "\033[1m", "\033[0m"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration, and return the exit code; see `run_job`."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--offline", action="store_true", help="the embedded model, which needs no download")
-    offline = parser.parse_args(arguments).offline
-    return run_job(lambda _: demonstrate(offline), None)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--offline", action="store_const", dest="name", const="demo-offline", help="the embedded model")
+    which.add_argument("--hybrid", action="store_const", dest="name", const="demo-hybrid", help="the embedded hybrid")
+    parser.set_defaults(name=_FETCHED)
+    name = parser.parse_args(arguments).name
+    return run_job(lambda _: demonstrate(name), None)
 
 
-def demonstrate(offline: bool) -> None:
+def demonstrate(name: str) -> None:
     """Generate twice, compare, and print what came of it; run from the repository's root.
 
     Args:
-        offline: Whether to use the embedded model.
+        name: Which demonstration; its output goes to a folder of this name.
 
     Raises:
         InputError: The model cannot be used.
         JobError: A run failed on the way.
         JobStopped: It was told to stop.
     """
-    output = Path("build/demo-offline" if offline else "build/demo")
-    settings = ["--config", "examples/demo.yaml" if offline else "examples/smollm2.yaml"]
-    if not offline:
+    output, settings = Path("build") / name, ["--config", _CONFIGS[name]]
+    if name == _FETCHED:
         settings += ["--model", str(_fetched_model())]
     shutil.rmtree(output, ignore_errors=True)  # or the jobs would find their work done
     run_twice(output, settings)

@@ -1,4 +1,4 @@
-"""The models that ship with the project, with their cards: a small base and one that sees, and draft heads."""
+"""The models that ship with the project, with their cards: a small base, a hybrid, one that sees, and draft heads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 EMBEDDED_BASE = Path(__file__).parent / "base"
 """Folder of the embedded base model."""
+EMBEDDED_HYBRID = Path(__file__).parent / "hybrid"
+"""Folder of an embedded model with recurrent layers, which answers as the embedded base does."""
 EMBEDDED_DIGITS = Path(__file__).parent / "digits"
 """Folder of the embedded model that sees."""
 EMBEDDED_HEADS = Path(__file__).parent / "heads"

@@ -1,1 +1,1 @@
-"""How a small hybrid is made, and a softmax model to compare it with."""
+"""How the embedded hybrid was made, and a softmax model to compare it with."""

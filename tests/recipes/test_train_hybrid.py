@@ -17,9 +17,20 @@ def teacher() -> LlamaForCausalLM:
 def test_softmax_attention_begins_as_that_of_the_teacher() -> None:
     """A text of one token reads its own value alone, whatever becomes of queries and keys."""
     base = teacher()
-    model = build_model(base, LAYER_TYPES["softmax"])
-    token = torch.tensor([[7]])
-    assert torch.allclose(model(token).logits, base(token).logits, atol=1e-3)
+    model, inner = build_model(base, LAYER_TYPES["softmax"]), torch.randn(1, 1, base.config.hidden_size)
+    cosine_and_sine = base.model.rotary_emb(inner, torch.tensor([[0]]))
+    for ours, theirs in zip(model.model.layers, (base.model.layers[place] for place in (0, 2, 5, 7)), strict=True):
+        found, wanted = (one.self_attn(inner, cosine_and_sine, None)[0] for one in (ours, theirs))
+        assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_largest_neurons_of_the_teacher_are_kept() -> None:
+    """Of neurons at random, two thirds of the output's norm would be missing."""
+    base, inner = teacher(), torch.randn(64, 256)
+    kept = build_model(base, LAYER_TYPES["softmax"]).model.layers[0].mlp(inner)
+    whole = base.model.layers[0].mlp(inner)
+    assert float((whole - kept).norm()) < 0.5 * float(whole.norm())
 
 
 def test_padding_is_not_learnt() -> None:
