@@ -16,8 +16,6 @@ from functools import cache, partial
 from typing import Any
 
 import ray
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray import serve
 
 from drafter.engine.handle import Handle
@@ -32,7 +30,6 @@ from drafter.errors import (
 from drafter.llm import SpeculativeLM
 from drafter.prompt import Prompt as EncodedPrompt
 from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
-from drafter.statistics import EngineState, mean_acceptance_length
 from drafter.text.conversation import Conversation
 from drafter.text.reasoning import Reasoning
 from drafter.text.tokenizers import refuse_long
@@ -71,6 +68,7 @@ from pipeline.serving.handles import (
     overloaded,
 )
 from pipeline.serving.images import ChatImages
+from pipeline.serving.replica_metrics import ReplicaMetrics
 from pipeline.serving.work_limits import LargeWork
 from pipeline.settings import ImagesConfig
 
@@ -89,74 +87,6 @@ _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
-
-
-class ReplicaMetrics:
-    """Counts how a replica's requests end; adds the engine's counters at each scrape."""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        counter = partial(Counter, registry=self._registry)
-        histogram = partial(Histogram, registry=self._registry)
-        self._requests = counter("drafter_requests", "Texts generated.", ["finish_reason"])
-        self._failures = counter("drafter_request_failures", "Requests that failed.", ["error"])
-        self._prompt_tokens = counter("drafter_prompt_tokens", "Tokens of prompts.")
-        self._draft_tokens = counter("drafter_draft_tokens", "Draft tokens verified.")
-        self._accepted_tokens = counter("drafter_accepted_tokens", "Draft tokens that became output.")
-        length = "New tokens per forward of the target model, over a request: β."
-        self._length = histogram("drafter_mean_acceptance_length", length, buckets=_LENGTHS)
-        queue = "Seconds until a request entered a slot."
-        self._queue = histogram("drafter_queue_seconds", queue, buckets=_SECONDS)
-        first = "Seconds until a request's first token."
-        self._first_token = histogram("drafter_time_to_first_token_seconds", first, buckets=_SECONDS)
-        per_token = "Seconds per token after a request's first one."
-        self._per_token = histogram("drafter_time_per_output_token_seconds", per_token, buckets=_TOKEN_SECONDS)
-
-    def finished(self, generation: Generation) -> None:
-        counts, timing = generation.counts, generation.timing
-        self._requests.labels(generation.finish_reason).inc()
-        self._prompt_tokens.inc(generation.num_prompt_tokens)
-        self._draft_tokens.inc(counts.num_draft_tokens)
-        self._accepted_tokens.inc(counts.num_accepted_draft_tokens)
-        if timing.queued is not None:
-            self._queue.observe(timing.queued)
-        if timing.first_token is not None:
-            self._length.observe(mean_acceptance_length(counts))
-            self._first_token.observe(timing.first_token)
-            if len(generation.token_ids) > 1:
-                self._per_token.observe((timing.total - timing.first_token) / (len(generation.token_ids) - 1))
-
-    def failed(self, error: str) -> None:
-        self._failures.labels(error).inc()
-
-    def snapshot(self, replica: str, state: EngineState) -> Snapshot:
-        stages = CounterMetricFamily("drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"])
-        for stage, seconds in state.stage_seconds.items():
-            stages.add_metric([stage], seconds)
-        gauges = (
-            ("drafter_slots", "Requests that can be decoded together.", state.slots),
-            ("drafter_slots_active", "Requests being decoded.", state.active),
-            ("drafter_requests_waiting", "Requests that wait for a slot.", state.waiting),
-            ("drafter_memory_tokens", "Tokens of texts that the drafter remembers.", state.memory_tokens),
-            ("drafter_memory_bytes", "Bytes that its memory of them takes.", state.memory_bytes),
-            ("drafter_version", "Number of the version of the head that drafts.", state.drafter_version),
-        )
-        counters = (
-            ("drafter_steps", "Decode steps of the engine.", state.steps),
-            ("drafter_row_steps", "Decode steps, counted once for each request that took part.", state.row_steps),
-            ("drafter_tokens", "New tokens.", state.output_tokens),
-            ("drafter_prefilled_tokens", "Tokens of prompts that were prefilled.", state.prefilled_tokens),
-            ("drafter_shared_tokens", "Tokens of prompts that were in the KV cache already.", state.shared_tokens),
-        )
-        engine: list[Metric] = [
-            *(GaugeMetricFamily(*gauge) for gauge in gauges),
-            *(CounterMetricFamily(*counter) for counter in counters),
-            stages,
-        ]
-        return Snapshot(replica, [*engine, *self._registry.collect()])
 
 
 logger = logging.getLogger("ray.serve")

@@ -11,7 +11,7 @@ from drafter.statistics import DecodeCounts, EngineState
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving.handles import metrics_page
-from pipeline.serving.replica import ReplicaMetrics
+from pipeline.serving.replica_metrics import ReplicaMetrics
 from tests.support.paths import ROOT
 
 
