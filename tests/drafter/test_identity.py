@@ -177,15 +177,16 @@ def check_sampled(family: str, drafters: MakeDrafters) -> None:
     ]
     expected = [run_engine(base, PlainDecoding(), [request], max_num_seqs=1)[0].token_ids for request in requests]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for name, drafter in drafters(base, texts).items():
-        alone = run_engine(base, drafter, requests[: len(SETTINGS)], max_num_seqs=1, num_draft_tokens=10)
-        assert [one.token_ids for one in alone] == expected[: len(SETTINGS)], name
+    for number, (name, drafter) in enumerate(drafters(base, texts).items()):
+        some = slice(number % 4, None, 4)  # alone takes long: each request is, with a part of the drafters
+        alone = run_engine(base, drafter, requests[some], max_num_seqs=1, num_draft_tokens=10)
+        assert [one.token_ids for one in alone] == expected[some], name
         for slots, order in ((6, 1), (14, -1)):
             found = run_engine(base, drafter, requests[::order], max_num_seqs=slots, num_draft_tokens=10)[::order]
             assert [one.token_ids for one in found] == expected, (name, slots)
 
 
-@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "gpt2", "mistral"]))
+@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gemma2", "gpt2", "mistral"]))
 def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
     check_sampled(family, drafters)
 
