@@ -21,6 +21,7 @@ from recipes.digits.questions import KINDS, question_of
 from recipes.digits.sheets import draw_sheet, glyphs
 
 OUTPUT = Path("build/demo-images")
+CONFIG = "examples/images.yaml"
 SHEETS, QUESTIONS = "sheets", "questions.jsonl"
 _NUMBER, _SEED = 100, 20
 _COMMAND = "python -m examples.demo_images"
@@ -47,7 +48,7 @@ def demonstrate(number: int) -> None:
     """
     shutil.rmtree(OUTPUT, ignore_errors=True)  # or the jobs would find their work done
     draw(OUTPUT, number)
-    run_twice(OUTPUT, ["--config", "examples/images.yaml"])
+    run_twice(OUTPUT, ["--config", CONFIG])
     summary, counts, answers = read_runs(OUTPUT, _COMMAND)
     summary["accuracy"] = accuracy(OUTPUT)
     show(OUTPUT, summary, counts, answers, [f"Right answers: {summary['accuracy']:.1%} of {summary['rows']:,}.", ""])

@@ -1,6 +1,9 @@
 """A generation job whose processes are killed again and again, compared with the same job undisturbed.
 
     python -m benchmarks.generation_jobs.chaos --output benchmarks/results/chaos.json
+    python -m benchmarks.generation_jobs.chaos --images --engine-kills 3 --output benchmarks/results/chaos-images.json
+
+With `--images` the prompts are questions about sheets of digits, an image a row, for the embedded model that sees.
 
 The job runs unchanged: its processes are found by their names and killed by SIGKILL, and the results are read from the
 files. Losses of machines are in `tests/pipeline/generate/test_chaos.py`.
@@ -23,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.dataset
 import pyarrow.parquet
 
-from drafter.embedded import EMBEDDED_BASE
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_DIGITS
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.target_model.loading import load_base
+from examples.demo_images import CONFIG as IMAGES_CONFIG
+from examples.demo_images import QUESTIONS, draw
 from pipeline.engines.engine_actor import EngineActor
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl.gz"
@@ -39,10 +45,9 @@ _KEPT = {"data", "errors", "run.json", "run.json.copy", "status.json", "_staged"
 _LOOK_SECONDS = 0.2
 
 
-def submit(source: Path, output: Path, rows: int, rows_per_file: int, log: Path) -> Any:
+def submit(settings: Sequence[object], output: Path, rows: int, rows_per_file: int, log: Path) -> Any:
     """Start the job in its own process."""
-    arguments = ["--input", source, "--output", output, "--reading.limit", rows, "--reading.prompt_column", "question"]
-    arguments += ["--sampling.max_new_tokens", 64, "--writing.rows_per_file", rows_per_file]
+    arguments = [*settings, "--output", output, "--reading.limit", rows, "--writing.rows_per_file", rows_per_file]
     with log.open("a", encoding="utf-8") as file:
         return psutil.Popen(
             [sys.executable, "-m", "jobs.generate", *map(str, arguments)],
@@ -65,6 +70,20 @@ def read(output: Path) -> dict[str, list[list[int]]]:
         for request_id, tokens in zip(*(column.to_pylist() for column in table.columns), strict=True):
             found.setdefault(request_id, []).append(tokens)
     return found
+
+
+def unoccupied(output: Path) -> float:
+    """Return the share of the time from the first row's start to the last one's end in which no row was decoded."""
+    columns = ["finished_at", "generation_seconds"]
+    table = pyarrow.dataset.dataset(output / "data").to_table(columns)
+    ends = [at.timestamp() for at in table["finished_at"].to_pylist()]
+    spans = sorted((end - took, end) for end, took in zip(ends, table["generation_seconds"].to_pylist(), strict=True))
+    first, until = spans[0]
+    without = 0.0
+    for start, end in spans:
+        without += max(0.0, start - until)
+        until = max(until, end)
+    return round(without / (until - first), 4)
 
 
 def kill_engines(job: Any, output: Path, step: int, times: int) -> int:
@@ -125,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the record")
     parser.add_argument("--rows", type=int, default=2000, help="rows of the input (default: %(default)s)")
+    parser.add_argument("--images", action="store_true", help="an image a row, for the embedded model that sees")
     parser.add_argument("--engine-kills", type=int, default=10)
     parser.add_argument("--driver-kills", type=int, default=3)
     args = parser.parse_args(arguments)
@@ -133,16 +153,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        settings: list[object] = ["--input", _QUESTIONS, "--reading.prompt_column", "question"]
+        settings += ["--sampling.max_new_tokens", 64]
+        if args.images:
+            draw(folder, args.rows)
+            settings = ["--config", IMAGES_CONFIG, "--input", folder / QUESTIONS]
 
         def run(what: str, disturb: Callable[[Callable[[], Any], Path], dict[str, Any]]) -> dict[str, list[list[int]]]:
             output, log = folder / what, folder / f"{what}.log"
-            given = (_QUESTIONS, output, args.rows, rows_per_file, log)
+            given = (settings, output, args.rows, rows_per_file, log)
             begun = time.monotonic()
             facts = disturb(lambda: submit(*given), output)
             code = submit(*given).wait() if facts.pop("submit_again", False) else facts.pop("code")
             if code:
                 raise SystemExit(f"error: {what}: exit code {code}: {log.read_text(encoding='utf-8')[-2000:]}")
-            record[what] = {"seconds": time.monotonic() - begun, **facts}
+            seconds = time.monotonic() - begun
+            record[what] = {"seconds": seconds, "share_without_a_row": unoccupied(output), **facts}
             if what != "undisturbed":
                 record[what] |= judge(output, undisturbed, log.read_text(encoding="utf-8"))
             print(what, json.dumps(record[what]), flush=True)
@@ -163,13 +189,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         undisturbed: dict[str, list[list[int]]] = {}
         undisturbed = run("undisturbed", nothing)
-        run("engines", engines)
-        run("drivers", drivers)
+        if args.engine_kills:
+            run("engines", engines)
+        if args.driver_kills:
+            run("drivers", drivers)
 
     given = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "benchmarks.generation_jobs.chaos", *given])
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.output, {"environment": environment(load_base(EMBEDDED_BASE), command), **record})
+    base = load_base(EMBEDDED_DIGITS if args.images else EMBEDDED_BASE)
+    write_json(args.output, {"environment": environment(base, command), **record})
 
 
 if __name__ == "__main__":
