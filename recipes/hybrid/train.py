@@ -148,7 +148,7 @@ def agreement(model: PreTrainedModel, teacher: PreTrainedModel, documents: list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layers", choices=LAYER_TYPES)
-    add_arguments(parser, steps=300, tokens_per_step=1_024, learning_rate=1.5e-3)
+    add_arguments(parser, steps=1_000, tokens_per_step=1_024, learning_rate=1.5e-3)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
