@@ -130,7 +130,8 @@ def write_page(folder: Path) -> str:
             "# Drafters behind prompts with images",
             f"{machine(where)}, {where['threads']} threads, {where['dtype']}; a model of "
             f"{where['base']['parameters']:,} parameters, and {record['sheets']} sheets of held-out digits with a "
-            f"question each; greedy; medians of rounds. `{where['command']}`, commit {where['commit']}, {where['date']}.",
+            f"question each; greedy; medians of rounds. `{where['command']}`, commit {where['commit']}, "
+            f"{where['date']}.",
             "β: new tokens per forward of the target model. ÷ plain: tokens a second of the whole job, images "
             "included, relative to plain decoding in the same round.",
             markdown_table(rows),
