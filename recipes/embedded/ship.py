@@ -1,6 +1,7 @@
-"""Save trained heads beside the embedded base.
+"""Save trained heads where those of the project are: beside the embedded base, or that of the hybrid.
 
 python -m recipes.embedded.ship ctc medusa hydra
+python -m recipes.embedded.ship hybrid --trained build/heads-hybrid
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS, EMBEDDED_HYBRID, OTHER_HEADS
 from drafter.target_model.loading import load_base
 from recipes.shipping import ship
 
@@ -18,9 +19,9 @@ def main() -> None:
     parser.add_argument("heads", nargs="+", metavar="HEAD")
     parser.add_argument("--trained", type=Path, default=Path("build/heads"))
     args = parser.parse_args()
-    base = load_base(EMBEDDED_BASE)
     for name in args.heads:
-        ship(args.trained / name, base, "drafter/embedded/base", EMBEDDED_HEADS / name)
+        folder, target = (EMBEDDED_HYBRID, OTHER_HEADS) if name == "hybrid" else (EMBEDDED_BASE, EMBEDDED_HEADS)
+        ship(args.trained / name, load_base(folder), f"drafter/embedded/{folder.name}", target / name)
 
 
 if __name__ == "__main__":

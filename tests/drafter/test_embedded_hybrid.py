@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from drafter.embedded import EMBEDDED_HYBRID
+from drafter.embedded import EMBEDDED_HYBRID, OTHER_HEADS
 from drafter.engine.config import EngineConfig
 from drafter.llm import SpeculativeLM
 from tests.support.models import generate_reference
@@ -19,10 +19,10 @@ QUESTIONS = [
 NEW = 48
 
 
-@pytest.fixture(scope="module")
-def lm() -> Iterator[SpeculativeLM]:
+@pytest.fixture(params=[str(OTHER_HEADS / "hybrid"), "ngram"], ids=["head", "ngram"])
+def lm(request: pytest.FixtureRequest) -> Iterator[SpeculativeLM]:
     config = EngineConfig(max_num_seqs=3, num_draft_tokens=8)
-    with SpeculativeLM.from_pretrained(EMBEDDED_HYBRID, drafter="ngram", config=config) as loaded:
+    with SpeculativeLM.from_pretrained(EMBEDDED_HYBRID, drafter=request.param, config=config) as loaded:
         yield loaded
 
 
