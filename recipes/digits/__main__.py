@@ -1,6 +1,6 @@
 """Train the model that sees, and measure how well it reads: `python -m recipes.digits --output build/digits`.
 
-It takes about twenty minutes on one core. Started again, it goes on at its last checkpoint.
+It takes about forty minutes on one core. Started again, it goes on at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m recipes.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("build/digits"), help="folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=640, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1_200, help="of training (default: %(default)s)")
     parser.add_argument("--sheets", type=int, default=100, help="of each shape, to measure with (default: %(default)s)")
     args = parser.parse_args(arguments)
     report = train(args.output, args.steps) | {"sheets": args.sheets, "right": measure(args.output, args.sheets)}
