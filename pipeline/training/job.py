@@ -184,7 +184,7 @@ def run(
         staged = StagedTexts.load(folder.staged)
         if staged is None:
             say("staging the texts")
-            staged = stage_texts(texts, folder.staged, config, vocab_size)
+            staged = stage_texts(texts, folder.staged, config, model, vocab_size)
         tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
         if again and not complete_checkpoints(folder.checkpoints):
             say("the submission before has left no checkpoint: training begins with step 1")
