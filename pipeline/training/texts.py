@@ -31,7 +31,7 @@ from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
-from pipeline.training.images import TextImages, prompt_of, text_images
+from pipeline.training.images import FILE, TextImages, prompt_of, text_images
 
 if TYPE_CHECKING:
     from drafter.images.processor import ImageProcessor
@@ -314,14 +314,8 @@ def _read(data: Sequence[DistilledTexts], keying: Mapping[str, Any]) -> Any:
     whole = None
     for one in data:
         paths, sees = [path for path, _ in one.files], one.images is not None
-        rows = ray.data.read_parquet(
-            paths,
-            filesystem=one.filesystem,
-            columns=[*COLUMNS, PROMPT_IMAGES] if sees else list(COLUMNS),
-            include_paths=sees,
-            num_cpus=HELPER_CPUS,
-        )
-        rows = rows.map_batches(
+        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, include_paths=sees, num_cpus=HELPER_CPUS)
+        rows = rows.select_columns([*COLUMNS, *([PROMPT_IMAGES, FILE] if sees else [])]).map_batches(
             key_texts,
             batch_size=_ROWS_WITH_IMAGES if sees else None,
             batch_format="pyarrow",
