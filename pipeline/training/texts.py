@@ -268,7 +268,9 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, model: str,
     test = _table(chosen).sort_by("key").slice(0, wanted)
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
-        raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
+        raise InputError(
+            "no text is left to measure β on: no held-out row has a prompt, an answer, and all of its images"
+        )
     if count < texts_per_step:
         raise InputError(
             f"input holds {count} texts to learn from ({unusable} rows have no prompt, no answer, or images that "

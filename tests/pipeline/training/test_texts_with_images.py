@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
