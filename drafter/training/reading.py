@@ -22,8 +22,9 @@ def needs_sight(base: BaseModel, text: RegeneratedText) -> bool:
 
     They do not where the prompt has images, and for models whose prompts' tokens all see each other, of any prompt.
     """
-    prompt = Prompt(text.tokens[: text.prompt_length])
-    return text.look is not None or (base.sight is not None and base.sight.reads(prompt))
+    if text.look is not None:
+        return True
+    return base.sight is not None and base.sight.reads(Prompt(text.tokens[: text.prompt_length]))
 
 
 def with_hidden_states(

@@ -99,12 +99,19 @@ class TextImages:
         processor: ImageProcessor,
     ) -> None:
         """Raise `RequestError` unless the files are the images that the prompt `ids` had in these spans."""
+        from drafter.images.processor import digest  # late, as in `processor_of`
+
         if len(files) != len(spans):
             raise RequestError(f"its prompt had {len(spans)} images, and its staged input has {len(files)}")
-        prompt = prompt_of(processor, ids, files, self.reading.limits)
-        for source, before, now in zip(sources, spans, prompt.spans, strict=True):
-            if (before["start"], before["stop"], before["digest"]) != (now.start, now.stop, now.digest.hex()):
+        images = []
+        for source, file, span in zip(sources, files, spans, strict=True):
+            address = source if isinstance(source, str) else None
+            images.append(open_image({"path": address, "bytes": file}, self.reading.limits))
+            if digest(images[-1]).hex() != span["digest"]:
                 raise RequestError(f"{named(source)}: it has changed since the target model has seen it")
+        places = [(span.start, span.stop) for span in processor.again(ids, images).spans]
+        if places != [(span["start"], span["stop"]) for span in spans]:
+            raise RequestError("the target model's processor has other places for its images now: distil again")
 
 
 def text_images(output: OutputFolder, run: Mapping[str, Any]) -> TextImages:
@@ -126,8 +133,6 @@ def processor_of(model: str, trust_remote_code: bool) -> ImageProcessor:
     return processor
 
 
-def prompt_of(
-    processor: ImageProcessor, ids: Sequence[int], files: Sequence[bytes], limits: ImageLimits = _CHECKED
-) -> Prompt:
-    """Return the prompt of these ids and images; raise `RequestError` if it cannot be made."""
-    return processor.again(ids, [open_image(one, limits) for one in files])
+def prompt_of(processor: ImageProcessor, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
+    """Return the prompt of a staged text of these ids and images; raise `RequestError` if it cannot be made."""
+    return processor.again(ids, [open_image(one, _CHECKED) for one in files])
