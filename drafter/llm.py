@@ -28,9 +28,10 @@ from drafter.engine.engine_thread import EngineThread
 from drafter.engine.handle import Handle
 from drafter.engine.sequence import LearningStart, RowTap
 from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
+from drafter.images.loading import load_with_processor
 from drafter.images.messages import take_images
 from drafter.images.opening import ImageLimits, open_image
-from drafter.images.processor import ImageProcessor, example_of, load_processor
+from drafter.images.processor import ImageProcessor
 from drafter.many import (
     Completed,
     Sampling,
@@ -46,7 +47,6 @@ from drafter.many import (
 )
 from drafter.prompt import Prompt as TokenPrompt
 from drafter.requests import Generation, GenerationRule, Request, described
-from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
 from drafter.text.conversation import Conversation, Messages
@@ -146,24 +146,14 @@ class SpeculativeLM:
         chosen, decides = engine_config(config, engine), make_verifier(verifier_settings(verifier))
 
         def load_both() -> tuple[BaseModel, Drafter, ImageProcessor | None]:
-            processor, example, blind = None, None, ""
-            try:
-                if processor := load_processor(name, trust_remote_code=trust_remote_code):
-                    example = example_of(processor)
-            except (LoadError, RequestError) as reason:
-                blind = str(reason)
-            base = load_base(
+            base, processor = load_with_processor(
                 name,
                 dtype=dtype,
                 device=device,
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 generation_config=generation_config,
-                example=example,
             )
-            if blind:
-                base.blind = f"{name} reads text alone here: {blind}"
-                logger.warning(base.blind)
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
             load = load_drafter if learning is None else learning.drafter
             own = load(str(drafter), base, nodes, isolated=isolated)

@@ -63,7 +63,13 @@ WALLS = {
         "drafter.statistics",
         "drafter.text",
     },
-    "drafter.training": {"drafter.errors", "drafter.heads", "drafter.target_model", "drafter.tree"},
+    "drafter.training": {
+        "drafter.errors",
+        "drafter.heads",
+        "drafter.prompt",
+        "drafter.target_model",
+        "drafter.tree",
+    },
     "drafter.plugins": set[str](),
 }
 """Of `drafter`, all that some rooms may import beside themselves."""

@@ -19,6 +19,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.evaluation.decoders import decode_all, room_for
+from drafter.images.messages import has_images
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
@@ -101,6 +102,11 @@ def _turns_of(messages: Any, where: str) -> list[Any]:
         raise QuestionError(f"{where}: its messages must be a list of {{role, content}}")
     if others := [one.get("role") for one in messages if one.get("role") not in ("user", "assistant")]:
         raise QuestionError(f"{where}: a message of the role {others[0]!r} is not evaluated: leave it out")
+    if has_images(messages):
+        raise QuestionError(
+            f"{where}: its messages have an image, which is not evaluated: compare what drafter generate says of its "
+            "speed with the drafter, and with none"
+        )
     return [one.get("content") for one in messages if one["role"] == "user"]
 
 

@@ -129,6 +129,8 @@ class DraftHead(nn.Module, ABC):
     """The K hidden states that the head reads, concatenated in this order; see `DraftSpec.hidden_layers`."""
     no_static_tree: str | None = "this head has no static tree"
     """Reason why the head has no static tree; None if it has one."""
+    reads_texts: bool = False
+    """Whether `trees_at` runs the target model over the tokens instead of reading `hidden`: it sees no images."""
     has_chain: bool = False
     """Whether the head can draft the most probable path alone, which takes less time than a tree."""
 

@@ -67,6 +67,15 @@ def open_image(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) 
         return _upright(_within(image, limits))
 
 
+def image_content(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) -> bytes:
+    """Return the bytes of an image's file, which is not decoded. Raises as `open_image`, and for mere pixels."""
+    with _named_errors(source):
+        given = _given(source, limits, fetch)
+        if isinstance(given, Image.Image):
+            raise RequestError("it has pixels, and no file")
+        return given
+
+
 def image_digest(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) -> str:
     """Return hex digits that equal files, or equal pixels, have in common.
 

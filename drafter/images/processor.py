@@ -82,6 +82,15 @@ class ImageProcessor:
             raise found
         return self._with_images(chat.text, found, images)
 
+    def again(self, ids: Sequence[int], images: Sequence[Image]) -> Prompt:
+        """Return the prompt that `encode` has made of these images, by its token ids.
+
+        Raises:
+            RequestError: The ids have other placeholders than these images take, or the processor cannot take one.
+        """
+        made = self._process(self.processor.image_token * len(images), images)
+        return self._prompt(made, list(ids), images)
+
     def _with_images(self, text: str, written: list[int], images: Sequence[Image]) -> Prompt:
         """Return the prompt of a text, whose tokens are `written`, with what stands for the images in their places."""
         mark: str = self.processor.image_token

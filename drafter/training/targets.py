@@ -6,7 +6,7 @@ An anchor is the position of a pending token, as in decoding; a text's first one
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter.heads.config import Tree
 from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch, Labels, likeliest_logits
+from drafter.prompt import Prompt
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.settings import NODE_COUNTS
@@ -31,6 +32,7 @@ class RegeneratedText:
     tokens: Sequence[int]
     prompt_length: int  # at least 1
     hidden: Tensor | None = None  # `[len(tokens), K · d]` stored hidden states that training reads
+    look: Callable[[], Prompt] | None = None  # makes the prompt of a text with images, whose arrays are large
 
     @property
     def anchors(self) -> range:

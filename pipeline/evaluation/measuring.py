@@ -13,7 +13,7 @@ import torch
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import one_line
 from drafter.evaluation.verifiers import EXACT, VerifierFigures
-from drafter.target_model.loading import load_base
+from drafter.images.loading import load_with_processor
 from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources
@@ -87,7 +87,8 @@ def load_models(model: str, loading: Mapping[str, Any], threads: int, folder: st
     """
     enter(folder)
     torch.set_num_threads(threads)
-    return load_base(model, **loading), load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
+    base, _ = load_with_processor(model, **loading)
+    return base, load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
 
 
 class ScoredVerifiers:

@@ -184,7 +184,7 @@ def run(
         staged = StagedTexts.load(folder.staged)
         if staged is None:
             say("staging the texts")
-            staged = stage_texts(texts, folder.staged, config, vocab_size)
+            staged = stage_texts(texts, folder.staged, config, model, vocab_size)
         tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
         if again and not complete_checkpoints(folder.checkpoints):
             say("the submission before has left no checkpoint: training begins with step 1")
@@ -346,6 +346,12 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
     last: Record = next(record for record in reversed(records) if "loss" in record)
     of_model = "" if config.model is None else f"--model {shlex.quote(config.model)} "
     head = shlex.quote(folder.head.path)
+    following = [
+        f"drafter evaluate {of_model}--drafter {head} --input PROMPTS --output evaluated",
+        f"drafter generate {of_model}--drafter {head} --input PROMPTS --output out",
+    ]
+    if read_run(folder.run_file)["texts"].get("with_images"):  # which are not evaluated
+        del following[0]
     return "\n".join(
         [
             f"steps       {last['step']:,}, last loss {last['loss']:.3f}",
@@ -354,7 +360,6 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
             f"head        {folder.head.path}",
             f"metrics     {folder.metrics.path}, {folder.plot.path}, {folder.events.path}",
             f"run         {folder.run_file.path}",
-            f"next        drafter evaluate {of_model}--drafter {head} --input PROMPTS --output evaluated",
-            f"            drafter generate {of_model}--drafter {head} --input PROMPTS --output out",
+            "next        " + ("\n" + " " * 12).join(following),
         ]
     )

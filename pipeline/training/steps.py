@@ -10,26 +10,30 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 
 import pyarrow as pa
 import pyarrow.parquet
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from drafter.errors import RequestError
+from drafter.heads.contract import DraftHead
 from drafter.heads.losses import DraftBatch
+from drafter.images.processor import ImageProcessor
 from drafter.target_model.model import BaseModel
+from drafter.training.reading import hidden_states, needs_sight, with_hidden_states
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import RegeneratedText, anchor_draws, base_hidden_states, draft_batch
+from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
+from pipeline.errors import InputError
 from pipeline.io.files import Location, parquet_rows
 from pipeline.io.parts import Part
 from pipeline.training.config import TrainConfig
-from pipeline.training.texts import StagedTexts, read_part
+from pipeline.training.texts import StagedTexts, read_part, text_of
 
 _LENGTH_NOISE = 0.1  # relative noise on lengths, so that each epoch groups the texts differently
-_TEXTS_AT_ONCE = 8
 _POLL_SECONDS = 1.0
 
 
@@ -90,9 +94,16 @@ class BatchFeed:
     """Makes a worker's batches from its texts, for a head of some `depth`; `tokens` counts those of all workers."""
 
     def __init__(
-        self, staged: StagedTexts, config: TrainConfig, depth: int, device: torch.device, rank: int, workers: int
+        self,
+        staged: StagedTexts,
+        config: TrainConfig,
+        reader: TextReader,
+        depth: int,
+        device: torch.device,
+        rank: int,
+        workers: int,
     ) -> None:
-        self._staged, self._config, self._settings = staged, config, config.training
+        self._staged, self._config, self._settings, self._reader = staged, config, config.training, reader
         self._depth, self._device, self._rank, self._workers = depth, device, rank, workers
         self.tokens = 0
 
@@ -130,64 +141,107 @@ class BatchFeed:
 
     def _batch(self, texts: list[RegeneratedText], step: int, places: list[int]) -> DraftBatch:
         draws = anchor_draws(self._settings.seed, step, places)
+        if not self._config.texts.store_hidden:
+            texts = self._reader.completed(texts)
         return draft_batch(texts, self._depth, self._settings.anchors_per_text, draws).to(self._device)
 
     def _text(self, table: pa.Table, row: int) -> RegeneratedText:
-        tokens, hidden = table["tokens"][row].as_py(), None
-        if "hidden" in table.column_names:
-            stored = bytearray(table["hidden"][row].as_py())
-            hidden = torch.frombuffer(stored, dtype=_dtype(self._settings)).view(len(tokens), -1)
+        if "hidden" not in table.column_names:
+            return text_of(table.slice(row, 1).to_pylist()[0], self._reader.processor)
+        tokens, stored = table["tokens"][row].as_py(), bytearray(table["hidden"][row].as_py())
+        hidden = torch.frombuffer(stored, dtype=_dtype(self._settings)).view(len(tokens), -1)
         return RegeneratedText(tokens, table["prompt_length"][row].as_py(), hidden)
+
+
+class TextReader:
+    """Reads texts for a worker, those with images by the target model's own `processor`.
+
+    Args:
+        layers: Those of `training_layers`.
+    """
+
+    def __init__(
+        self, base: BaseModel, processor: ImageProcessor | None, settings: TrainingSettings, layers: tuple[int, ...]
+    ) -> None:
+        self.base, self.processor, self.layers, self._settings = base, processor, layers, settings
+
+    def held_out(self, staged: StagedTexts, head: DraftHead) -> list[RegeneratedText]:
+        """Return the texts for β of a head.
+
+        Raises:
+            InputError: The target model cannot read a text's images, or the head cannot be measured on any text.
+        """
+        texts = staged.held_out(self.processor)
+        if head.reads_texts:
+            texts = [text for text in texts if not needs_sight(self.base, text)]
+            if not texts:
+                raise InputError(
+                    f"β of a head of {head.algorithm} is measured on texts without images, and all that are held out "
+                    "have some: distil prompts without images, too, and name them as texts.held_out"
+                )
+        found = self.completed(texts)
+        return [text if text.hidden is None else replace(text, hidden=text.hidden.cpu()) for text in found]
+
+    def completed(self, texts: Sequence[RegeneratedText]) -> list[RegeneratedText]:
+        """Return texts with hidden states if the training step cannot compute them from token ids alone.
+
+        Raises:
+            InputError: The target model cannot read a text's images.
+        """
+        with self._reading():
+            return with_hidden_states(self.base, texts, self.layers, _dtype(self._settings))
+
+    def states(self, texts: Sequence[RegeneratedText]) -> list[Tensor]:
+        """Return hidden states `[len(text), K · d]` of each text, on the CPU, as a training step would have them.
+
+        Raises as `completed`.
+        """
+        with self._reading():
+            found = hidden_states(self.base, texts, self.layers)
+        return [states.to("cpu", _dtype(self._settings)) for states in found]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        bf16 = self._settings.precision == "bf16"
+        try:
+            with torch.autocast(self.base.device.type, torch.bfloat16, enabled=bf16):
+                yield
+        except RequestError as error:
+            raise InputError(f"input has a text whose images cannot be read: {error}") from error
 
 
 # Stored hidden states. They are many times larger than the texts, so they are stored only on request.
 
 
 def store_hidden(
-    base: BaseModel,
+    reader: TextReader,
     staged: StagedTexts,
     settings: TrainingSettings,
-    layers: tuple[int, ...],
     rank: int,
     workers: int,
     show: Callable[[str], object],
 ) -> None:
     """Compute this worker's share of the missing or damaged parts, and wait until all parts are there.
 
-    `base` is not partitioned; `layers` are those of `training_layers`.
+    The target model of `reader` is not partitioned.
     """
     missing = [part for part in staged.parts if not _is_stored(staged, part)]
     if rank == 0 and missing:
-        tokens, width, itemsize = staged.counts.tokens, base.hidden_size * len(layers), _dtype(settings).itemsize
+        width, itemsize = reader.base.hidden_size * len(reader.layers), _dtype(settings).itemsize
+        tokens = staged.counts.tokens
         size = f"{tokens:,} × {width:,} × {itemsize} bytes = {tokens * width * itemsize / 2**30:,.2f} GiB"
         show(f"hidden states of {tokens:,} tokens: {size}")
     for part in staged.parts[rank::workers]:
         if part not in missing:
             continue
-        texts = read_part(staged.folder, part.name)["tokens"].to_pylist()
-        rows = [_bytes(states) for states in _states(base, texts, settings, layers)]
+        texts = [text_of(row, reader.processor) for row in read_part(staged.folder, part.name).to_pylist()]
+        rows = [_bytes(states) for states in reader.states(texts)]
         table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
         with _hidden_file(staged, part).open_whole() as stream:
             pa.parquet.write_table(table, stream, compression="none")
     # A barrier of the process group would time out long before a large store is complete.
     while missing := [part for part in missing if not _is_stored(staged, part)]:
         time.sleep(_POLL_SECONDS)
-
-
-def _states(
-    base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings, layers: tuple[int, ...]
-) -> list[Tensor]:
-    """Return hidden states `[len(text), K · d]` of each text, as the training step would compute them."""
-    found: dict[int, Tensor] = {}
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-    for first in range(0, len(order), _TEXTS_AT_ONCE):
-        group = order[first : first + _TEXTS_AT_ONCE]
-        tokens = pad_sequence([torch.tensor(texts[index]) for index in group], batch_first=True).to(base.device)
-        with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            hidden = base_hidden_states(base, tokens, layers)
-        for index, states in zip(group, hidden, strict=True):
-            found[index] = states[: len(texts[index])].to("cpu", _dtype(settings))
-    return [found[index] for index in range(len(texts))]
 
 
 def _bytes(states: Tensor) -> bytes:

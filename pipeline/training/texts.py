@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from torch import Tensor
 from drafter.errors import one_line
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster.ray_cluster import HELPER_CPUS
+from pipeline.command_line import say
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate, parquet_rows
 from pipeline.io.parts import Part
@@ -29,13 +31,19 @@ from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
+from pipeline.training.images import FILE, TextImages, prompt_of, text_images
+
+if TYPE_CHECKING:
+    from drafter.images.processor import ImageProcessor
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
+_ROWS_WITH_IMAGES = 64  # of a task's batch: what it returns has the files of their images
+_PART_IMAGES = 256 << 20  # bytes of the files of images in a part, which a worker reads as a whole
 STEPS_PER_PART = 64  # fewest steps of a part. Texts of different parts never come together in a step.
 _HELD_OUT, _COUNTS = "held-out", "token-counts"
 _USUAL_HELD_OUT = 64
 _LARGEST_SHARE = 8  # by default at most one in so many texts is held out
-_TEXT = ["tokens", "prompt_length"]
+_TEXT = ["tokens", "prompt_length", "images"]
 _SCHEMA = pa.schema(
     [
         ("tokens", pa.list_(pa.int32())),
@@ -43,6 +51,9 @@ _SCHEMA = pa.schema(
         ("key", pa.int64()),
         ("prompt_key", pa.int64()),
         ("problem", pa.string()),
+        ("images", pa.list_(pa.large_binary())),
+        ("image_bytes", pa.int64()),
+        ("unseen", pa.string()),
     ]
 )
 
@@ -57,6 +68,7 @@ class DistilledTexts:
     base_fingerprint: str
     model: str | None  # the target model that generated them, as that job was given it; None is the embedded one
     model_fingerprint: str  # of its files; see `engines.models`
+    images: TextImages | None = None  # where rows may have images
 
     @property
     def meaning(self) -> dict[str, Any]:
@@ -94,16 +106,17 @@ def _open(uri: str) -> DistilledTexts:
     try:
         run = _read_run(uri, output)
         files = tuple((info.path, info.size) for info in output.data.children() if info.path.endswith(".parquet"))
-        rows = sum(_rows(output.data.filesystem, path) for path, _ in files)
+        found = [_rows(output.data.filesystem, path) for path, _ in files]
     except (OSError, pa.ArrowException) as error:
         raise InputError(
             f"input {uri} cannot be read: {one_line(error)} (submit its distillation again: it makes again what is "
             "damaged)"
         ) from error
-    if not rows:
+    if not sum(rows for rows, _ in found):
         raise InputError(f"input {uri} has no rows: see {output.errors.path} for why none was generated")
     made_by = run["config"].get("model"), str(run["meaning"].get("model"))
-    return DistilledTexts(uri, output.data.filesystem, files, run["base_fingerprint"], *made_by)
+    images = text_images(output, run) if any(sees for _, sees in found) else None
+    return DistilledTexts(uri, output.data.filesystem, files, run["base_fingerprint"], *made_by, images)
 
 
 def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
@@ -126,7 +139,8 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
     return run
 
 
-def _rows(filesystem: fs.FileSystem, path: str) -> int:
+def _rows(filesystem: fs.FileSystem, path: str) -> tuple[int, bool]:
+    """Return a file's number of rows, and whether these may have images."""
     if parquet_rows(Location(filesystem, path)) is None:
         raise pa.ArrowInvalid(f"{path} is damaged")
     with filesystem.open_input_file(path) as stream:
@@ -140,7 +154,7 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
                     continue
                 what = f"holds {kinds[0]}, not lists of token ids, in column"
             raise InputError(f"{path} {what} {name!r}: it was not written by drafter distill")
-        return int(file.metadata.num_rows)
+        return int(file.metadata.num_rows), PROMPT_IMAGES in schema.names
 
 
 # Staging: Parquet parts in a shuffled but deterministic order.
@@ -154,15 +168,16 @@ class TextCounts:
     tokens: int
     targets: int  # tokens to train on that the target model generated
     held_out: int
-    unusable: int  # rows without a prompt or without an answer, or with images
+    unusable: int  # rows without a prompt or without an answer, or with images that cannot be read
+    with_images: int = 0  # of `texts`
 
 
 @dataclass(frozen=True)
 class StagedTexts:
     """The staged texts of a job.
 
-    `folder` holds files of each part and of held-out texts, with columns `tokens` and `prompt_length`, and one of token
-    counts in the answers to train on.
+    `folder` holds files of each part and of held-out texts, with columns `tokens`, `prompt_length` and `images` (their
+    files, null where there are none), and one of token counts in the answers to train on.
     """
 
     folder: Location
@@ -193,9 +208,9 @@ class StagedTexts:
             return None
         return cls(folder, parts, counts)
 
-    def held_out(self) -> list[RegeneratedText]:
-        """Read the texts for β."""
-        return [RegeneratedText(**row) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
+    def held_out(self, processor: ImageProcessor | None = None) -> list[RegeneratedText]:
+        """Read the texts for β; see `text_of`."""
+        return [text_of(row, processor) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
 
     def token_counts(self) -> Tensor:
         """Read the frequency of each token in the answers to train on, `[V]` int64."""
@@ -207,21 +222,40 @@ class StagedTexts:
         return float(counts[:size].sum() / counts.sum())
 
 
+def text_of(row: Mapping[str, Any], processor: ImageProcessor | None) -> RegeneratedText:
+    """Return a row of a staged part as a text; raise `InputError` if it has images, and there is no `processor`."""
+    tokens, length, images = row["tokens"], row["prompt_length"], row.get("images")
+    if not images:
+        return RegeneratedText(tokens, length)
+    if processor is None:
+        raise InputError("input has texts with images, and the processor of the target model cannot be loaded")
+    return RegeneratedText(tokens, length, look=partial(prompt_of, processor, tokens[:length], images))
+
+
 def read_part(folder: Location, name: str) -> pa.Table:
     return pa.parquet.read_table((folder / f"{name}.parquet").path, filesystem=folder.filesystem)
 
 
-def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size: int) -> StagedTexts:
+def stage_texts(texts: Texts, folder: Location, config: TrainConfig, model: str, vocab_size: int) -> StagedTexts:
     """Stage texts on the cluster's workers. Without held-out texts for β, some prompts are held out.
+
+    Rows whose images cannot be read are left out, with a message. `model` is the target model.
 
     Raises `InputError` if there are token ids beyond the vocabulary, or too few texts.
     """
     texts_per_step = config.training.texts_per_step
-    keying = {"max_length": config.texts.max_length, "vocab_size": vocab_size, "seed": config.training.seed}
+    keying = {
+        "max_length": config.texts.max_length,
+        "vocab_size": vocab_size,
+        "seed": config.training.seed,
+        "model": model,
+        "trust_remote_code": config.trust_remote_code,
+    }
     rows = _read(texts.data, keying)
-    prompts = np.sort(_table(rows.select_columns(["prompt_key"]))["prompt_key"].to_numpy())
+    facts = _table(rows.select_columns(["prompt_key", "image_bytes"])).sort_by("prompt_key")
+    prompts, image_bytes = (facts[name].to_numpy() for name in ("prompt_key", "image_bytes"))
     unusable = int(np.count_nonzero(prompts < 0))
-    prompts = prompts[unusable:]
+    prompts, image_bytes = prompts[unusable:], image_bytes[unusable:]
     if texts.held_out is None:
         # Whole prompts are held out: the last one comes with all of its answers.
         wanted = config.texts.held_out_texts or usual_held_out(len(prompts))
@@ -234,15 +268,19 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size:
     test = _table(chosen).sort_by("key").slice(0, wanted)
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
-        raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
+        raise InputError(
+            "no text is left to measure β on: no held-out row has a prompt, an answer, and all of its images"
+        )
     if count < texts_per_step:
         raise InputError(
-            f"input holds {count} texts to learn from ({unusable} rows have images, or no prompt or no answer, "
-            f"{test.num_rows} are held out), and a step takes {texts_per_step}: distil more, or lower "
+            f"input holds {count} texts to learn from ({unusable} rows have no prompt, no answer, or images that "
+            f"cannot be read, {test.num_rows} are held out), and a step takes {texts_per_step}: distil more, or lower "
             "training.texts_per_step"
         )
     _write(folder, _HELD_OUT, test.select(_TEXT))
-    size = STEPS_PER_PART * texts_per_step
+    sizes = image_bytes[prompts > bound]
+    fitting = int(_PART_IMAGES // max(sizes.mean() * texts_per_step, 1.0))
+    size = min(max(fitting, 1), STEPS_PER_PART) * texts_per_step
     cuts = list(range(size, count - size + 1, size))  # the last part takes the rest
     train = rows.filter(expr=col("prompt_key") > bound).sort("key")
     parts, tokens, counted = [], 0, np.zeros(vocab_size, np.int64)
@@ -254,7 +292,8 @@ def stage_texts(texts: Texts, folder: Location, config: TrainConfig, vocab_size:
         tokens += pa.compute.sum(pa.compute.list_value_length(table["tokens"])).as_py()
         counted += count_answers(table, vocab_size)
     _write(folder, _COUNTS, pa.table({"count": counted}))
-    counts = TextCounts(count, tokens, int(counted.sum()), test.num_rows, unusable)
+    with_images = int(np.count_nonzero(sizes))
+    counts = TextCounts(count, tokens, int(counted.sum()), test.num_rows, unusable, with_images)
     staged = StagedTexts(folder, tuple(parts), counts)
     staged.save()
     return staged
@@ -273,44 +312,66 @@ def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
     return np.bincount(pa.compute.list_flatten(table["tokens"]).to_numpy()[answered], minlength=vocab_size)
 
 
-def _read(data: Sequence[DistilledTexts], keying: dict[str, int]) -> Any:
+def _read(data: Sequence[DistilledTexts], keying: Mapping[str, Any]) -> Any:
     whole = None
     for one in data:
-        paths = [path for path, _ in one.files]
-        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, num_cpus=HELPER_CPUS)
-        seen = [name for name in rows.schema().names if name == PROMPT_IMAGES]
-        rows = rows.select_columns([*COLUMNS, *seen]).map_batches(
+        paths, sees = [path for path, _ in one.files], one.images is not None
+        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, include_paths=sees, num_cpus=HELPER_CPUS)
+        rows = rows.select_columns([*COLUMNS, *([PROMPT_IMAGES, FILE] if sees else [])]).map_batches(
             key_texts,
-            batch_size=None,
+            batch_size=_ROWS_WITH_IMAGES if sees else None,
             batch_format="pyarrow",
             num_cpus=HELPER_CPUS,
-            fn_kwargs=keying,
+            fn_kwargs={**keying, "images": one.images},
         )
         whole = rows if whole is None else whole.union(rows)
     assert whole is not None
     rows = whole.materialize()
-    if strange := _table(rows.filter(expr=col("problem").is_not_null()))["problem"].to_pylist():
+    if strange := _named(rows, "problem"):
         raise InputError(f"input is not of this target model: {min(strange)}")
+    if unseen := _named(rows, "unseen"):
+        say(f"{len(unseen):,} rows have images that cannot be read, and are left out: {min(unseen)}")
     return rows
 
 
-def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
+def _named(rows: Any, column: str) -> list[str]:
+    """Return what a column says of some rows."""
+    return list(_table(rows.filter(expr=col(column).is_not_null()).select_columns([column]))[column].to_pylist())
+
+
+def key_texts(
+    table: pa.Table,
+    max_length: int,
+    vocab_size: int,
+    seed: int,
+    model: str = "",
+    trust_remote_code: bool = False,
+    images: TextImages | None = None,
+) -> pa.Table:
     """Return distilled rows as texts with hashes to order them by.
 
-    `prompt_key` is −1 for a row with nothing to learn from, as one with images, because training reads text alone;
-    `problem` names a token beyond the vocabulary, if any.
+    `prompt_key` is −1 for a row with nothing to learn from; `problem` names a token beyond the vocabulary, if any, and
+    `unseen` why a row's images cannot be read.
     """
     rows: list[dict[str, Any]] = []
     columns = [table[column].to_pylist() for column in COLUMNS]
     columns.append(table[PROMPT_IMAGES].to_pylist() if PROMPT_IMAGES in table.column_names else [None] * len(table))
-    for name, prompt, answer, images in zip(*columns, strict=True):
-        prompt, answer = prompt or [], answer or []
+    files = {} if images is None else images.files(table, model, trust_remote_code)
+    for index, (name, prompt, answer, spans) in enumerate(zip(*columns, strict=True)):
+        prompt, answer, seen = prompt or [], answer or [], files.get(index, [])
         tokens = [*prompt, *answer][:max_length]
-        key, usable = _hash(seed, name, tokens), 0 < len(prompt) < len(tokens) and not images
-        prompt_key = _hash(seed, "", prompt) if usable else -1
+        unseen = f"row {name}: {seen}" if isinstance(seen, str) else None
+        key, all_seen = _hash(seed, name, tokens), unseen is None and len(seen) == len(spans or ())
+        usable = all_seen and 0 < len(prompt) < len(tokens)
+        # Equal words about other images are other prompts.
+        digests = "".join(span["digest"] for span in spans or ())
+        prompt_key = _hash(seed, digests, prompt) if usable else -1
         beyond = [token for token in tokens if not 0 <= token < vocab_size][:1]
         problem = f"row {name} has token {beyond[0]}, and the vocabulary ends at {vocab_size - 1}" if beyond else None
-        rows.append(dict(zip(_SCHEMA.names, (tokens, len(prompt), key, prompt_key, problem), strict=True)))
+        kept = (seen or None) if usable else None
+        size = sum(map(len, kept or ()))
+        values = (tokens, len(prompt), key, prompt_key, problem, kept, size, unseen)
+        rows.append(dict(zip(_SCHEMA.names, values, strict=True)))
     return pa.Table.from_pylist(rows, _SCHEMA)
 
 

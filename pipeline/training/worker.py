@@ -29,7 +29,9 @@ from tensorboardX.summary import scalar
 from drafter.errors import LoadError, TrainingError, one_line
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.target_model.loading import load_base
+from drafter.images.loading import load_with_processor
+from drafter.images.processor import ImageProcessor
+from drafter.prompt import Prompt
 from drafter.target_model.model import BaseModel
 from drafter.training.loop import StepDone, TrainingStep, train, training_layers
 from drafter.training.targets import simulated_beta
@@ -47,7 +49,7 @@ from pipeline.training.folder import (
     write_checkpoint,
 )
 from pipeline.training.sharded_optimiser import ShardedOptimiser, head_of
-from pipeline.training.steps import BatchFeed, store_hidden
+from pipeline.training.steps import BatchFeed, TextReader, store_hidden
 from pipeline.training.texts import StagedTexts
 
 _FLUSH_SECONDS = 5.0
@@ -222,7 +224,7 @@ def run(task: WorkerTask) -> None:
     config, settings = task.config, task.config.training
     # Ray names a GPU even where GPUs are only counted.
     device = ray.train.torch.get_device() if torch.cuda.is_available() else torch.device("cpu")
-    base = load_task_base(task, device)
+    base, processor = load_task_base(task, device)
     rank, workers = context.get_world_rank(), context.get_world_size()
     show = partial(task.board.put.remote, "line")
     saved = restore(task.folder.checkpoints, rank == 0, broadcast_from_rank_zero, show)
@@ -231,20 +233,26 @@ def run(task: WorkerTask) -> None:
     torch.manual_seed(settings.seed)
     counts = task.staged.token_counts() if config.draft_vocab_size else None
     head = new_head(config.algorithm, base, config.head, counts)
+    reader = TextReader(base, processor, settings, training_layers(head, settings))
     if config.texts.store_hidden:
-        store_hidden(base, task.staged, settings, training_layers(head, settings), rank, workers, show)
+        store_hidden(reader, task.staged, settings, rank, workers, show)
+    elif config.sharding.zero_stage == 3 and sees(base, task.staged):
+        raise InputError(
+            "input has texts that are read by what the target model sees, whose weights sharding.zero_stage 3 would "
+            "partition before: set texts.store_hidden, or a lower stage"
+        )
+    held_out = reader.held_out(task.staged, head)
     if saved is not None:
         head.load_state_dict(saved.weights)
     step_of = TrainingStep(base, head, settings)
     optimiser = ShardedOptimiser(step_of, settings, config.sharding, saved)
-    held_out = task.staged.held_out()
 
     def evaluate() -> dict[int, float]:
         # Every worker evaluates: the others would only wait, and ZeRO-3 needs them to gather weights.
         with torch.autocast(device.type, base.dtype, enabled=base.dtype != torch.float32):
             return optimiser.run(lambda: simulated_beta(head, base, held_out))
 
-    feed = BatchFeed(task.staged, config, head.config.depth, device, rank, workers)
+    feed = BatchFeed(task.staged, config, reader, head.config.depth, device, rank, workers)
     recorder = RunRecorder(task, head, base, saved.records if saved else []) if rank == 0 else None
     sign = StopSign(task.board, rank, workers, device)
     task.board.put.remote("begun", True, str(rank))
@@ -295,14 +303,21 @@ def report(saved: SavedRun | None, step: int, task: WorkerTask, mode: Checkpoint
     )
 
 
-def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
-    """Load the target model. With ZeRO-3 it goes to the CPU first, because it may not fit on one device.
+def sees(base: BaseModel, staged: StagedTexts) -> bool:
+    """Return whether some texts have images, or all are read as those that have."""
+    return staged.counts.with_images > 0 or (base.sight is not None and base.sight.reads(Prompt([0])))
+
+
+def load_task_base(task: WorkerTask, device: torch.device) -> tuple[BaseModel, ImageProcessor | None]:
+    """Load the target model, and its processor if it sees.
+
+    With ZeRO-3 the model goes to the CPU first, because it may not fit on one device.
 
     Raises `InputError` if it did not generate the texts, and `LoadError` if it cannot be loaded.
     """
     config = task.config
     half = config.training.precision == "bf16" and device.type != "cpu"
-    base = load_base(
+    base, processor = load_with_processor(
         task.model,
         dtype=torch.bfloat16 if half else torch.float32,
         device="cpu" if config.sharding.zero_stage == 3 else device,
@@ -313,4 +328,4 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
             f"input was made by another target model (fingerprint {task.base_fingerprint}) than {base.name} "
             f"({base.fingerprint}): a head learns from its own target model's answers; distil with this target model"
         )
-    return base
+    return base, processor

@@ -1,4 +1,4 @@
-"""Train a draft head for the model that sees, on its own answers to questions about sheets.
+"""Train a draft head for the model that sees, on its own answers to questions about sheets, by the project's own jobs.
 
     python -m recipes.digits.head --model drafter/embedded/digits --output build/digits-head
     python -m recipes.digits.head --ship --output build/digits-head
@@ -10,73 +10,55 @@ and none of those that are held out.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForImageTextToText, AutoProcessor
+import ray
 
 from drafter.embedded import EMBEDDED_DIGITS, OTHER_HEADS
 from drafter.target_model.loading import load_base
-from drafter.training.targets import RegeneratedText
-from recipes.digits.measuring import answer_ids, inputs_of
+from pipeline.command_line import run_job
+from pipeline.generate.config import parse_distill_config
+from pipeline.generate.job import generate
+from pipeline.training.config import parse_config as parse_training
+from pipeline.training.job import train
 from recipes.digits.questions import questions
 from recipes.digits.sheets import draw_sheet, glyphs
-from recipes.embedded.train_head import HeadRecipe, train_head
 from recipes.shipping import ship
 
 NAME = "digits"
-RECIPE = HeadRecipe(
-    "ctc",
-    {
-        "depth": 10,
-        "num_frames": 11,
-        "num_layers": 1,
-        "label_context": 10,
-        "joint_layers": 2,
-        "joint_size": 256,
-        "depth_decay": 0.9,
-    },
-    {
-        "steps": 600,
-        "texts_per_step": 24,
-        "anchors_per_text": 24,
-        "teacher": 4,
-        "precision": "bf16",
-        "evaluate_every": 200,
-    },
-)
-_TEXTS, _VALIDATION, _BATCH = 2_400, 60, 40
+CONFIG = Path(__file__).with_name("head.yaml")
+_TEXTS, _HELD_OUT = 2_400, 60
+_LONGEST = "160"  # tokens of an answer
 
 
-def answered(model: Any, processor: Any, number: int, seed: int) -> list[RegeneratedText]:
-    """Return questions about sheets with the model's own greedy answers and its last hidden states `[L, d]`."""
-    rng, some = random.Random(seed), glyphs(held_out=False)
-    texts: list[RegeneratedText] = []
-    while len(texts) < number:
-        sheets = [draw_sheet(rng, some) for _ in range(_BATCH)]
-        asked = [(sheet.image, questions(rng, sheet, 1)[0].text) for sheet in sheets]
-        answers = answer_ids(model, processor, asked)
-        inputs = inputs_of(processor, asked, padding_side="right")
-        prompts = [ids[kept > 0] for ids, kept in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-        whole = [torch.cat(parts) for parts in zip(prompts, answers, strict=True)]
-        # Padding follows each text, so that no token of it sees any.
-        ids = pad_sequence(whole, batch_first=True, padding_value=processor.tokenizer.pad_token_id)
-        with torch.inference_mode():
-            hidden = model.model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False).last_hidden_state
-        texts += [
-            RegeneratedText(text.tolist(), len(prompt), states[: len(text)].to(torch.bfloat16).clone())
-            for text, prompt, states in zip(whole, prompts, hidden, strict=True)
-        ]
-    return texts[:number]
+def distil(model: Path, folder: Path, number: int, seed: int) -> Path:
+    """Draw sheets with a question about each, let the model answer, and return where the answers are."""
+    prompts, answers = folder / "prompts.jsonl", folder / "answers"
+    if not prompts.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        rng, some = random.Random(seed), glyphs(held_out=False)
+        rows = []
+        for count in range(number):
+            sheet = draw_sheet(rng, some)
+            sheet.image.save(folder / f"{count}.png")
+            rows.append({"sheet": f"{count}.png", "prompt": questions(rng, sheet, 1)[0].text})
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    paths = ["--input", str(prompts), "--output", str(answers), "--model", str(model), "--drafter", "none"]
+    settings = ["--reading.images_column", "sheet", "--sampling.max_new_tokens", _LONGEST]
+    generate(parse_distill_config([*paths, *settings]))
+    return answers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, or ship what was trained; always returns 0."""
+    """Train, or ship what was trained, and return the exit code; see `run_job`."""
+    return run_job(_run, arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         "python -m recipes.digits.head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,18 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("build/digits-head"), help="folder (default: %(default)s)")
     parser.add_argument("--ship", action="store_true", help="put the trained head beside the others that ship")
     args = parser.parse_args(arguments)
-    base = load_base(args.model, dtype="float32", device="cpu")
+    trained = args.output / "trained"
     if args.ship:
-        ship(args.output / NAME, base, "drafter/embedded/digits", OTHER_HEADS / NAME)
-        return 0
-    model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.float32).eval()
-    processor = AutoProcessor.from_pretrained(args.model)
-    data = {
-        "validation": answered(model, processor, _VALIDATION, seed=2),
-        "known_digits": answered(model, processor, _TEXTS, seed=1),
-    }
-    train_head(NAME, RECIPE, base, data, args.output)
-    return 0
+        base = load_base(args.model, dtype="float32", device="cpu")
+        ship(trained / "head", base, "drafter/embedded/digits", OTHER_HEADS / NAME)
+        return
+    try:
+        held_out = distil(args.model, args.output / "held-out", _HELD_OUT, seed=2)
+        answers = distil(args.model, args.output / "sheets", _TEXTS, seed=1)
+        given = ["--input", str(answers), "--texts.held_out", str(held_out), "--output", str(trained)]
+        train(parse_training(["--config", str(CONFIG), *given, "--model", str(args.model)]))
+    finally:
+        ray.shutdown()
 
 
 if __name__ == "__main__":

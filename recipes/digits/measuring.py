@@ -9,16 +9,12 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from recipes.digits.questions import KINDS, Question, question_of
 from recipes.digits.sheets import Glyph, draw_sheet, glyphs
 
 _BATCH, _LONGEST = 25, 160
-
-Asked = Sequence[tuple[Image.Image, str]]
-"""Questions about one image each."""
 
 
 def measure(folder: Path, sheets: int, seed: int = 1_000_003) -> dict[str, dict[str, float]]:
@@ -46,30 +42,21 @@ def measure(folder: Path, sheets: int, seed: int = 1_000_003) -> dict[str, dict[
     return shares
 
 
-def answers(model: Any, processor: Any, asked: Asked) -> list[str]:
-    """Return the model's greedy answers."""
-    groups = [asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH)]
-    ids = [one for some in groups for one in answer_ids(model, processor, some)]
-    return list(processor.batch_decode(ids, skip_special_tokens=True))
-
-
-def answer_ids(model: Any, processor: Any, asked: Asked) -> list[Tensor]:
-    """Return the tokens of the model's greedy answers, each with its end-of-sequence token; all at once."""
-    inputs = inputs_of(processor, asked, padding_side="left")
-    with torch.inference_mode():
-        ids = model.generate(**inputs, max_new_tokens=_LONGEST, do_sample=False)
-    ids = ids[:, inputs["input_ids"].shape[1] :]
-    return [one[one != processor.tokenizer.pad_token_id] for one in ids]
-
-
-def inputs_of(processor: Any, asked: Asked, padding_side: str) -> Any:
-    """Return what the model takes for questions, padded on one side."""
-    chats = [
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}] for _, question in asked
-    ]
-    texts = processor.apply_chat_template(chats, add_generation_prompt=True)
-    images = [image for image, _ in asked]
-    return processor(text=texts, images=images, padding=True, padding_side=padding_side, return_tensors="pt")
+def answers(model: Any, processor: Any, asked: Sequence[tuple[Image.Image, str]]) -> list[str]:
+    """Return the model's greedy answers to questions about one image each."""
+    said: list[str] = []
+    for some in (asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH)):
+        chats = [
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+            for _, question in some
+        ]
+        texts = processor.apply_chat_template(chats, add_generation_prompt=True)
+        images = [image for image, _ in some]
+        inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+        with torch.inference_mode():
+            ids = model.generate(**inputs, max_new_tokens=_LONGEST, do_sample=False)
+        said += processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return said
 
 
 def _draw(

@@ -132,10 +132,7 @@ def batch_texts(texts: list[RegeneratedText], step: int, count: int, seed: int) 
 def train_head(
     name: str, recipe: HeadRecipe, base: BaseModel, data: dict[str, list[RegeneratedText]], output: Path
 ) -> None:
-    """Train one head in `output/name`, from its last state if there is one.
-
-    Texts may come with hidden states, as `training_layers` asks for them; otherwise the base's are computed.
-    """
+    """Train one head in `output/name`, from its last state if there is one."""
     folder = output / name
     folder.mkdir(parents=True, exist_ok=True)
     settings = TrainingSettings(**recipe.training)
@@ -144,8 +141,7 @@ def train_head(
     texts = sorted((text for part in parts.values() for text in part), key=lambda text: len(text.tokens))
     torch.manual_seed(settings.seed)
     head = new_head(recipe.algorithm, base, recipe.head, count_targets(texts, base.vocab_size))
-    if any(text.hidden is None for text in texts):
-        texts = with_hidden_states(base, texts, output, training_layers(head, settings))
+    texts = with_hidden_states(base, texts, output, training_layers(head, settings))
     print(f"{name}: {sum(p.numel() for p in head.parameters()):,} parameters, {len(texts):,} texts", flush=True)
     optimiser = TorchOptimiser(TrainingStep(base, head, settings), settings)
     history: list[dict[str, Any]] = []

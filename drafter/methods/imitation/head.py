@@ -112,6 +112,7 @@ class ImitationHead(DraftHead):
     algorithm = "imitation"
     config_class = ImitationConfig
     config: ImitationConfig
+    reads_texts = True
     no_static_tree = "an imitation network grows its trees node by node: it has the exact tree only"
 
     def __init__(self, config: ImitationConfig) -> None:

@@ -51,6 +51,10 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
         (b'{"messages": ["a"]}', "line 1: its messages must be a list of {role, content}"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "line 1: a message of the role 'system'"),
         (b'{"messages": [{"role": "user"}]}', "line 1: its messages must hold texts"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}',
+            "line 1: its messages have an image, which is not evaluated",
+        ),
         (b'{"turns": ["a"], "category": 3}', "line 1: category must be a text, not 3"),
         (b"\xff\xfe", "is not UTF-8"),
     ],

@@ -84,6 +84,20 @@ def test_a_text_is_what_the_processor_makes_of_it(family: str) -> None:
         processor.encode("Which?<image>", TWO)
 
 
+@pytest.mark.parametrize("family", slow_but(["llava", "gemma3", "paligemma"], FAMILIES))
+def test_a_prompt_is_made_again_of_its_ids(family: str) -> None:
+    processor = processor_of(family)
+    made = processor.encode(asked("Which of them, " + processor.processor.image_token, 2), TWO)
+    again = processor.again(made.ids, TWO)
+    assert again == made
+    assert again.inputs.keys() == made.inputs.keys()
+    for name, value in made.inputs.items():
+        assert np.array_equal(again.inputs[name], value), name
+    assert processor.again(made.ids, TWO[::-1]).spans != made.spans
+    with pytest.raises(RequestError):
+        processor.again(made.ids, TWO[:1])
+
+
 def test_a_chat_without_images_is_that_of_the_tokeniser() -> None:
     processor = processor_of("llava")
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -26,12 +27,27 @@ def test_rows_without_something_to_learn_are_marked() -> None:
     assert [key >= 0 for key in table["prompt_key"].to_pylist()] == [True, False, False, False, False]
 
 
-def test_rows_with_images_are_left_out() -> None:
-    table = rows([[1, 2], [1, 2], [1, 2]], [[3], [3], [3]])
-    images: list[Any] = [[{"start": 0, "stop": 1, "digest": "00"}], [], None]
+def spans(*digests: str) -> list[dict[str, Any]]:
+    return [{"start": n, "stop": n + 1, "digest": digest} for n, digest in enumerate(digests)]
+
+
+def test_rows_are_texts_only_with_all_of_their_images() -> None:
+    table = rows([[1, 2]] * 6, [[3]] * 6)
+    images = [spans("00"), [], None, spans("00"), spans("00", "01"), spans("01")]
     kind = columns_type().field(PROMPT_IMAGES).type
-    table = key_texts(table.append_column(PROMPT_IMAGES, pa.array(images, kind)), 10, 100, seed=0)
-    assert [key >= 0 for key in table["prompt_key"].to_pylist()] == [False, True, True]
+    table = table.append_column(PROMPT_IMAGES, pa.array(images, kind))
+    found = {0: [b"zero"], 3: "it is gone", 4: [b"zero"], 5: [b"one"]}
+    sheets: Any = SimpleNamespace(files=lambda *_: found)
+    keyed = key_texts(table, 10, 100, seed=0, images=sheets)
+    assert [key >= 0 for key in keyed["prompt_key"].to_pylist()] == [True, True, True, False, False, True]
+    assert keyed["images"].to_pylist() == [[b"zero"], None, None, None, None, [b"one"]]
+    assert keyed["image_bytes"].to_pylist() == [4, 0, 0, 0, 0, 3]
+    assert keyed["unseen"].to_pylist() == [None] * 3 + ["row row:3: it is gone"] + [None] * 2
+    zero, none, same, *_, one = keyed["prompt_key"].to_pylist()  # the same words about another image
+    assert none == same
+    assert len({zero, none, one}) == 3
+    unseen = key_texts(table, 10, 100, seed=0)["prompt_key"].to_pylist()
+    assert [key >= 0 for key in unseen] == [False, True, True, False, False, False]
 
 
 def test_tokens_beyond_the_vocabulary_are_named() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from dataclasses import replace
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from drafter.embedded import EMBEDDED_DIGITS
@@ -21,6 +24,7 @@ from recipes.digits.measuring import answers
 from recipes.digits.questions import read_digits
 from recipes.digits.sheets import draw_sheet, glyphs
 from recipes.digits.training import batch_of, conversations, patch_labels
+from tests.support.paths import ROOT
 
 
 def test_the_model_that_ships_reads_digits_that_it_has_not_seen() -> None:
@@ -75,11 +79,28 @@ def test_a_training_goes_on_at_its_last_checkpoint(tmp_path: Path) -> None:
     assert AutoModelForImageTextToText.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
+_SHORT = """
+import sys
+from pathlib import Path
+from recipes.digits import head
+
+head._TEXTS, head._HELD_OUT, head.CONFIG = 8, 4, Path(sys.argv[1])
+sys.exit(head.main(sys.argv[2:]))
+"""
+
+
 @pytest.mark.slow
 def test_a_head_learns_from_answers_about_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_TEXTS", "_VALIDATION", "_BATCH"):
-        monkeypatch.setattr(head, name, 4)
-    short = {**head.RECIPE.training, "steps": 2, "texts_per_step": 4, "evaluate_every": 2}
-    monkeypatch.setattr(head, "RECIPE", replace(head.RECIPE, training=short))
-    assert head.main(["--output", str(tmp_path)]) == 0
-    assert load_head(tmp_path / head.NAME, load_base(EMBEDDED_DIGITS, dtype="float32")).config.depth == 10
+    config, output = tmp_path / "head.yaml", tmp_path / "out"
+    short = yaml.safe_load(head.CONFIG.read_text(encoding="utf-8"))
+    short["training"] |= {"steps": 2, "texts_per_step": 4, "evaluate_every": 2}
+    config.write_text(yaml.safe_dump(short), encoding="utf-8")
+    command = [sys.executable, "-c", _SHORT, str(config), "--output", str(output)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "RAY_ADDRESS": "local"}, check=True)
+    monkeypatch.setattr(head, "OTHER_HEADS", tmp_path)
+    assert head.main(["--output", str(output), "--ship"]) == 0
+    shipped = load_head(tmp_path / head.NAME, load_base(EMBEDDED_DIGITS, dtype="float32"))
+    assert shipped.config.depth == 10
+    assert shipped.provenance is not None
+    counts = shipped.provenance.training["data"]
+    assert (counts["texts"], counts["with_images"], counts["held_out"]) == (8, 8, 4)
