@@ -9,8 +9,11 @@ INSTALLED := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 # Quiet twice: errors alone, no warnings.
 PIP := $(BIN)/python -m pip --quiet --quiet
+# The release of transformers after that of the lock file, in a folder of its own. What it depends on fits both.
+NEWER := 5.24.0
+NEWER_AT := $(abspath $(VENV))/transformers-$(NEWER)
 
-.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow lint format benchmark chaos clean
+.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-newer lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
@@ -46,6 +49,11 @@ test: $(INSTALLED) ## Run the tests of every behaviour's main path: a few minute
 test-slow: $(INSTALLED) ## Run the other tests: processes killed everywhere, clusters of several nodes, all model families.
 	$(PYTEST) -m slow
 
+test-newer: $(INSTALLED) $(NEWER_AT) ## Compare the tokens of each kind of model with those of a newer transformers.
+	@PYTHONPATH=$(NEWER_AT) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(NEWER)"'
+	PYTHONPATH=$(NEWER_AT) $(PYTEST) -m "not slow" tests/drafter/test_identity.py \
+	    $(addprefix tests/drafter/target_model/test_,hybrids.py mixers.py images.py)
+
 lint: $(INSTALLED) ## Style, formatting, types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,6 +71,9 @@ chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; m
 	$(BIN)/python -m benchmarks.generation_jobs.chaos --output benchmarks/results/chaos.json
 	$(BIN)/python -m benchmarks.generation_jobs.overhead --output benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.generation_jobs.resume --output benchmarks/results/resume.json
+
+$(NEWER_AT): | $(INSTALLED)
+	@$(PIP) install --no-compile --no-deps --target $@ transformers==$(NEWER)
 
 clean: ## Remove the environment and what the tools cache.
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

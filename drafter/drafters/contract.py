@@ -113,6 +113,7 @@ class DraftContext:
     ahead: int = 0  # tokens that each row may have beyond `host_lengths`, from a step that is still running
     # Upper bound of the lengths of rows in use, set where shapes must repeat; unused rows may then follow the others.
     bound: int | None = None
+    shift: Tensor | None = None  # `[B]` int64 what images add to positions of the target model's embeddings, if any
 
     @property
     def longest(self) -> int:

@@ -64,6 +64,7 @@ class FirstLayersDrafter(ModelDrafter):
         """Grow trees `[B, 1 + ask.nodes]`, and zero what is not finite of the keys and values that they have left."""
         rows = len(context.tokens)
         self._broken = torch.zeros(rows, dtype=torch.bool, device=context.tokens.device)
+        self._shift = context.shift
         tree = super().propose(context, ask)
         if devices.is_asynchronous(self._broken.device) or bool(self._broken.any()):
             self.cache.scrub(context.lengths, self.spec.run, self._broken, slice(0, rows))
@@ -73,6 +74,7 @@ class FirstLayersDrafter(ModelDrafter):
         return np.ones(rows, dtype=np.int64)
 
     def _logits(self, nodes: TreeNodes) -> Tensor:
+        nodes = replace(nodes, shift=self._shift)
         if self._output is not None:
             nodes = replace(nodes, logits=False, hidden_layers=(self._first - 1,))
         logits, states = self._model.forward(self.cache, nodes)

@@ -204,7 +204,8 @@ class BatchState:
     def context(self, known: list[int], ahead: int = 0) -> DraftContext:
         """Return the drafter's view of the first slots, one for each length in `known`; see `DraftContext`."""
         rows = slice(0, len(known))
-        return DraftContext(self.tokens[rows], self._hidden_of(rows), self.lengths[rows], known, ahead)
+        texts = self.tokens[rows], self._hidden_of(rows), self.lengths[rows]
+        return DraftContext(*texts, known, ahead, shift=self.shift_of(rows))
 
     def load(self, known: list[int]) -> StepLoad:
         """Return the load of a step over the first slots, one for each length in `known`."""
@@ -219,7 +220,12 @@ class BatchState:
     def bounded_context(self, rows: int, bound: int) -> DraftContext:
         """Return the same for a step whose shapes repeat: no sequence has more than `bound` committed tokens."""
         some = slice(0, rows)
-        return DraftContext(self.tokens[some], self._hidden_of(some), self.lengths[some], [], bound=bound)
+        texts = self.tokens[some], self._hidden_of(some), self.lengths[some]
+        return DraftContext(*texts, [], bound=bound, shift=self.shift_of(some))
+
+    def shift_of(self, rows: slice) -> Tensor | None:
+        """Return `[B]` what images add to the positions of these slots' later tokens; None if the model reads none."""
+        return None if self.shift is None else self.shift[rows]
 
     def row_sampling(self, rows: slice) -> RowSampling:
         """Return the sampling settings and texts of these slots, for a verifier."""
@@ -262,8 +268,8 @@ class BatchState:
     ) -> tuple[list[Tensor], dict[str, Any]]:
         """Return the tokens of each piece, and what goes with them; with features, up to the last that they see."""
         if features is None:
-            shift = {} if self.shift is None else {"shift": self.shift[first : first + len(spans)]}
-            return [self.tokens[first + row, span] for row, span in enumerate(spans)], shift
+            shift = self.shift_of(slice(first, first + len(spans)))
+            return [self.tokens[first + row, span] for row, span in enumerate(spans)], {"shift": shift}
         start, stop = spans[0].start, spans[0].stop
         if features.borders is not None:
             stop = features.borders.behind(stop)

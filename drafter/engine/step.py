@@ -242,7 +242,7 @@ class DeviceStep:
             tokens=torch.where(tree.tokens >= 0, tree.tokens, tree.tokens[:, :1]),
             lengths=lengths,
             positions=lengths[:, None] + tree.depths,
-            shift=None if self.state.shift is None else self.state.shift[:rows],
+            shift=self.state.shift_of(slice(0, rows)),
             kv_length=kv_length,
             packing=packing,
             hidden_layers=self._hidden_layers,

@@ -197,13 +197,26 @@ def load_processor(
 
 def without_videos(kind: Any) -> Any:
     """Return a class of processors that is like `kind`, but takes None for its part for videos."""
+    from transformers import ProcessorMixin  # with the code of processors, which takes seconds
+
+    class WithoutVideos(ProcessorMixin):
+        """Comes behind `kind` in the order of classes, and so gets the parts that this hands on by name."""
+
+        def __init__(self, *args: Any, **others: Any) -> None:
+            others.pop(_VIDEOS, None)
+            super().__init__(*args, **others)
+
     parts = [part for part in kind.get_attributes() if part != _VIDEOS]
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: parts)})
+    return type(kind.__name__, (kind, WithoutVideos), {"get_attributes": classmethod(lambda _: parts)})
 
 
 def _load(config: Any, name: str, where: Mapping[str, Any]) -> Any:
     """Load a processor; without its part for videos, where this lacks what it needs, such as torchvision."""
-    from transformers import AutoImageProcessor, AutoProcessor  # with the code of models, which takes seconds
+    from transformers import (
+        AutoFeatureExtractor,
+        AutoImageProcessor,
+        AutoProcessor,
+    )  # with the code of models, which takes seconds
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     try:
@@ -215,6 +228,7 @@ def _load(config: Any, name: str, where: Mapping[str, Any]) -> Any:
     loaders: dict[str, Callable[[], Any]] = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(name, **where),
         "tokenizer": lambda: load_tokenizer(name, **where),
+        "feature_extractor": lambda: AutoFeatureExtractor.from_pretrained(name, **where),  # of sounds
         _VIDEOS: lambda: None,
     }
     settings, _ = kind.get_processor_dict(name, **where)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from drafter.target_model.attention import (
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.kv_cache import KVCache, cache_name
 from drafter.target_model.nodes import LM_HEAD_INPUT, Nodes, PromptNodes, TreeNodes
-from drafter.target_model.sight import Features, called_with
+from drafter.target_model.sight import Features, call_of, called_with
 
 _VARIANTS = 64  # compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled
 _LARGEST_TREE = 128  # larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves
@@ -122,6 +123,12 @@ class ModelCode:
         self._max_positions = max_positions(config)
         self._kinds, self._maskless = attention_kinds(config), dict.fromkeys(maskless_kinds(config))
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._masks: dict[str, Tensor | None] | None = None  # by kind, for a model that makes its own of a single one
+        self._has_eyes = model.config is not config
+        several = self._has_eyes and len(self._kinds) > 1
+        self._makes_masks = several and not _hands_masks_on(model, decoder, self._kinds, device)
+        if self._makes_masks:
+            decoder.register_forward_pre_hook(self._replace_masks, with_kwargs=True)
         self.query_groups = 1  # query heads per KV head in the masks that the layers get; see `tree_attention`
         self.prefix_attention: PrefixAttention | None = None  # reads committed positions in `whole` layers
         self.whole = whole_layers(config)
@@ -141,10 +148,13 @@ class ModelCode:
 
     def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
         """See `Executor.forward`. Needs `packs` for a `packing`."""
-        if cache.depth == self._layers.count:
-            return self._forward(cache, nodes, self._verify)
-        with self._layers.only_first(cache.depth):
-            return self._forward(cache, nodes, self._run)
+        try:
+            if cache.depth == self._layers.count:
+                return self._forward(cache, nodes, self._verify)
+            with self._layers.only_first(cache.depth):
+                return self._forward(cache, nodes, self._run)
+        finally:
+            self._masks = None  # which an error before the decoder's call has left
 
     @contextmanager
     def windows_up_to(self, longest: int) -> Iterator[None]:
@@ -167,21 +177,21 @@ class ModelCode:
             hidden = self._layers.take(nodes.hidden_layers, last, self._device)
             return None, hidden if nodes.packing is None else nodes.packing.unpack(hidden)
         longest, device, features = nodes.tokens.shape[1], self._device, nodes.features
-        seen = None if features is None else features.sees(nodes.spans[0].start)
-        if seen is None:
-            chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-            seen = chain.expand(len(nodes.tokens), -1, -1)
-        inputs = self._inputs(cache, nodes, seen)
+        chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        own = {} if features is None else features.masks(nodes.kv_length)
+        inputs = self._inputs(cache, nodes, chain.expand(len(nodes.tokens), -1, -1), own=own)
         with nullcontext() if features is None else called_with(self._decoder, self._given(inputs, features)):
-            if nodes.keep:
-                return self._prefill_last(inputs, nodes)
+            if nodes.keep or self._has_eyes:  # a model that sees may embed a placeholder's id as another's
+                logits, hidden = self._prefill_last(inputs, nodes, max(nodes.keep, 1))
+                return logits if nodes.keep else None, hidden
             # The decoder without its LM head: these logits are never needed.
             last = self._decoder(**inputs).last_hidden_state
         return None, self._layers.take(nodes.hidden_layers, last, device)[0]
 
     def _given(self, inputs: dict[str, Any], features: Features) -> dict[str, Any]:
         """Return what the decoder is called with for features, whatever the model's forward makes of `inputs`."""
-        own = {name: inputs[name] for name in ("attention_mask", "position_ids")}
+        masks = inputs["attention_mask"] if self._masks is None else self._masks
+        own = {"attention_mask": masks, "position_ids": inputs["position_ids"]}
         return own | {name: value for name, value in features.inputs.items() if value is not None}
 
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
@@ -201,13 +211,13 @@ class ModelCode:
         hidden = self._layers.take(nodes.hidden_layers, head_input, self._device)
         return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
 
-    def _prefill_last(self, inputs: dict[str, Any], nodes: PromptNodes) -> tuple[Tensor, Tensor]:
+    def _prefill_last(self, inputs: dict[str, Any], nodes: PromptNodes, keep: int) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
         # The model hands out what its LM head makes of these, and may do something to the logits after that.
         hook = self._decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
         try:
-            kept = {"logits_to_keep": nodes.keep} if self._keeps_logits else {}
-            logits = self._model(**inputs, **kept).logits[0, -nodes.keep :].to(self._device)
+            kept = {"logits_to_keep": keep} if self._keeps_logits else {}
+            logits = self._model(**inputs, **kept).logits[0, -keep:].to(self._device)
         finally:
             hook.remove()
             self._head_input = None
@@ -239,12 +249,20 @@ class ModelCode:
         return self._inputs(cache, nodes, nodes.ancestors, committed)
 
     def _inputs(
-        self, cache: TargetCache, nodes: Nodes, ancestors: Tensor, committed: CommittedLayers | None = None
+        self,
+        cache: TargetCache,
+        nodes: Nodes,
+        ancestors: Tensor,
+        committed: CommittedLayers | None = None,
+        own: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any]:
+        """Return what the model is called with; `own` are masks `[1, N, S]` bool of kinds that see other positions."""
         tokens, positions, packing = nodes.tokens, nodes.embedded_positions, nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks: dict[str, Tensor | None] = {
-            kind: self._mask(nodes, ancestors, window, chunk, groups, in_parts=committed is not None)
+            kind: additive(own[kind], self._dtype)
+            if kind in own
+            else self._mask(nodes, ancestors, window, chunk, groups, in_parts=committed is not None)
             for kind, (window, chunk) in self._kinds.items()
         }
         if masks:  # a model without attention takes none at all
@@ -254,8 +272,10 @@ class ModelCode:
             # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self._max_positions - 1)
         apart = () if committed is None else committed.whole
+        if self._makes_masks:
+            self._masks = masks
         inputs = {
-            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()), None),
+            "attention_mask": masks if len(masks) > 1 and not self._makes_masks else next(iter(masks.values()), None),
             self._cache_name: cache.view(nodes, apart),
             "use_cache": True,
         }
@@ -288,5 +308,21 @@ class ModelCode:
         )
         return folded(additive(seen, self._dtype), groups)
 
+    def _replace_masks(
+        self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        masks, self._masks = self._masks, None
+        return args, given if masks is None else {**given, "attention_mask": masks}
+
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._head_input = args[0]
+
+
+def _hands_masks_on(model: Any, decoder: nn.Module, kinds: Iterable[str], device: torch.device) -> bool:
+    """Return whether a model calls its decoder with the masks that it is given by kind."""
+    masks, token = dict.fromkeys(kinds), torch.zeros(1, 1, dtype=torch.long, device=device)
+    try:
+        given = call_of(decoder, lambda: model(input_ids=token, attention_mask=masks, use_cache=False))
+    except Exception:  # a model's code may raise anything for what it was not made for
+        return False
+    return given.get("attention_mask") is masks

@@ -16,6 +16,7 @@ from drafter.native.build import BuildError, UnsuitableError
 from drafter.prompt import Prompt
 from drafter.target_model.architecture import (
     NO_PLACE,
+    attention_kinds,
     decoder_of,
     fingerprint,
     has_table,
@@ -112,13 +113,13 @@ class BaseModel:
         try:
             prove_tree_decoding(self, texts, logits)
         except LoadError:
-            if example is None or not self._open_eyes(example, texts[0], whole=True):
+            if example is None or not self._open_eyes(example, texts[-1], whole=True):
                 raise
         else:
             prove_last_positions(self)
             self._prove_long_texts()
             if example is not None:
-                self._open_eyes(example, texts[0])
+                self._open_eyes(example, texts[-1])
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
@@ -150,7 +151,7 @@ class BaseModel:
 
     def _open_eyes(self, example: Prompt, text: Tensor, *, whole: bool = False) -> bool:
         """Prove that prompts with images are read as the model does; if not, note why, and return False."""
-        sight = Sight(self.model, self.decoder, whole=whole)
+        sight = Sight(self.model, self.decoder, attention_kinds(self.config), whole=whole)
         try:
             prove_images(self, sight, example, text)
         except (LoadError, RequestError) as reason:

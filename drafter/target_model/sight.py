@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,22 +64,23 @@ class Features:
 
     Args:
         inputs: Arguments of its forward, such as `inputs_embeds` `[1, P, d]` and `position_ids` `[3, 1, P]`.
-        last: `[P]` last position that each token sees; None where it sees itself and those before it.
+        seen: `[P, 2]` first and last position that each token sees in layers of a kind of attention, by transformers'
+            name of the kind. Without one for a kind, its tokens see no later ones there, as in a text.
         borders: Where these tokens may be cut; None if everywhere.
         shift: What is to be added to the position of a token behind the prompt.
     """
 
     inputs: Mapping[str, Any]
     size: int
-    last: Tensor | None = None
+    seen: Mapping[str, Tensor] = field(default_factory=dict)
     borders: Borders | None = None
     shift: int = 0
 
     def part(self, start: int, stop: int) -> Features:
         """Return the features of tokens `start … stop − 1`."""
         inputs = {name: self._part(name, value, start, stop) for name, value in self.inputs.items()}
-        last = None if self.last is None else self.last[start:stop]
-        return Features(inputs, stop - start, last, shift=self.shift)
+        seen = {kind: spans[start:stop] for kind, spans in self.seen.items()}
+        return Features(inputs, stop - start, seen, shift=self.shift)
 
     def _part(self, name: str, value: Any, start: int, stop: int) -> Any:
         if name == _DEEP:
@@ -87,11 +88,13 @@ class Features:
             return [states[before:until] for states in value]
         return value[..., start:stop] if name == "position_ids" else value[:, start:stop]
 
-    def sees(self, start: int) -> Tensor | None:
-        """Return which of these tokens, of which the first is at `start`, each of them sees: `[1, P, P]` bool."""
-        if self.last is None:
-            return None
-        return (torch.arange(start, start + self.size, device=self.last.device) <= self.last[:, None])[None]
+    def masks(self, length: int) -> dict[str, Tensor]:
+        """Return which of the first `length` positions each token sees, `[1, P, length]` bool, by kind as `seen`."""
+        found = {}
+        for kind, spans in self.seen.items():
+            place = torch.arange(length, device=spans.device)
+            found[kind] = ((spans[:, :1] <= place) & (place <= spans[:, 1:]))[None]
+        return found
 
 
 class _Reached(Exception):  # noqa: N818 (nothing has failed)
@@ -105,14 +108,15 @@ class Sight:
     """Makes features of prompts with images, by a transformers `model` whose language model is its `decoder`.
 
     Args:
+        kinds: Of the decoder's attention, by transformers' names.
         whole: Of other prompts, too: where the model makes no mask, all tokens of a prompt see each other.
 
     Attributes:
         bytes_per_token: A GPU's memory that features of a prompt take while they are computed, for each of its tokens.
     """
 
-    def __init__(self, model: Any, decoder: nn.Module, *, whole: bool = False) -> None:
-        self._model, self._decoder, self._whole = model, decoder, whole
+    def __init__(self, model: Any, decoder: nn.Module, kinds: Collection[str], *, whole: bool = False) -> None:
+        self._model, self._decoder, self._kinds, self._whole = model, decoder, kinds, whole
         self._taken = inspect.signature(model.forward).parameters
         self.placeholder: int | None = getattr(model.config, "image_token_id", None)
         self.bytes_per_token = 0
@@ -148,18 +152,14 @@ class Sight:
             RequestError: The model cannot take its images.
         """
         ids = devices.send(torch.tensor([list(prompt.ids)]), self._model.device)
-        hook = self._decoder.register_forward_pre_hook(_stop, with_kwargs=True)
         try:
-            self._model(input_ids=ids, use_cache=False, **self._encoded(prompt))
-        except _Reached as reached:
-            return _features(reached.arguments, ids.shape[1], whole=self._whole)
+            inputs = self._encoded(prompt)
+            arguments = call_of(self._decoder, lambda: self._model(input_ids=ids, use_cache=False, **inputs))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model's code may raise anything for what it was not made for
             raise RequestError(f"the model cannot read these images: {one_line(error, 200)}") from error
-        finally:
-            hook.remove()
-        raise RequestError("the model's forward does not call its language model")
+        return self._features(arguments, ids.shape[1])
 
     def forget(self) -> None:
         """Free what is kept of images."""
@@ -168,6 +168,34 @@ class Sight:
     def tensors(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return the prompt's inputs on the model's device, floats in its dtype."""
         return {name: self._tensor(value) for name, value in prompt.inputs.items()}
+
+    def _features(self, arguments: Mapping[str, Any], size: int) -> Features:
+        inputs: dict[str, Any] = {}
+        shift = 0
+        for name, value in arguments.items():
+            if name in _OWN or not isinstance(value, Tensor | list | tuple):
+                continue  # switches, and what is not there
+            sound = name == _DEEP or (isinstance(value, Tensor) and _has_axis(name, value, size))
+            if not sound:
+                raise RequestError(f"the language model gets {name} of a prompt, which cannot be split")
+            inputs[name] = value
+        if (positions := inputs.get("position_ids")) is not None:
+            if positions.dim() == 3 and positions.shape[0] == 4:  # the text's own come first
+                positions = positions[1:]
+            shift = int(positions.max()) + 1 - size
+        masks, device = arguments.get("attention_mask"), arguments["inputs_embeds"].device
+        seen: dict[str, Tensor] = {}
+        for kind in self._kinds:
+            mask = masks.get(kind) if isinstance(masks, Mapping) else masks
+            if isinstance(mask, Tensor) and mask.dim() == 4:
+                if (spans := _seen_by(mask[0, 0], size)) is not None:
+                    seen[kind] = spans
+            elif self._whole:
+                seen[kind] = torch.tensor([0, size - 1], device=device).expand(size, 2)
+        if not seen:
+            return Features(inputs, size, shift=shift)
+        last = torch.stack([spans[:, 1] for spans in seen.values()]).amax(0)
+        return Features(inputs, size, seen, Borders(last.cpu().numpy()), shift)
 
     def _encoded(self, prompt: Prompt) -> dict[str, Any]:
         """Return the prompt's inputs, with its images encoded, or as they were kept."""
@@ -193,8 +221,20 @@ class Sight:
         return devices.send(tensor, self._model.device)
 
 
-def _stop(module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-    raise _Reached(arguments)
+def call_of(decoder: nn.Module, run: Callable[[], Any]) -> dict[str, Any]:
+    """Return what `run` calls `decoder` with, which is not run; raise `RuntimeError` if it does not call it."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        raise _Reached(given)
+
+    hook = decoder.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        run()
+    except _Reached as reached:
+        return reached.arguments
+    finally:
+        hook.remove()
+    raise RuntimeError("its forward does not call its language model")
 
 
 @contextmanager
@@ -211,45 +251,25 @@ def called_with(decoder: nn.Module, arguments: Mapping[str, Any]) -> Iterator[No
         hook.remove()
 
 
-def _features(arguments: Mapping[str, Any], size: int, *, whole: bool) -> Features:
-    inputs: dict[str, Any] = {}
-    shift = 0
-    for name, value in arguments.items():
-        if name in _OWN or not isinstance(value, Tensor | list | tuple):
-            continue  # switches, and what is not there
-        sound = name == _DEEP or (isinstance(value, Tensor) and _has_axis(name, value, size))
-        if not sound:
-            raise RequestError(f"the language model gets {name} of a prompt, which cannot be split")
-        inputs[name] = value
-    if (positions := inputs.get("position_ids")) is not None:
-        if positions.dim() == 3 and positions.shape[0] == 4:  # the text's own come first
-            positions = positions[1:]
-        shift = int(positions.max()) + 1 - size
-    last = _last_seen(arguments.get("attention_mask"), size)
-    if last is None and whole:
-        last = torch.full((size,), size - 1, device=arguments["inputs_embeds"].device)
-    if last is None:
-        return Features(inputs, size, shift=shift)
-    return Features(inputs, size, last, Borders(last.cpu().numpy()), shift)
-
-
 def _has_axis(name: str, value: Tensor, size: int) -> bool:
     if name == "position_ids":
         return value.shape[-1] == size
     return value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == size
 
 
-def _last_seen(masks: Any, size: int) -> Tensor | None:
-    """Return the last position `[P]` that each token sees by the model's masks; None where they are causal."""
-    found = []
-    for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
-        if isinstance(mask, Tensor) and mask.dim() == 4:
-            seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > torch.finfo(mask.dtype).min / 2
-            found.append(size - 1 - seen[:, :size].flip(-1).int().argmax(-1))
-    if not found:
+def _seen_by(mask: Tensor, size: int) -> Tensor | None:
+    """Return the first and the last position `[P, 2]` that each token sees by a mask; None where it sees none behind.
+
+    Raises:
+        RequestError: A token does not see all between these.
+    """
+    seen = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, :size]
+    first, last = seen.int().argmax(-1), size - 1 - seen.flip(-1).int().argmax(-1)
+    if torch.equal(last, torch.arange(size, device=last.device)):
         return None
-    last = torch.stack(found).amax(0)
-    return None if torch.equal(last, torch.arange(size, device=last.device)) else last
+    if not torch.equal(seen.sum(-1), last - first + 1):
+        raise RequestError("a token of the prompt does not see all tokens from the first to the last that it sees")
+    return torch.stack([first, last], 1)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

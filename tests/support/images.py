@@ -211,6 +211,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 32,
         "vocab_size": VOCABULARY,
     },
+    "paligemma-2": {
+        "text_config": _text(
+            "gemma2",
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        ),
+        "vision_config": {**_SIGLIP, "projection_dim": 32, "vision_use_head": False},
+        "image_token_index": ID["<image>"],
+        "projection_dim": 32,
+        "hidden_size": 32,
+        "vocab_size": VOCABULARY,
+    },
+    "gemma4": {
+        "text_config": _text(
+            "gemma4_text",
+            global_head_dim=8,
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            use_bidirectional_attention="vision",
+            vocab_size_per_layer_input=VOCABULARY,
+            hidden_size_per_layer_input=8,
+        ),
+        "vision_config": {
+            **{name: size for name, size in _TOWER.items() if name != "image_size"},
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        "audio_config": None,
+        "boi_token_id": ID["<start_of_image>"],
+        "eoi_token_id": ID["<end_of_image>"],
+        "image_token_id": ID["<image_soft_token>"],
+        "video_token_id": ID["<video>"],
+        "audio_token_id": ID["<IMG_CONTEXT>"],
+    },
     "mistral3": {
         "text_config": _text("mistral", sliding_window=None),
         "vision_config": {"model_type": "pixtral", **_TOWER, "image_size": 64},
@@ -262,6 +298,7 @@ class PixtralTiles(transformers.ProcessorMixin):
 
 _IMAGE, _PAD = {"image_token": "<image>"}, {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 _BOI = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_SOUNDS = {"boa_token": "<img>", "eoa_token": "</img>", "audio_token": "<IMG_CONTEXT>"}  # of which there are none
 _INTERN = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
@@ -320,6 +357,14 @@ PARTS: dict[str, tuple[Any, Callable[[], Any], dict[str, str], str, dict[str, An
         {"image_seq_length": 4},
     ),
     "paligemma": ("PaliGemmaProcessor", partial(_siglip, image_seq_length=9), _IMAGE, "<image>", {}),
+    "paligemma-2": ("PaliGemmaProcessor", partial(_siglip, image_seq_length=9), _IMAGE, "<image>", {}),
+    "gemma4": (
+        "Gemma4Processor",
+        lambda: transformers.Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70),
+        _BOI | _SOUNDS,
+        "<image_soft_token>",
+        {},
+    ),
     "mistral3": (
         PixtralTiles,
         lambda: transformers.PixtralImageProcessorPil(size={"longest_edge": 48}),
@@ -363,7 +408,9 @@ def processor_of(family: str) -> ImageProcessor:
     """The family's own processor."""
     kind, images, marks, image, settings = PARTS[family]
     words, named = tokenizer(marks, image), getattr(transformers, kind) if isinstance(kind, str) else kind
-    parts = {"image_processor": images(), "tokenizer": words, "video_processor": None}
+    parts: dict[str, Any] = {"image_processor": images(), "tokenizer": words, "video_processor": None}
+    if "feature_extractor" in named.get_attributes():
+        parts["feature_extractor"] = transformers.Gemma4AudioFeatureExtractor()
     given = {part: parts[part] for part in named.get_attributes()}
     return ImageProcessor(without_videos(named)(**given, chat_template=words.chat_template, **settings))
 

@@ -253,6 +253,22 @@ def test_borders_are_where_no_token_sees_one_behind() -> None:
     assert borders.before(12) == borders.behind(12) == 12  # behind the prompt everywhere
 
 
+def test_tokens_see_in_each_kind_of_layer_what_the_model_lets_them_see() -> None:
+    """A block of three in a window of two; where all of a kind's tokens see those before them, nothing is said."""
+    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1]])
+    made = {"sliding_attention": mask.bool()[None, None], "full_attention": torch.ones(1, 1, 5, 5).bool().tril()}
+    sight, given = Sight(base("llava").model, base("llava").decoder, made.keys()), torch.zeros(1, 5, 8)
+    features = sight._features({"inputs_embeds": given, "attention_mask": made}, 5)
+    assert features.masks(5).keys() == {"sliding_attention"}
+    assert torch.equal(features.masks(5)["sliding_attention"][0], mask.bool())
+    assert torch.equal(features.part(1, 4).masks(4)["sliding_attention"][0], mask[1:4, :4].bool())
+    assert features.borders is not None
+    assert features.borders.cut(1, 3) == 4
+    made["sliding_attention"][0, 0, 2, 2] = False
+    with pytest.raises(RequestError, match="does not see all tokens"):
+        sight._features({"inputs_embeds": given, "attention_mask": made}, 5)
+
+
 def run_engine_with_errors(family: str, rows: list[Prompt]) -> list[Any]:
     engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=2))
     handles = [engine.submit(Request(row, SamplingParams(NEW, ignore_eos=True))) for row in rows]
