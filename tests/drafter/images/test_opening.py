@@ -154,6 +154,11 @@ def test_large_exif_data_and_many_passes_do_no_harm() -> None:
     scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     assert "passes" in refusal(jpeg[:-2] + scan * 70 + jpeg[-2:])
     assert open_image(jpeg, LIMITS).size == (8, 8)
+    assert open_image(jpeg + b"\xff\xda" * 70, LIMITS).size == (8, 8)  # a film behind it, as telephones write
+    several = file_of(grey, "MPO", save_all=True, append_images=[grey], progressive=True)
+    end = several.index(b"\xff\xd9\xff\xd8")
+    assert open_image(several, LIMITS).size == (8, 8)
+    assert "passes" in refusal(several[:end] + scan * 70 + several[end:])
 
 
 @settings(max_examples=60, deadline=None)
