@@ -111,11 +111,16 @@ def is_data(address: str) -> bool:
     return address[:5].lower() == "data:"
 
 
+def unwrapped(source: Any) -> Any:
+    """Return the bytes in Hugging Face's `{"bytes", "path"}`, or else the path; what has neither stays as it is."""
+    if not isinstance(source, Mapping):
+        return source
+    return next((source[name] for name in ("bytes", "path") if source.get(name) is not None), source)
+
+
 def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Image.Image:
     """Return an image's file, or its pixels."""
-    if isinstance(source, Mapping) and ("bytes" in source or "path" in source):
-        content, path = source.get("bytes"), source.get("path")
-        source = path if content is None else content
+    source = unwrapped(source)
     if isinstance(source, str | os.PathLike):
         address = os.fspath(source)
         return _of_data(address, limits) if is_data(address) else (fetch or read_file)(address, limits.bytes)
@@ -200,11 +205,6 @@ def _opened(content: bytes, limits: ImageLimits) -> Image.Image:
     return image
 
 
-def _what_it_is(content: bytes) -> str:
-    head = content[:_HEAD].lstrip().lower()
-    formats = f"it is not one of {', '.join(FORMATS)}"
-    if not content:
-        return "it is empty"
 def _has_many_scans(content: bytes) -> bool:
     """Return whether a JPEG has more than `_MOST_SCANS` passes; behind its end there may be a film, or other images."""
     place, scans = 2, 0
@@ -214,6 +214,11 @@ def _has_many_scans(content: bytes) -> bool:
     return scans > _MOST_SCANS
 
 
+def _what_it_is(content: bytes) -> str:
+    head = content[:_HEAD].lstrip().lower()
+    formats = f"it is not one of {', '.join(FORMATS)}"
+    if not content:
+        return "it is empty"
     if b"<svg" in head or head.startswith(b"<?xml"):
         return f"it is a drawing in SVG or other XML, which is not read: {formats}"
     return f"{formats}, or is damaged"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
-from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large
+from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large, unwrapped
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
@@ -68,7 +68,9 @@ class ImageReading:
                 raise RequestError(f"it has {info.size:,} bytes, and {most:,} are the limit")
             with place.filesystem.open_input_stream(place.path, compression=None) as stream:
                 return bytes(refuse_large(stream.read(most + 1), most))
-        except (OSError, InputError) as error:
+        except RequestError:
+            raise
+        except (OSError, ValueError) as error:  # of an address that leads nowhere, or has a null byte
             raise RequestError(f"it cannot be read: {one_line(error, 200)}") from error
 
     def refuse_many(self, count: int) -> None:
@@ -167,11 +169,11 @@ def take_row_images(
 
 
 def images_of(value: Any) -> list[Any]:
-    """Return the images in a value of a column: none, one or several.
+    """Return the images in a value of a column: none, one or several. None is also what a CSV has: an empty text.
 
     Lists of numbers are pixels, `[H, W]` or `[H, W, 3]`, and lists of such lists several images.
     """
-    if value is None or value == []:
+    if value is None or value in ([], ""):
         return []
     if not isinstance(value, list):
         return [value]
@@ -214,10 +216,7 @@ def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) ->
 
 def _found(source: Any, folder: str, limits: ImageLimits) -> _Found:
     in_row = isinstance(source, _InRow)
-    source = source.source if isinstance(source, _InRow) else source
-    if isinstance(source, Mapping):
-        content = source.get("bytes")
-        source = source.get("path") if content is None else content
+    source = unwrapped(source.source if isinstance(source, _InRow) else source)
     if isinstance(source, str):
         is_path = not (is_data(source) or "://" in source)
         address = posixpath.join(folder, source) if is_path else source

@@ -106,7 +106,7 @@ def test_what_is_no_image_is_named() -> None:
     assert "data:image/png;base64" in refusal("data:image/png,abc")
     assert "8 bits" in refusal(file_of(Image.new("I;16", (4, 4), 60_000)))
     assert "must be a path" in refusal(7)
-    assert "must be a path" in refusal({"picture": 1})
+    assert "not {'url': 'a'}" in refusal({"url": "a"})
     assert "[2, 2, 2]" in refusal(np.zeros((2, 2, 2), np.uint8))
     assert "0 to 255" in refusal(np.zeros((2, 2)))
     assert "0 to 255" in refusal(np.full((2, 2), 256))

@@ -154,6 +154,16 @@ def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pi
             assert staged[0]["row"]["picture"] == png(RED)
 
 
+def test_an_empty_cell_of_a_csv_is_no_image(
+    seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "in" / "rows.csv"
+    source.write_text("prompt,picture\nWhat?,\nWhat?,pictures/red.png\n")
+    _, (without, with_one) = made(source, seeing, tmp_path / "staged")
+    assert_same(without, processor.encode(asked("What?", 0), []))
+    assert_same(with_one, processor.encode(asked("What?"), [RED]))
+
+
 def test_images_stand_in_messages(seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path) -> None:
     def user(*parts: Any) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [*parts]}]
@@ -198,6 +208,7 @@ def test_a_broken_image_costs_its_row_alone(seeing: Path, pictures: Path, tmp_pa
         "data:image/png;base64,AAAA": "data: URI: it is not one of PNG",
         "http://pictures.test/a.png": "host 'pictures.test' is not among",
         "data:text/html;base64,AAAA": "'text/html'",
+        "pictures/\0.png": "'.*0.png': it cannot be read: .*NUL",
     }
     rows: list[Any] = [
         *({"prompt": "What?", "picture": one} for one in wrong),
