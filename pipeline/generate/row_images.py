@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import json
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 from pyarrow import fs
 
@@ -171,20 +172,20 @@ def take_row_images(
 def images_of(value: Any) -> list[Any]:
     """Return the images in a value of a column: none, one or several. None is also what a CSV has: an empty text.
 
-    Lists of numbers are pixels, `[H, W]` or `[H, W, 3]`, and lists of such lists several images.
+    Numbers in two or three dimensions are pixels of one image, and in four those of several. Three are never several
+    grey ones: they could as well be the channels of one, which no target model's processor would take apart.
     """
-    if value is None or value in ([], ""):
+    if value is None or (isinstance(value, str | list) and not value):
         return []
-    if not isinstance(value, list):
+    if not isinstance(value, list | np.ndarray):
         return [value]
-    shape = list(_shape(value))
-    return [value] if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4)) else value
+    return [value] if _dimensions(value) in (0, 2, 3) else list(value)
 
 
-def _shape(value: Any) -> Iterator[int]:
-    while isinstance(value, list) and value:
-        yield len(value)
-        value = value[0]
+def _dimensions(value: Any) -> int:
+    if isinstance(value, list):
+        return 1 + (_dimensions(value[0]) if value and isinstance(value[0], list) else 0)
+    return int(value.ndim)
 
 
 @dataclass(frozen=True)

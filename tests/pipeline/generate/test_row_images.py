@@ -21,7 +21,7 @@ from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor, load_processor
 from drafter.prompt import Prompt, Span
 from drafter.requests import SamplingParams
-from pipeline.generate.row_images import ImageReading
+from pipeline.generate.row_images import ImageReading, images_of
 from pipeline.generate.row_requests import PromptSettings, make_requests
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
@@ -127,6 +127,18 @@ def test_a_column_of_images_is_read_in_all_forms(
     seeds = [row["seed_name"].partition("+")[0] for row in staged]
     assert seeds[0] == seeds[1] == seeds[2] == seeds[3] == seeds[9]
     assert len({seeds[0], seeds[4], seeds[5]}) == 3
+
+
+@pytest.mark.parametrize("made", [np.asarray, np.ndarray.tolist])
+def test_pixels_are_one_image_or_several(made: Any) -> None:
+    colours, channels, grey = np.asarray(RED), np.asarray(RED).transpose(2, 0, 1), np.asarray(RED.convert("L"))
+    for pixels in (colours, grey, channels):  # of which the last is refused as it is opened
+        assert len(images_of(made(pixels))) == 1
+    several = images_of(made(np.stack([colours] * 2)))
+    assert [np.array_equal(one, colours) for one in several] == [True, True]
+    assert images_of([colours, grey])[1] is grey
+    for nothing in (None, "", [], np.array([])):
+        assert images_of(nothing) == []
 
 
 def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path) -> None:
