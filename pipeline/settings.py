@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -98,6 +99,9 @@ class WritingConfig:
         at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
+_HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+
+
 @dataclass(frozen=True)
 class ImagesConfig:
     """Images of prompts, for target models that see.
@@ -119,7 +123,7 @@ class ImagesConfig:
         for name in ("bytes", "pixels", "most"):
             at_least(f"images.{name}", getattr(self, name), 1)
         for host in self.hosts:
-            if not host or "/" in host or host != host.lower():
+            if not _HOST.fullmatch(host):
                 raise InputError(f"images.hosts must be names such as example.com, in lower case, not {host!r}")
 
     @property

@@ -29,7 +29,11 @@ def take_images(messages: Any, images: Sequence[Any] = ()) -> tuple[Any, list[An
 
     def taken(part: Any, place: str) -> Any:
         nonlocal open_parts
-        if not isinstance(part, Mapping) or part.get("type") not in ("image_url", IMAGE):
+        if not isinstance(part, Mapping):
+            return part
+        # Parts of a table have all names, most with nulls, and templates ask whether a part has an `image`.
+        part = {name: value for name, value in part.items() if value is not None}
+        if part.get("type") not in ("image_url", IMAGE):
             return part
         source = _source(part, place)
         if source is None:
@@ -84,7 +88,7 @@ def _is_open(part: Any) -> bool:
 def _source(part: Mapping[str, Any], place: str) -> Any:
     """Return where an image is; None for a part without a source."""
     kind = part["type"]
-    given = {name: value for name, value in part.items() if name != "type" and value is not None}
+    given = {name: value for name, value in part.items() if name != "type"}
     if kind == "image_url":
         url = given.pop(kind, None)
         url = url.get("url") if isinstance(url, Mapping) else url

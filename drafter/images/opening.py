@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
 from drafter.errors import RequestError, one_line, shown
 
@@ -24,7 +26,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow's decoders that may run. Not TIFF's: it takes as much memory for a strip as the file asks for."""
 _MOST_SCANS = 64
 """Passes of a progressive JPEG, each over all pixels. Encoders write ten, and a small file may have thousands."""
-_SCAN = b"\xff\xda"
+_MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd7\xff])")  # others have no length, or are a byte of a scan
+_SCAN, _END = 0xDA, 0xD9
 _DEEP = ("I", "F")  # first letters of modes with more than 8 bits, which Pillow would cut off at 255
 _HEAD = 256
 
@@ -117,11 +120,16 @@ def is_data(address: str) -> bool:
     return address[:5].lower() == "data:"
 
 
+def unwrapped(source: Any) -> Any:
+    """Return the bytes in Hugging Face's `{"bytes", "path"}`, or else the path; what has neither stays as it is."""
+    if not isinstance(source, Mapping):
+        return source
+    return next((source[name] for name in ("bytes", "path") if source.get(name) is not None), source)
+
+
 def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Image.Image:
     """Return an image's file, or its pixels."""
-    if isinstance(source, Mapping) and ("bytes" in source or "path" in source):
-        content, path = source.get("bytes"), source.get("path")
-        source = path if content is None else content
+    source = unwrapped(source)
     if isinstance(source, str | os.PathLike):
         address = os.fspath(source)
         return _of_data(address, limits) if is_data(address) else (fetch or read_file)(address, limits.bytes)
@@ -201,9 +209,18 @@ def _opened(content: bytes, limits: ImageLimits) -> Image.Image:
         raise RequestError(_what_it_is(content)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestError(f"it has more than {limits.pixels:,} pixels, the limit") from error
-    if image.format == "JPEG" and (scans := content.count(_SCAN)) > _MOST_SCANS:
-        raise RequestError(f"it is a JPEG of {scans:,} passes, and up to {_MOST_SCANS} are read: save it again")
+    if isinstance(image, JpegImageFile) and _has_many_scans(content):
+        raise RequestError(f"it is a JPEG of more than {_MOST_SCANS} passes: save it again")
     return image
+
+
+def _has_many_scans(content: bytes) -> bool:
+    """Return whether a JPEG has more than `_MOST_SCANS` passes; behind its end there may be a film, or other images."""
+    place, scans = 2, 0
+    while scans <= _MOST_SCANS and (found := _MARKER.search(content, place)) and (marker := found[1][0]) != _END:
+        scans += marker == _SCAN
+        place = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
+    return scans > _MOST_SCANS
 
 
 def _what_it_is(content: bytes) -> str:

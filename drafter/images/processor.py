@@ -155,7 +155,8 @@ def example_of(processor: ImageProcessor) -> Prompt:
 
 def digest(image: Image) -> bytes:
     """Return what images of equal pixels have in common, whatever file they come from."""
-    pixels = image.convert("RGB")
+    # A processor may lay what is transparent over white, also where the pixels are RGB and a colour counts as such.
+    pixels = image.convert("RGBA")
     return hashlib.sha256(b"%dx%d:" % pixels.size + pixels.tobytes()).digest()
 
 

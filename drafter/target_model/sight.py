@@ -122,7 +122,7 @@ class Sight:
         self.bytes_per_token = 0
         # As transformers' `generate` does: it encodes images first, and hands their features to the model's forward.
         self._encode: Callable[..., Any] | None = getattr(model.base_model, "get_image_features", None)
-        self._kept: OrderedDict[tuple[bytes, ...], tuple[Any, int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[tuple[int, bytes], ...], tuple[Any, int]] = OrderedDict()
 
     def reads(self, prompt: Prompt) -> bool:
         """Return whether a prompt is read by its features."""
@@ -202,7 +202,7 @@ class Sight:
         inputs = self.tensors(prompt)
         if self._encode is None or _ENCODED not in self._taken or not prompt.spans:
             return inputs
-        images = tuple(span.digest for span in prompt.spans)
+        images = tuple((span.stop - span.start, span.digest) for span in prompt.spans)  # as in keys of texts
         if images not in self._kept:
             taken = inspect.signature(self._encode).parameters
             found = self._encode(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)

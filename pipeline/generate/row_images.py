@@ -9,17 +9,18 @@ from __future__ import annotations
 import base64
 import json
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
-from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large
+from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large, unwrapped
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
@@ -68,7 +69,9 @@ class ImageReading:
                 raise RequestError(f"it has {info.size:,} bytes, and {most:,} are the limit")
             with place.filesystem.open_input_stream(place.path, compression=None) as stream:
                 return bytes(refuse_large(stream.read(most + 1), most))
-        except (OSError, InputError) as error:
+        except RequestError:
+            raise
+        except (OSError, ValueError) as error:  # of an address that leads nowhere, or has a null byte
             raise RequestError(f"it cannot be read: {one_line(error, 200)}") from error
 
     def refuse_many(self, count: int) -> None:
@@ -167,22 +170,22 @@ def take_row_images(
 
 
 def images_of(value: Any) -> list[Any]:
-    """Return the images in a value of a column: none, one or several.
+    """Return the images in a value of a column: none, one or several. None is also what a CSV has: an empty text.
 
-    Lists of numbers are pixels, `[H, W]` or `[H, W, 3]`, and lists of such lists several images.
+    Numbers in two or three dimensions are pixels of one image, and in four those of several. Three are never several
+    grey ones: they could as well be the channels of one, which no target model's processor would take apart.
     """
-    if value is None or value == []:
+    if value is None or (isinstance(value, str | list) and not value):
         return []
-    if not isinstance(value, list):
+    if not isinstance(value, list | np.ndarray):
         return [value]
-    shape = list(_shape(value))
-    return [value] if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4)) else value
+    return [value] if _dimensions(value) in (0, 2, 3) else list(value)
 
 
-def _shape(value: Any) -> Iterator[int]:
-    while isinstance(value, list) and value:
-        yield len(value)
-        value = value[0]
+def _dimensions(value: Any) -> int:
+    if isinstance(value, list):
+        return 1 + (_dimensions(value[0]) if value and isinstance(value[0], list) else 0)
+    return int(value.ndim)
 
 
 @dataclass(frozen=True)
@@ -214,10 +217,7 @@ def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) ->
 
 def _found(source: Any, folder: str, limits: ImageLimits) -> _Found:
     in_row = isinstance(source, _InRow)
-    source = source.source if isinstance(source, _InRow) else source
-    if isinstance(source, Mapping):
-        content = source.get("bytes")
-        source = source.get("path") if content is None else content
+    source = unwrapped(source.source if isinstance(source, _InRow) else source)
     if isinstance(source, str):
         is_path = not (is_data(source) or "://" in source)
         address = posixpath.join(folder, source) if is_path else source

@@ -24,6 +24,8 @@ _SECONDS = 20.0
 _PIECE = 64 << 10
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
 """IPv6 addresses that gateways translate to the IPv4 address in their last four bytes."""
+_INTERNET = ipaddress.ip_network("2000::/3")
+"""All IPv6 addresses that are given to hosts of the internet. Others may be those of a site's own gateways."""
 
 
 def is_web(address: str) -> bool:
@@ -35,7 +37,8 @@ def fetch_web(address: str, most: int, hosts: Collection[str], seconds: float = 
     """Return the content of an HTTP address, of at most `most` bytes.
 
     Args:
-        hosts: The hosts that may be asked, as `HOST` or `HOST:PORT`. Redirects must lead to these, too.
+        hosts: The hosts that may be asked, as `HOST` or `HOST:PORT`, `[ADDRESS]` for IPv6. Redirects must lead to
+            these, too.
         seconds: Longest time, with all redirects.
 
     Raises:
@@ -62,10 +65,16 @@ def _allowed(address: str, hosts: Collection[str]) -> SplitResult:
         host, port = url.hostname, url.port
     except ValueError as error:
         raise RequestError(f"{shown(address)} is no address: {one_line(error)}") from error
-    if url.scheme not in _PORTS or not host or not address.isascii() or any(one <= " " for one in address):
+    if url.scheme not in _PORTS or not host:
         raise RequestError(f"{shown(address)} is no address of http or https")
-    named = host if port in (None, _PORTS[url.scheme]) else f"{host}:{port}"
-    if named not in hosts:
+    if not address.isascii() or any(one <= " " for one in address):
+        raise RequestError(
+            f"{shown(address)} is no address: spaces, and letters that are not ASCII, have codes such as %20"
+        )
+    own, usual = f"[{host}]" if ":" in host else host, _PORTS[url.scheme]
+    with_port = f"{own}:{port or usual}"
+    named = own if port in (None, usual) else with_port
+    if named not in hosts and with_port not in hosts:
         raise RequestError(f"the host {shown(named)} is not among those from which images are fetched")
     return url
 
@@ -88,6 +97,8 @@ def _is_public(address: str) -> bool:
         inside = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
         if ip in _TRANSLATED:
             inside = ipaddress.IPv4Address(ip.packed[-4:])
+        if not inside and ip not in _INTERNET:
+            return False
         ip = inside or ip
     return ip.is_global and not ip.is_multicast
 

@@ -38,6 +38,11 @@ def test_both_forms_of_images_are_taken_in_order() -> None:
     assert not has_images([system])
 
 
+def test_parts_have_no_nulls() -> None:
+    parts = {"type": "image", "image": "a", "text": None}, {"type": "text", "text": "b", "image": None}
+    assert take_images([says(*parts)]) == ([says(PLACE, text("b"))], ["a"])
+
+
 def test_messages_without_images_stay() -> None:
     for messages in ([{"role": "user", "content": "a"}], "a", None, [1]):
         assert take_images(messages) == (messages, [])

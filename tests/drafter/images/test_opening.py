@@ -106,7 +106,7 @@ def test_what_is_no_image_is_named() -> None:
     assert "data:image/png;base64" in refusal("data:image/png,abc")
     assert "8 bits" in refusal(file_of(Image.new("I;16", (4, 4), 60_000)))
     assert "must be a path" in refusal(7)
-    assert "must be a path" in refusal({"picture": 1})
+    assert "not {'url': 'a'}" in refusal({"url": "a"})
     assert "[2, 2, 2]" in refusal(np.zeros((2, 2, 2), np.uint8))
     assert "0 to 255" in refusal(np.zeros((2, 2)))
     assert "0 to 255" in refusal(np.full((2, 2), 256))
@@ -154,6 +154,11 @@ def test_large_exif_data_and_many_passes_do_no_harm() -> None:
     scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     assert "passes" in refusal(jpeg[:-2] + scan * 70 + jpeg[-2:])
     assert open_image(jpeg, LIMITS).size == (8, 8)
+    assert open_image(jpeg + b"\xff\xda" * 70, LIMITS).size == (8, 8)  # a film behind it, as telephones write
+    several = file_of(grey, "MPO", save_all=True, append_images=[grey], progressive=True)
+    end = several.index(b"\xff\xd9\xff\xd8")
+    assert open_image(several, LIMITS).size == (8, 8)
+    assert "passes" in refusal(several[:end] + scan * 70 + several[end:])
 
 
 @settings(max_examples=60, deadline=None)

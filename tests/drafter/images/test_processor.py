@@ -117,6 +117,16 @@ def test_equal_pixels_are_equal() -> None:
     assert digest(Image.new("RGB", (2, 3))) != digest(Image.new("RGB", (3, 2)))
 
 
+def test_images_that_the_processor_tells_apart_are_not_equal() -> None:
+    image = picture(1)
+    through = image.copy()
+    through.info["transparency"] = image.getpixel((0, 0))  # as of a PNG or GIF with a palette
+    processor = processor_of("llava")
+    whole, part = (processor.encode(asked("What?"), [one]) for one in (image, through))
+    assert not np.array_equal(whole.inputs["pixel_values"], part.inputs["pixel_values"])
+    assert whole != part
+
+
 def test_images_and_their_parts_are_of_one_number() -> None:
     processor = processor_of("llava")
     with pytest.raises(RequestError, match="have 2 parts of images, and 1 are given"):

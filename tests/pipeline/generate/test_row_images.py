@@ -21,7 +21,7 @@ from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor, load_processor
 from drafter.prompt import Prompt, Span
 from drafter.requests import SamplingParams
-from pipeline.generate.row_images import ImageReading
+from pipeline.generate.row_images import ImageReading, images_of
 from pipeline.generate.row_requests import PromptSettings, make_requests
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
@@ -129,6 +129,18 @@ def test_a_column_of_images_is_read_in_all_forms(
     assert len({seeds[0], seeds[4], seeds[5]}) == 3
 
 
+@pytest.mark.parametrize("made", [np.asarray, np.ndarray.tolist])
+def test_pixels_are_one_image_or_several(made: Any) -> None:
+    colours, channels, grey = np.asarray(RED), np.asarray(RED).transpose(2, 0, 1), np.asarray(RED.convert("L"))
+    for pixels in (colours, grey, channels):  # of which the last is refused as it is opened
+        assert len(images_of(made(pixels))) == 1
+    several = images_of(made(np.stack([colours] * 2)))
+    assert [np.array_equal(one, colours) for one in several] == [True, True]
+    assert images_of([colours, grey])[1] is grey
+    for nothing in (None, "", [], np.array([])):
+        assert images_of(nothing) == []
+
+
 def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path) -> None:
     feature = [
         {"bytes": png(RED), "path": None},
@@ -152,6 +164,16 @@ def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pi
         if name == "bytes":
             assert staged[0]["images"] == [None]
             assert staged[0]["row"]["picture"] == png(RED)
+
+
+def test_an_empty_cell_of_a_csv_is_no_image(
+    seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "in" / "rows.csv"
+    source.write_text("prompt,picture\nWhat?,\nWhat?,pictures/red.png\n")
+    _, (without, with_one) = made(source, seeing, tmp_path / "staged")
+    assert_same(without, processor.encode(asked("What?", 0), []))
+    assert_same(with_one, processor.encode(asked("What?"), [RED]))
 
 
 def test_images_stand_in_messages(seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path) -> None:
@@ -198,6 +220,7 @@ def test_a_broken_image_costs_its_row_alone(seeing: Path, pictures: Path, tmp_pa
         "data:image/png;base64,AAAA": "data: URI: it is not one of PNG",
         "http://pictures.test/a.png": "host 'pictures.test' is not among",
         "data:text/html;base64,AAAA": "'text/html'",
+        "pictures/\0.png": "'.*0.png': it cannot be read: .*NUL",
     }
     rows: list[Any] = [
         *({"prompt": "What?", "picture": one} for one in wrong),

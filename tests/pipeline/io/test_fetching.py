@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from drafter.errors import RequestError
+from pipeline.errors import InputError
 from pipeline.io import fetching
 from pipeline.io.fetching import fetch_web
+from pipeline.settings import ImagesConfig
 
 PUBLIC = "127.0.0.2"
 """Stands for a public address: no other one can be reached from here."""
@@ -100,11 +102,26 @@ def test_no_other_host_is_asked() -> None:
             "ftp://pictures.test/",
             "http://",
             "http://pictures.test/a b",
+            "http://pictures.test/é",
             "http://[",
             "",
         ):
             assert "no address" in refusal(address, listed)
         assert asked == []
+
+
+def test_usual_ports_and_addresses_are_hosts_too() -> None:
+    for listed, address in (
+        ("inside.test:443", "https://inside.test/"),
+        ("inside.test", "http://inside.test:80/"),
+        ("[::1]", "http://[::1]/"),
+        ("[::1]:8080", "http://[::1]:8080/"),
+    ):
+        assert "not public" in refusal(address, ImagesConfig([listed]).hosts)
+        assert "not among" in refusal(address, ["inside.test:8443", "::1", "::1:8080"])
+    for name in ("Pictures.test", "*.pictures.test", "pictures.test/", "a b", "", "::1"):
+        with pytest.raises(InputError, match="hosts must be names"):
+            ImagesConfig([name])
 
 
 def test_every_redirect_is_checked() -> None:
@@ -187,7 +204,13 @@ def test_an_answer_is_bounded_in_size_and_time() -> None:
             "224.0.0.1",
         ),
         *("255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1"),
-        *("2002:7f00:1::", "2001:0:4136:e378:8000:63bf:80ff:fffe"),
+        *(
+            "2002:7f00:1::",
+            "2001:0:4136:e378:8000:63bf:80ff:fffe",
+            "64:ff9b:1::a00:1",
+            "::ffff:0:10.0.0.1",
+            "::10.0.0.1",
+        ),
     ],
 )
 def test_what_is_not_public_is_known(address: str) -> None:
