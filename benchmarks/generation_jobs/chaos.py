@@ -77,7 +77,9 @@ def unoccupied(output: Path) -> float:
     columns = ["finished_at", "generation_seconds"]
     table = pyarrow.dataset.dataset(output / "data").to_table(columns)
     ends = [at.timestamp() for at in table["finished_at"].to_pylist()]
-    spans = sorted((end - took, end) for end, took in zip(ends, table["generation_seconds"].to_pylist(), strict=True))
+    spans: list[tuple[float, float]] = sorted(
+        (end - took, end) for end, took in zip(ends, table["generation_seconds"].to_pylist(), strict=True)
+    )
     first, until = spans[0]
     without = 0.0
     for start, end in spans:

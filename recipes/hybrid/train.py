@@ -4,8 +4,9 @@
     python -m recipes.hybrid.train softmax --output build/softmax
 
 Both have the layout of Qwen3.5 and the embedded base's tokeniser. They begin with what fits of every second of its
-layers, and learn its distributions over next tokens on the texts that it was trained on. `softmax` has the same size and
-training, with attention in all layers. Started again with the same arguments, a run resumes from `OUTPUT/state.pt`.
+layers, and learn its distributions over next tokens on the texts that it was trained on. `softmax` has the same size
+and training, with attention in all layers. Started again with the same arguments, a run resumes from
+`OUTPUT/state.pt`.
 """
 
 from __future__ import annotations

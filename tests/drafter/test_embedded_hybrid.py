@@ -9,6 +9,7 @@ import pytest
 from drafter.embedded import EMBEDDED_HYBRID, OTHER_HEADS
 from drafter.engine.config import EngineConfig
 from drafter.llm import SpeculativeLM
+from drafter.text.chat import encode_chat
 from tests.support.models import generate_reference
 
 QUESTIONS = [
@@ -30,7 +31,7 @@ def test_it_works_out_answers_as_generate_does(lm: SpeculativeLM) -> None:
     assert lm.base.cache_bytes.slot > 0
     answers = list(lm.chat(QUESTIONS, max_new_tokens=NEW))
     for question, answer in zip(QUESTIONS, answers, strict=True):
-        prompt = lm.encode([{"role": "user", "content": question}])
+        prompt = encode_chat(lm.tokenizer, [{"role": "user", "content": question}])
         assert answer.token_ids == generate_reference(lm.base.model, prompt, NEW)[: len(answer.token_ids)]
         assert "<<" in answer.text or "####" in answer.text  # the calculator's annotations, or the result's mark
     assert sum(answer.counts.num_accepted_draft_tokens for answer in answers) > 0

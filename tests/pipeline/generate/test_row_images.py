@@ -137,7 +137,8 @@ def test_pixels_are_one_image_or_several(made: Any) -> None:
     several = images_of(made(np.stack([colours] * 2)))
     assert [np.array_equal(one, colours) for one in several] == [True, True]
     assert images_of([colours, grey])[1] is grey
-    for nothing in (None, "", [], np.array([])):
+    nothings: list[Any] = [None, "", [], np.array([])]
+    for nothing in nothings:
         assert images_of(nothing) == []
 
 
