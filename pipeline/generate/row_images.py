@@ -173,7 +173,7 @@ def images_of(value: Any) -> list[Any]:
     """Return the images in a value of a column: none, one or several. None is also what a CSV has: an empty text.
 
     Numbers in two or three dimensions are pixels of one image, and in four those of several. Three are never several
-    grey ones: they could as well be the channels of one, which no target model's processor would take apart.
+    grey images: so the channels of one, which torch puts first, are refused where it is opened.
     """
     if value is None or (isinstance(value, str | list) and not value):
         return []

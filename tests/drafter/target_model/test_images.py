@@ -203,6 +203,15 @@ def test_rows_share_what_their_images_have_in_common() -> None:
     assert found == [reference(base(family).model, prompt) for prompt in rows]
 
 
+def test_an_image_at_another_size_is_encoded_again() -> None:
+    usual, large = processor_of("qwen3_vl"), processor_of("qwen3_vl")
+    large.processor.image_processor.size = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}
+    few, many = (one.encode(asked("What?"), [picture(1)]) for one in (usual, large))
+    assert len(few.ids) < len(many.ids)
+    sizes = [base("qwen3_vl").sight.features(prompt).size for prompt in (few, many)]  # type: ignore[union-attr]
+    assert sizes == [len(few.ids), len(many.ids)]
+
+
 def test_prompts_that_cannot_be_read_end_alone() -> None:
     family = "llava"
     good = prompts(family)[0]
