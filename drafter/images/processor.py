@@ -213,11 +213,8 @@ def without_videos(kind: Any) -> Any:
 
 def _load(config: Any, name: str, where: Mapping[str, Any]) -> Any:
     """Load a processor; without its part for videos, where this lacks what it needs, such as torchvision."""
-    from transformers import (
-        AutoFeatureExtractor,
-        AutoImageProcessor,
-        AutoProcessor,
-    )  # with the code of models, which takes seconds
+    # With the code of models, which takes seconds.
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     try:
