@@ -28,21 +28,35 @@ def needs_sight(base: BaseModel, text: RegeneratedText) -> bool:
 
 
 def with_hidden_states(
-    base: BaseModel, texts: Sequence[RegeneratedText], layers: tuple[int, ...], dtype: torch.dtype
+    base: BaseModel,
+    texts: Sequence[RegeneratedText],
+    layers: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> list[RegeneratedText]:
-    """Return texts with their hidden states of `layers`, if one of them needs sight; otherwise they stay as they are.
+    """Return texts with their hidden states, if one of them needs sight; otherwise they stay as they are.
 
-    A batch has the states of all its texts or of none. Raises as `hidden_states`.
+    A batch has the states of all its texts or of none. Arguments and errors are those of `hidden_states`.
     """
     if not any(needs_sight(base, text) for text in texts):
         return list(texts)
-    found = zip(texts, hidden_states(base, texts, layers), strict=True)
-    return [replace(text, hidden=states.to(dtype), look=None) for text, states in found]
+    found = zip(texts, hidden_states(base, texts, layers, dtype, device), strict=True)
+    return [replace(text, hidden=states, look=None) for text, states in found]
 
 
 @torch.no_grad()
-def hidden_states(base: BaseModel, texts: Sequence[RegeneratedText], layers: tuple[int, ...]) -> list[Tensor]:
+def hidden_states(
+    base: BaseModel,
+    texts: Sequence[RegeneratedText],
+    layers: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[Tensor]:
     """Return the hidden states `[len(text), K · d]` of each text; see `DraftSpec.hidden_layers`.
+
+    Args:
+        dtype: Of the result; by default as they are computed.
+        device: Where the states of a text go at once; by default they stay on the target model's.
 
     Raises:
         RequestError: The target model cannot read a text's images.
@@ -51,7 +65,7 @@ def hidden_states(base: BaseModel, texts: Sequence[RegeneratedText], layers: tup
     plain: list[int] = []
     for index, text in enumerate(texts):
         if needs_sight(base, text):
-            found[index] = _seen(base, text, layers)
+            found[index] = _seen(base, text, layers).to(device, dtype)
         else:
             plain.append(index)
     plain.sort(key=lambda index: len(texts[index].tokens))
@@ -59,7 +73,8 @@ def hidden_states(base: BaseModel, texts: Sequence[RegeneratedText], layers: tup
         group = plain[first : first + _TEXTS_AT_ONCE]
         tokens = pad_sequence([torch.tensor(texts[index].tokens) for index in group], batch_first=True)
         hidden = base_hidden_states(base, tokens.to(base.device), layers)
-        found |= {index: states[: len(texts[index].tokens)] for index, states in zip(group, hidden, strict=True)}
+        for index, states in zip(group, hidden, strict=True):
+            found[index] = states[: len(texts[index].tokens)].to(device, dtype)
     return [found[index] for index in range(len(texts))]
 
 

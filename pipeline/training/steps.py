@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 import pyarrow as pa
@@ -35,6 +35,7 @@ from pipeline.training.texts import StagedTexts, read_part, text_of
 
 _LENGTH_NOISE = 0.1  # relative noise on lengths, so that each epoch groups the texts differently
 _POLL_SECONDS = 1.0
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -179,17 +180,18 @@ class TextReader:
                     f"β of a head of {head.algorithm} is measured on texts without images, and all that are held out "
                     "have some: distil prompts without images, too, and name them as texts.held_out"
                 )
-        found = self.completed(texts)
-        return [text if text.hidden is None else replace(text, hidden=text.hidden.cpu()) for text in found]
+        return self.completed(texts, _CPU)
 
-    def completed(self, texts: Sequence[RegeneratedText]) -> list[RegeneratedText]:
+    def completed(self, texts: Sequence[RegeneratedText], device: torch.device | None = None) -> list[RegeneratedText]:
         """Return texts with hidden states if the training step cannot compute them from token ids alone.
+
+        They go to `device`, by default the target model's.
 
         Raises:
             InputError: The target model cannot read a text's images.
         """
         with self._reading():
-            return with_hidden_states(self.base, texts, self.layers, _dtype(self._settings))
+            return with_hidden_states(self.base, texts, self.layers, _dtype(self._settings), device)
 
     def states(self, texts: Sequence[RegeneratedText]) -> list[Tensor]:
         """Return hidden states `[len(text), K · d]` of each text, on the CPU, as a training step would have them.
@@ -197,8 +199,7 @@ class TextReader:
         Raises as `completed`.
         """
         with self._reading():
-            found = hidden_states(self.base, texts, self.layers)
-        return [states.to("cpu", _dtype(self._settings)) for states in found]
+            return hidden_states(self.base, texts, self.layers, _dtype(self._settings), _CPU)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

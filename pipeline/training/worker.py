@@ -238,8 +238,8 @@ def run(task: WorkerTask) -> None:
         store_hidden(reader, task.staged, settings, rank, workers, show)
     elif config.sharding.zero_stage == 3 and sees(base, task.staged):
         raise InputError(
-            "input has texts that are read by what the target model sees, whose weights sharding.zero_stage 3 would "
-            "partition before: set texts.store_hidden, or a lower stage"
+            "input has texts with images, and sharding.zero_stage 3 partitions what looks at them: "
+            "set texts.store_hidden, or a lower stage"
         )
     held_out = reader.held_out(task.staged, head)
     if saved is not None:
