@@ -135,7 +135,7 @@ def judge(output: Path, undisturbed: dict[str, list[list[int]]], log: str) -> di
         "lost": len(undisturbed.keys() - found.keys()),
         "duplicated": sum(number - 1 for number in counts.values()),
         "other_tokens": sum(found[name] != tokens for name, tokens in undisturbed.items() if name in found),
-        "orphans": sorted(data - staged) + sorted(left) + [path.name for path in (output / "_temporary").iterdir()],
+        "orphans": sorted(data - staged) + sorted(left) + [path.name for path in (output / "_temporary").glob("*")],
         "engine_deaths": int(deaths[-1][0]) if deaths else 0,
         "rows_again_after_engine_deaths": int(deaths[-1][1]) if deaths else 0,
     }

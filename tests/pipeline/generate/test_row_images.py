@@ -137,9 +137,8 @@ def test_pixels_are_one_image_or_several(made: Any) -> None:
     several = images_of(made(np.stack([colours] * 2)))
     assert [np.array_equal(one, colours) for one in several] == [True, True]
     assert images_of([colours, grey])[1] is grey
-    nothings: list[Any] = [None, "", [], np.array([])]
-    for nothing in nothings:
-        assert images_of(nothing) == []
+    empty: list[Any] = [None, "", [], np.array([])]
+    assert [images_of(value) for value in empty] == [[]] * 4
 
 
 def test_images_in_tables_stay_there(seeing: Path, processor: ImageProcessor, pictures: Path, tmp_path: Path) -> None:
