@@ -170,7 +170,9 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 16)
     prefill, sizes = tiny_base.prefill, []
 
-    def counted(cache: TargetCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any, **more: Any) -> torch.Tensor:
+    def counted(
+        cache: TargetCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any, **more: Any
+    ) -> torch.Tensor:
         sizes.append([len(prompt) for prompt in prompts])
         return prefill(cache, slot, prompts, *rest, **more)
 
