@@ -98,7 +98,7 @@ def users_folder(folder: Path, *names: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("path", [str(ROOT), f".:{ROOT}"])
+@pytest.mark.parametrize("path", [str(ROOT), pytest.param(f".:{ROOT}", marks=pytest.mark.slow)])
 def test_folders_of_a_user_do_not_hide_ours(tmp_path: Path, path: str) -> None:
     """Nor do files, nor where the working directory comes first on the path, as in Ray's jobs."""
     environment = users_folder(tmp_path, "pipeline", "drafter") | {"PYTHONPATH": path}
@@ -108,6 +108,7 @@ def test_folders_of_a_user_do_not_hide_ours(tmp_path: Path, path: str) -> None:
     assert (done.returncode, done.stderr) == (2, MISTAKE + "\n")
 
 
+@pytest.mark.slow
 def test_a_module_that_runs_beside_a_folder_of_our_name_says_which_it_takes(tmp_path: Path) -> None:
     environment = users_folder(tmp_path, "pipeline")
     command = [sys.executable, "-m", "jobs.report", "nowhere"]

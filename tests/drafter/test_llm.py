@@ -339,6 +339,7 @@ def test_a_closed_engine_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     assert not capfd.readouterr().err  # not even a progress bar of transformers
 
 
+@pytest.mark.slow
 def test_a_script_may_end_in_the_middle_of_a_step() -> None:
     """Without closing anything. A step takes so long here that the end always comes inside of one."""
     script = """

@@ -75,9 +75,8 @@ for name, added in json.loads(sys.argv[3]).items():
 )
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(True, id="learning"), pytest.param(False, id="others", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [pytest.param(True, id="learning"), pytest.param(False, id="others")])
 def test_a_method_can_be_deleted(first: bool, tmp_path: Path) -> None:
     added = {
         name: [*(("drafter", one) for one in method.drafters), *(("verifier", one) for one in method.verifiers)]

@@ -23,12 +23,13 @@ def test_errors_come_back() -> None:
         in_passing_thread(lambda: 1 / 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "given", "policy"),
     [
         ("drafter.engine.engine", {}, "PASSIVE"),
-        pytest.param("pipeline.training.job", {}, "PASSIVE", marks=pytest.mark.slow),
-        pytest.param("drafter.engine.engine", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", marks=pytest.mark.slow),
+        ("pipeline.training.job", {}, "PASSIVE"),
+        ("drafter.engine.engine", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
     ],
 )
 def test_threads_wait_asleep(module: str, given: dict[str, str], policy: str) -> None:

@@ -142,7 +142,7 @@ def test_a_hub_id_that_cannot_be_found_is_named(cache: Path) -> None:
         head_fingerprints(None, "nobody/none")
 
 
-@pytest.mark.parametrize("job", ["generate", "serve"])
+@pytest.mark.parametrize("job", ["generate", pytest.param("serve", marks=pytest.mark.slow)])
 def test_without_a_network_a_bare_name_fails_at_once(job: str, tmp_path: Path) -> None:
     """The hub's client alone asks a hub that does not answer again and again, for half a minute."""
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:

@@ -55,6 +55,7 @@ def distilled(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_heads_learn_from_what_the_engine_sees(distilled: Path, train: Train) -> None:
     (distilled.parent / "0.png").unlink()
     (distilled.parent / "1.png").write_bytes((distilled.parent / "2.png").read_bytes())

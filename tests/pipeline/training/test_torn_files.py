@@ -73,6 +73,7 @@ def assert_same(done: Training, unbroken: Training) -> None:
     assert "_lease.json" not in files_below(done.folder)
 
 
+@pytest.mark.slow
 def test_these_are_all_files(unbroken: Training, unfinished: Training) -> None:
     assert named(unbroken.folder) == set(" ".join(FINISHED).split())
     assert named(unfinished.folder) == set(" ".join(UNFINISHED).split())
@@ -108,6 +109,7 @@ def test_a_torn_checkpoint_is_told_and_the_one_before_is_used(
     assert steps[0] == 21
 
 
+@pytest.mark.slow
 def test_one_submission_trains_at_a_time(train: Train, unfinished: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     beat = 1.0
     monkeypatch.setattr("pipeline.training.job.Lease", lambda file, lost: Lease(file, lost, beat))
