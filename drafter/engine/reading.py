@@ -39,8 +39,9 @@ class PromptReader:
         """Read the next tokens of the sequences that enter, up to the last one, which is the first pending token.
 
         Returns:
-            What was read of each, and the first one's pending token, verified, where it is streamed: then its first
-            output token comes from the forward over the prompt's end instead of a step of its own.
+            What was read of each, and the first one's pending token, verified, where it is streamed or its tokens see
+            later ones: then its first output token comes from the forward over the prompt's end instead of a step of
+            its own.
         """
         scheduler, state = self._scheduler, self._state
         spans, shared = scheduler.next_spans()
@@ -49,7 +50,9 @@ class PromptReader:
         if features is not None and span.start >= features.size:
             features = None
         scored = sequence.handle.request.prompt_logprobs is not None
-        first_comes_with_it = not scored and sequence.handle.streams and sequence.first_token is None
+        # In a step of its own the last token sees its window. Where tokens see later ones, it may see more than that.
+        at_end = sequence.handle.streams or (features is not None and bool(features.seen))
+        first_comes_with_it = not scored and at_end and sequence.first_token is None
         if scored and span.start < span.stop:
             self._score(sequence, slot, span, features)
         elif first_comes_with_it and span.start < span.stop == sequence.length:
