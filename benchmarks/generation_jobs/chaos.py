@@ -40,7 +40,7 @@ from pipeline.engines.engine_actor import EngineActor
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl.gz"
 _ENGINE = EngineActor.__name__
 """Part of the title of an engine's process."""
-_KEPT = {"data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}
+_KEPT = {"README.md", "data", "errors", "run.json", "run.json.copy", "status.json", "_staged", "_temporary"}
 """All that may be in the output of a finished job."""
 _LOOK_SECONDS = 0.2
 
