@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shlex
 import sys
 import time
@@ -26,8 +25,7 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.llm import SpeculativeLM
 from drafter.statistics import mean_acceptance_length, per_second, speedup, total
-from recipes.digits.questions import KINDS, question_of
-from recipes.digits.sheets import draw_sheet, glyphs
+from recipes.digits.questions import unseen
 
 RECORD_FILE, TABLE_FILE = "images.json", "images.md"
 PLAIN = "none"
@@ -81,11 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def conversations(number: int) -> list[list[dict[str, Any]]]:
     """Return a question about each of so many sheets of held-out digits."""
-    rng, asked = random.Random(_SEED), []
-    for place in range(number):
-        sheet = draw_sheet(rng, glyphs(held_out=True))
-        text = question_of(KINDS[place % len(KINDS)], rng, sheet).text
-        content = [{"type": "image", "image": sheet.image}, {"type": "text", "text": text}]
+    asked = []
+    for sheet, question in unseen(number, _SEED):
+        content = [{"type": "image", "image": sheet.image}, {"type": "text", "text": question.text}]
         asked.append([{"role": "user", "content": content}])
     return asked
 

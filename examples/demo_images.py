@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ from pathlib import Path
 from examples.demo import SPECULATIVE, read_runs, run_twice, show
 from pipeline.command_line import run_job
 from pipeline.report.outputs import open_output, rows_of
-from recipes.digits.questions import KINDS, question_of
-from recipes.digits.sheets import draw_sheet, glyphs
+from recipes.digits.questions import unseen
 
 OUTPUT = Path("build/demo-images")
 CONFIG = "examples/images.yaml"
@@ -57,11 +55,10 @@ def demonstrate(number: int) -> None:
 def draw(folder: Path, number: int) -> None:
     """Write sheets as PNG files, and questions about them with their right answers as JSON lines."""
     (folder / SHEETS).mkdir(parents=True)
-    rng, lines = random.Random(_SEED), []
-    for place in range(number):
-        sheet, name = draw_sheet(rng, glyphs(held_out=True)), f"{SHEETS}/{place:04}.png"
+    lines = []
+    for place, (sheet, question) in enumerate(unseen(number, _SEED)):
+        name = f"{SHEETS}/{place:04}.png"
         sheet.image.save(folder / name)
-        question = question_of(KINDS[place % len(KINDS)], rng, sheet)
         row = {"id": name, "image": name, "question": question.text, "right": question.answer}
         lines.append(json.dumps(row) + "\n")
     (folder / QUESTIONS).write_text("".join(lines), encoding="utf-8")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from recipes.digits.sheets import Sheet
+from recipes.digits.sheets import Sheet, draw_sheet, glyphs
 
 _READ = ("Read the digits.", "What do you see?", "Read it.")
 _ADD = ("Add the digits.", "What is the sum of the digits?", "Add it.")
@@ -82,6 +82,14 @@ def questions(rng: random.Random, sheet: Sheet, number: int) -> list[Question]:
 def question_of(kind: str, rng: random.Random, sheet: Sheet) -> Question:
     """Return a question of one kind about a sheet."""
     return _KINDS[kind](rng, sheet)
+
+
+def unseen(number: int, seed: int) -> Iterator[tuple[Sheet, Question]]:
+    """Yield sheets of held-out digits with a question about each, of all kinds in turn."""
+    rng = random.Random(seed)
+    for place in range(number):
+        sheet = draw_sheet(rng, glyphs(held_out=True))
+        yield sheet, question_of(KINDS[place % len(KINDS)], rng, sheet)
 
 
 def question_of_several(rng: random.Random, sheets: Sequence[Sheet]) -> Question:
