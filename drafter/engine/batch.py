@@ -93,7 +93,7 @@ class BatchState:
             self.shift[slot] = 0
         self.reset_drafter(slot, text, request)
 
-    def see(self, slot: int, prompt: Prompt) -> Features:
+    def see(self, slot: int, request: Request) -> Features:
         """Return the features of a slot's prompt with images, by which the positions of later tokens are set.
 
         Raises:
@@ -101,7 +101,8 @@ class BatchState:
         """
         assert self.base.sight is not None  # or the prompt was refused
         assert self.shift is not None
-        features = self.base.sight.features(prompt)
+        assert isinstance(request.prompt, Prompt)
+        features = self.base.sight.features(request.prompt, request.salt)
         self.shift[slot] = features.shift
         return features
 

@@ -10,7 +10,6 @@ from drafter.engine.batch import BatchState
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Sequence
 from drafter.errors import RequestError
-from drafter.prompt import Prompt
 from drafter.target_model.sight import Features
 
 
@@ -22,13 +21,12 @@ class PromptReader:
 
     def sees(self, sequence: Sequence) -> bool:
         """Compute the features of a prompt that is read by them; end its sequence, and return False, if that fails."""
-        prompt = sequence.handle.request.prompt
-        assert isinstance(prompt, Prompt)
-        known = sequence.features is not None or not sequence.unread or sequence.read >= len(prompt.ids)
+        request = sequence.handle.request
+        known = sequence.features is not None or not sequence.unread or sequence.read >= len(request.prompt_ids)
         if known or not sequence.sees:
             return True
         try:
-            sequence.look(self._state.see(len(self._scheduler.active), prompt))
+            sequence.look(self._state.see(len(self._scheduler.active), request))
         except RequestError as error:
             self._scheduler.leave(sequence)
             sequence.handle.future.set_exception(error)

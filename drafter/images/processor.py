@@ -116,7 +116,7 @@ class ImageProcessor:
         stand = set(self.processor.image_token_ids)
         counts = [sum(token in stand for token in self._ids(piece)) for piece in _pieces(made)]
         spans = _spans(np.flatnonzero(np.isin(ids, list(stand))), counts, [digest(image) for image in images])
-        return Prompt(ids, spans, self._inputs(made, ids))
+        return Prompt.of_images(ids, spans, self._inputs(made, ids))
 
     def _process(self, text: str, images: Sequence[Image]) -> Mapping[str, Any]:
         try:
