@@ -21,6 +21,22 @@ from drafter.target_model.weights import INDEX, WEIGHTS, read_weight_map, skelet
 Json = Mapping[str, Any]
 Weights = dict[str, Tensor]
 
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, such as keys of a configuration."""
+    return frozenset(text.split())
+
+
+_SHOWN = 3
+_NOTES = words(
+    "_attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout "
+    "attn_implementation auto_map base_model_name_or_path bos_token_id chunk_size_feed_forward dtype eos_token_id "
+    "id2label initializer_range is_decoder is_encoder_decoder label2id license max_position_embeddings model_type "
+    "output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict torch_dtype "
+    "transformers_version use_cache version"
+)
+"""Keys of any `config.json` that say nothing of what is computed in drafting."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +76,7 @@ class Layout:
 
     Args:
         algorithm: A key of `HEADS`.
+        keys: Those of a `config.json` in this layout that `read` reads; see `refuse_unknown`.
         recognises: Tells whether a `config.json` is in this layout.
         read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model, or raises
             `LoadError`.
@@ -68,6 +85,7 @@ class Layout:
     """
 
     algorithm: str
+    keys: Collection[str]
     recognises: Callable[[Json], bool]
     read: Callable[[str, Json, Weights, Target], PublicHead]
     check_exportable: Callable[[Any], None] = lambda config: None
@@ -90,6 +108,7 @@ def read_public(name: str, config: Json, tensors: Weights, base: Target) -> Publ
     if (layout := _layout_of(config)) is None:
         kind = config["speculators_model_type"]
         raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}, which no method reads")
+    refuse_unknown(name, config, layout.keys)
     found = layout.read(name, config, tensors, base)
     made_for = found.made_for
     if made_for is not None and not isinstance(made_for, str):
@@ -133,6 +152,26 @@ def group(name: str, config: Json, key: str) -> Json:
     if not isinstance(value, Mapping):
         raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(value)}, which are no named values")
     return value
+
+
+def refuse_unknown(name: str, config: Json, keys: Collection[str], section: str = "") -> None:
+    """Raise `LoadError` for what a published configuration, or a section of it, says beside these keys.
+
+    It may say that the head was trained to draft otherwise, which no tensor would show. Null says nothing.
+    """
+    said = {key for key, value in config.items() if value is not None}
+    if unknown := sorted(f"{section}{key}" for key in said - set(keys) - _NOTES):
+        raise LoadError(
+            f"draft head {name!r}: its config.json has {', '.join(map(shown, unknown[:_SHOWN]))}, which may mean that "
+            "it drafts in a way that is not known here: take out what changes nothing"
+        )
+
+
+def refuse_others(name: str, config: Json, wanted: Mapping[str, Any], section: str = "") -> None:
+    """Raise `LoadError` for a key of a published configuration with another value than that which can be run."""
+    for key, value in wanted.items():
+        if (said := config.get(key)) is not None and said != value:
+            raise LoadError(f"draft head {name!r} has {section}{key} = {shown(said)}, and only {value!r} can be run")
 
 
 def refuse_unfit(name: str, needed: Sequence[str], tensors: Weights, unread: Collection[str] = ()) -> None:

@@ -7,6 +7,7 @@ each draft id's token minus the id; `t2d` marks the drafted tokens.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from drafter.heads.published import (
     group,
     number,
     refuse_other_base,
+    refuse_others,
     refuse_unfit,
+    refuse_unknown,
+    words,
 )
 from drafter.methods.eagle3.head import Eagle3HeadConfig, fused_layers
 
@@ -35,6 +39,45 @@ _SPECULATORS = "0.9.0"
 _LAYERS = ("midlayer.", "layers.0.")
 _UNREAD = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 """Tensors that follow from others, or are the target model's."""
+
+
+_ARCHITECTURE = re.compile(
+    r"(?!\w*(DFlash|DSpark|PEagle|Pard|Medusa|MTP))\w*(Eagle3\w*|ForCausalLM|ForConditionalGeneration)"
+)
+"""Those of EAGLE-3 heads and of target models: others draft otherwise."""
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "eagle", "eagle3")
+"""What layers are like, by transformers' names, or by those of the methods."""
+_LAYER = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+"""What the configuration of a layer may say of its kind."""
+_READS = "eagle_aux_hidden_state_layer_ids"
+_OF_PARALLEL = "parallel_draft_heads_num_layers"  # of heads of further steps, of which there are none with one step
+_DRAFTING = {
+    "next_layer_regular": True,
+    "eagle_decoder_type": "llama",
+    "parallel_draft_step": 1,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+"""What NVIDIA's model optimiser may say of how a head drafts."""
+_ROPE = {"partial_rotary_factor": 1.0}
+_ROPE_READ = words("factor high_freq_factor low_freq_factor original_max_position_embeddings rope_theta rope_type type")
+_LAYER_KEYS = words(
+    "head_dim hidden_size intermediate_size layer_types max_window_layers num_attention_heads num_hidden_layers "
+    "num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings "
+    "use_sliding_window vocab_size"
+) | set(_LAYER)
+_KEYS = (
+    words(
+        "draft_vocab_size eagle_config embed_requires_grad fc_norm norm_before_fc norm_before_residual norm_output "
+        "speculators_config speculators_model_type speculators_version target_hidden_size target_model_type "
+        "tie_word_embeddings transformer_layer_config"
+    )
+    | {_READS, _OF_PARALLEL}
+    | set(_DRAFTING)
+    | _LAYER_KEYS
+)
 
 
 def _recognises(config: Json) -> bool:
@@ -50,7 +93,7 @@ def _read(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead
     made_for = verifier.get("name_or_path") or config.get("base_model_name_or_path")
     sizes = {"hidden_size": count(name, layer, "hidden_size"), "vocab_size": count(name, layer, "vocab_size")}
     refuse_other_base(name, base, made_for, sizes)
-    _refuse_unknown_kinds(name, config, layer, counts_layers=speculators)
+    _refuse_unknown_kinds(name, config, layer, speculators=speculators)
     if "embed_tokens.weight" in tensors:
         _refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
     prefix = next((one for one in _LAYERS if f"{one}hidden_norm.weight" in tensors), _LAYERS[0])
@@ -129,7 +172,7 @@ def _hidden_layers(name: str, config: Json, layers: int) -> list[int]:
 
     speculators counts the states between layers, the embeddings being 0; SpecForge counts layers by their outputs.
     """
-    key = "eagle_aux_hidden_state_layer_ids"
+    key = _READS
     states, outputs = config.get(key) or [], group(name, config, "eagle_config").get(key) or []
     if not states and not outputs:
         return list(fused_layers(layers))
@@ -156,19 +199,35 @@ def _rope(name: str, layer: Json) -> dict[str, Any]:
     }
 
 
-def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, counts_layers: bool) -> None:
-    """Raise `LoadError` for an unsupported layer. `counts_layers`: the configured number is the head's."""
-    wanted = {
-        **({"num_hidden_layers": 1} if counts_layers else {}),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1.0,
-        "sliding_window": None,
-    }
-    for key, value in wanted.items():
-        if layer.get(key, value) != value:
-            raise LoadError(f"draft head {name!r} has {key} = {shown(layer[key])}, and only {value!r} can be run")
+def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, speculators: bool) -> None:
+    """Raise `LoadError` for an unsupported layer, or another way of drafting."""
+    for architecture in config.get("architectures") or []:
+        if not _ARCHITECTURE.fullmatch(str(architecture)):
+            raise LoadError(f"draft head {name!r} is of the architecture {shown(architecture)}, which is not known")
+    kind = layer.get("model_type", _MODEL_TYPES[0])
+    if kind not in _MODEL_TYPES:
+        raise LoadError(
+            f"draft head {name!r} has a layer like {shown(kind)}, and only {', '.join(_MODEL_TYPES)} can be run"
+        )
+    if layer.get("use_sliding_window") is not False and layer.get("sliding_window") is not None:
+        raise LoadError(f"draft head {name!r} has sliding_window = {shown(layer['sliding_window'])}: none can be run")
+    # SafeAILab's say how many layers their target model has.
+    refuse_others(name, layer, _LAYER | ({"num_hidden_layers": 1} if speculators else {}))
+    if set(layer.get("layer_types") or ()) - {"full_attention"}:
+        raise LoadError(
+            f"draft head {name!r} has layer_types {shown(layer['layer_types'])}: only full attention is run"
+        )
+    said = group(name, config, "eagle_config")
+    refuse_others(name, config, _DRAFTING)
+    refuse_others(name, said, _DRAFTING, "eagle_config.")
+    refuse_unknown(name, said, {*_DRAFTING, _READS, _OF_PARALLEL}, "eagle_config.")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = group(name, layer, key)
+        refuse_others(name, rope, _ROPE, f"{key}.")
+        refuse_unknown(name, rope, {*_ROPE, *_ROPE_READ}, f"{key}.")
+    if speculators:
+        refuse_unknown(name, layer, _LAYER_KEYS, "transformer_layer_config.")
+        refuse_others(name, group(name, config, "speculators_config"), {"algorithm": "eagle3"}, "speculators_config.")
     if config.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise LoadError(
             f"draft head {name!r} is of another width than its target model: {layer['hidden_size']:,} and "
@@ -240,4 +299,4 @@ def _export(shape: Eagle3HeadConfig, tensors: Weights, base: TargetOfExport) -> 
     return config, found
 
 
-LAYOUT = Layout("eagle3", _recognises, _read, _check_exportable, _export)
+LAYOUT = Layout("eagle3", _KEYS, _recognises, _read, _check_exportable, _export)

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.drafters.target import Target
-from drafter.errors import LoadError, shown
 from drafter.heads.attention import AttentionModule
 from drafter.heads.config import HeadConfig, Tree, check_even_heads, check_sizes
 from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, last_tokens
 from drafter.heads.losses import DraftBatch, Labels, LossSum, chosen_log_probs, cross_entropy
-from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_unfit
+from drafter.heads.published import Json, Layout, PublicHead, Weights, count, refuse_others, refuse_unfit
 from drafter.tree.token_tree import TokenTree
 
 
@@ -143,15 +142,7 @@ class _Paths:
 
 
 def _read(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead:
-    for key, usual, wanted in (
-        ("hydra_head_arch", "mlp", "mlp"),
-        ("grounded_heads", False, True),
-        ("hidden_state_offset", 0, 0),
-    ):
-        if config.get(key, usual) != wanted:
-            raise LoadError(
-                f"draft head {name!r} has {key} = {shown(config.get(key, usual))}, and only {wanted!r} can be run"
-            )
+    refuse_others(name, {"grounded_heads": False, **config}, _ONLY)
     depth, layers = count(name, config, "hydra_num_heads"), count(name, config, "hydra_num_layers", 1)
     names: dict[str, str] = {}
     for head in range(depth):
@@ -169,4 +160,6 @@ def _read(name: str, config: Json, tensors: Weights, base: Target) -> PublicHead
     return PublicHead("Hydra", "hydra", {**sizes, "own_outputs": True}, found, made_for)
 
 
-LAYOUT = Layout("hydra", lambda config: "hydra_num_heads" in config, _read)
+_ONLY = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
+_KEYS = frozenset({*_ONLY, "hydra_num_heads", "hydra_num_layers"})
+LAYOUT = Layout("hydra", _KEYS, lambda config: "hydra_num_heads" in config, _read)

@@ -17,7 +17,7 @@ from drafter.errors import LoadError
 from drafter.heads.config import HeadConfig, Tree
 from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
-from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, Weights, count, refuse_unfit
+from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, Weights, count, refuse_unfit, words
 from drafter.tree.token_tree import TokenTree, best_product_trie
 
 
@@ -133,4 +133,8 @@ def _export(shape: HeadConfig, tensors: Weights, base: TargetOfExport) -> tuple[
     return config, found
 
 
-LAYOUT = Layout("medusa", _recognises, _read, export=_export)
+_KEYS = words(
+    "hidden_size max_paths medusa_choices medusa_fc_bias medusa_num_heads medusa_num_layers num_heads "
+    "num_hidden_layers topk truncated_vocab_size vocab_size"
+)
+LAYOUT = Layout("medusa", _KEYS, _recognises, _read, export=_export)

@@ -153,12 +153,35 @@ def test_it_says_which_base_it_was_made_for(base: BaseModel, tmp_path: Path, cap
         ({"intermediate_size": 16.0}, "its config.json says intermediate_size = 16.0, which is no integer above 0"),
         ({"rope_scaling": "yarn"}, "its config.json says rope_scaling = 'yarn', which are no named values"),
         ({"rope_scaling": {"rope_type": "linear", "factor": []}}, r"draft head .*: float\(\) argument must be"),
+        ({"mask_token_id": 3, "block_size": 8}, "its config.json has 'block_size', 'mask_token_id', which may mean"),
+        ({"parallel_drafting": False}, "its config.json has 'parallel_drafting'"),
+        ({"quantization_config": {"bits": 4}}, "its config.json has 'quantization_config'"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "is of the architecture 'DFlashLagunaForCausalLM'"),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, "is of the architecture 'LlamaForCausalLMEagle'"),
+        ({"model_type": "gemma3_text"}, "has a layer like 'gemma3_text', and only llama"),
+        ({"layer_types": ["sliding_attention"]}, "only full attention is run"),
+        ({"use_last_layernorm": False}, "has use_last_layernorm = False, and only True can be run"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "has eagle_config.parallel_draft_step = 4, and only 1"),
+        ({"eagle_config": {"gate": 1}}, "its config.json has 'eagle_config.gate'"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor = 0.5, and only 1",
+        ),
+        ({"rope_scaling": {"mrope_section": [1, 1, 1]}}, "its config.json has 'rope_scaling.mrope_section'"),
         ({"target_hidden_size": "8"}, "are not as published ones: ValueError: "),
     ],
 )
 def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
         load_head(midlayer(tmp_path, CASES["llama"], **changes), base)
+
+
+def test_what_says_nothing_of_drafting_is_passed_over(base: BaseModel, tmp_path: Path) -> None:
+    """As NVIDIA's model optimiser and transformers write it."""
+    said = {"use_aux_hidden_state": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+    said |= {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1, "next_layer_regular": True}
+    notes = {"auto_map": {"AutoModel": "x"}, "id2label": {"0": "A"}, "dtype": "bfloat16", "block_size": None}
+    loaded(midlayer(tmp_path, CASES["llama"], eagle_config=said, target_model_type="llama", **notes), base)
 
 
 def test_several_layers_are_refused(base: BaseModel, tmp_path: Path) -> None:

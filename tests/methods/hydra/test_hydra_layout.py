@@ -90,6 +90,7 @@ def test_loaded_heads_compute_what_the_public_code_does(base: BaseModel, tmp_pat
     [
         ({"hydra_head_arch": "prefix-mlp"}, "has hydra_head_arch = 'prefix-mlp', and only 'mlp' can be run"),
         ({"grounded_heads": False}, "has grounded_heads = False, and only True can be run"),
+        ({"dropout_between": 2}, r"its config\.json has 'dropout_between', which may mean"),
         ({"hydra_num_layers": 3}, r"tensor 'hydra_mlp\.0\.2\.linear\.weight' is missing"),
     ],
 )

@@ -94,6 +94,7 @@ def test_a_part_of_the_vocabulary(base: BaseModel, tmp_path: Path) -> None:
     ("config", "leave_out", "reason"),
     [
         (PUBLISHED | {"medusa_num_layers": 2}, "", "has 2 residual blocks a head, and only one can be run"),
+        (PUBLISHED | {"tree_attention": "clover"}, "", "its config.json has 'tree_attention', which may mean"),
         (PUBLISHED | {"medusa_num_heads": 3}, "", r"tensor '2\.0\.linear\.weight' is missing"),
         (
             PUBLISHED | {"medusa_num_heads": None},
