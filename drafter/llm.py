@@ -210,6 +210,7 @@ class SpeculativeLM:
         limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
+        salt: str = "",
     ) -> list[int] | TokenPrompt: ...
 
     def encode(
@@ -220,6 +221,7 @@ class SpeculativeLM:
         limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
+        salt: str = "",
     ) -> list[int] | TokenPrompt:
         """Tokenise a text as it is, or a chat by the chat template, which gets messages, or all of a `Conversation`.
 
@@ -233,6 +235,7 @@ class SpeculativeLM:
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
             now: Time for chat templates that read the clock; by default the present.
+            salt: Whose the prompt is, as in `Request`.
 
         Raises:
             RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
@@ -246,6 +249,7 @@ class SpeculativeLM:
         prompt, sources = _images_apart(prompt, images)
         refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
         settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
+        settings["salt"] = salt
         if sources:
             return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
         if isinstance(prompt, str):

@@ -95,7 +95,7 @@ class Sequence:
         self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
         self.handling = Handling.ALONE if scored else Handling.FREE
         self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
-        self._stops = StopSearch(sampling.stop)
+        self._stops = StopSearch(sampling.stop, handle.request.salt)
         self._special_texts = special_texts(tokenizer) if sampling.stop else {}
         self._shown, self._unshown = 0, ""  # characters that the caller has, and those that came after them
         self._forced_parts: list[tuple[int, int]] = []  # (start, end) of the forced tokens' characters

@@ -49,6 +49,7 @@ class ImageProcessor:
         special_tokens: bool = False,
         max_length: float = math.inf,
         now: datetime | None = None,
+        salt: str = "",
     ) -> Prompt:
         """Return the prompt of a chat whose parts `{"type": "image"}` are the `images` (RGB), in order.
 
@@ -58,6 +59,7 @@ class ImageProcessor:
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there.
             max_length: Tokens that the prompt may have; much longer ones are refused before they are tokenised.
             now: Time for chat templates that read the clock; by default the present.
+            salt: As in `render_chat`.
 
         Raises:
             RequestError: The template takes no such messages, there are more or fewer images than parts, or the
@@ -74,8 +76,9 @@ class ImageProcessor:
             raise RequestError("the processor has no chat template, which says where images go")
         if not images:
             settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": max_length, "now": now}
+            settings["salt"] = salt
             return Prompt(encode_chat(self.tokenizer, asked, **settings))
-        chat = render_chat(self.tokenizer, asked, now)
+        chat = render_chat(self.tokenizer, asked, now, salt)
         refuse_endless(chat.text, max_length, longest_token(self.tokenizer))
         (found,) = encode_chats(self.tokenizer, [chat], special_tokens=special_tokens)
         if isinstance(found, RequestError):

@@ -270,7 +270,7 @@ class Answers:
         sampling = replace(request, settings=settings).sampling(self._defaults)
         requests = []
         for prompt in request.prompts:
-            encode = partial(self._lm.encode, special_tokens=self._special_tokens)
+            encode = partial(self._lm.encode, special_tokens=self._special_tokens, salt=call.client)
             ids: Any = prompt
             if isinstance(prompt, str):
                 ids = encode(prompt)

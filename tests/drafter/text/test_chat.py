@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
+from drafter.text import chat
 from drafter.text.chat import Chat, encode_chat, encode_chats, reads_clock, render_chat
 
 SPECIAL = ["<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -216,3 +217,21 @@ def test_a_template_that_reads_the_clock_finds_the_time_it_is_given() -> None:
     assert encode_chat(tokenizer, [{"role": "user", "content": "hi"}], now=now) == encode_chats(tokenizer, [chat])[0]
     # By default it is the present.
     assert render_chat(tokenizer, [{"role": "user", "content": "hi"}]).text.startswith(f"{datetime.now():%d %b %Y}|")
+
+
+def test_what_is_found_out_about_a_form_is_kept_for_its_own_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a chat takes does not tell one salt which tools another has lately sent."""
+    tokenizer, own = AutoTokenizer.from_pretrained(EMBEDDED_BASE), chat._render
+    renders: list[str] = []
+
+    def render(*given: Any, **more: Any) -> Any:
+        renders.append("")
+        return own(*given, **more)
+
+    monkeypatch.setattr(chat, "_render", render)
+    counts = []
+    for salt in ("first", "one", "two", "one", "two"):  # the first finds out about the template itself, too
+        renders.clear()
+        render_chat(tokenizer, [*user("Salted"), *user("twice")], salt=salt)
+        counts.append(len(renders))
+    assert counts[1] == counts[2] > counts[3] == counts[4] == 1
