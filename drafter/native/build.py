@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -23,6 +24,7 @@ _SOURCES = Path(__file__).parent / "source"
 _FLAGS = ("-std=c++17", "-O2", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra")
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILER_TIMEOUT = 300.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 Pointer = ctypes.c_void_p
 _I64, _I32, _F32 = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -34,13 +36,43 @@ class BuildError(Exception):
 def library_path() -> Path:
     """Return the compiled library, after compiling it if the cache does not have it; raise `BuildError` if it cannot.
 
-    The cache is `drafter` in `$XDG_CACHE_HOME`, or in `~/.cache`.
+    The cache is `drafter` in `$XDG_CACHE_HOME`, or in `~/.cache`. A library that another user may have put there is not
+    used but replaced; where the folder is another user's, it is in one of this user's own, in `/tmp`.
     """
     compiler = _compiler()
-    cached = cache_folder() / f"native-{_digest(compiler)}.so"
-    if not cached.is_file():
+    cached = _folder() / f"native-{_digest(compiler)}.so"
+    if not (stat.S_ISREG(_mode(cached)) and _only_ours(cached)):
         _compile(compiler, cached)
     return cached
+
+
+def _folder() -> Path:
+    wanted, private = cache_folder(), Path(tempfile.gettempdir()) / f"drafter-{os.geteuid()}"
+    for folder in (wanted, private):
+        try:
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        except OSError as error:
+            raise BuildError(f"the compiled library cannot be kept in {folder}: {error}") from error
+        if stat.S_ISDIR(_mode(folder)):
+            if folder.stat().st_uid == os.geteuid():  # a mask may have given it to a group
+                folder.chmod(folder.stat().st_mode & ~_OTHERS_WRITE)
+            if _only_ours(folder):
+                return folder
+    raise BuildError(f"other users can change {wanted} and {private}: set XDG_CACHE_HOME to a folder of your own")
+
+
+def _mode(path: Path) -> int:
+    """Return a file's mode, a link's own; 0 where there is nothing."""
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
+
+
+def _only_ours(path: Path) -> bool:
+    """Return whether nobody but this user and the administrator can change a file, or the entries of a folder."""
+    status = path.lstat()
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & _OTHERS_WRITE
 
 
 def _compiler() -> str:
@@ -77,7 +109,6 @@ def _compile(compiler: str, target: Path) -> None:
     # PyTorch's own OpenMP, so that the process has one: its file has the name that the linker looks for.
     libraries = Path(torch.__file__).parent / "lib"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
@@ -85,6 +116,7 @@ def _compile(compiler: str, target: Path) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT, check=False)
             if done.returncode != 0:
                 raise BuildError(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+            made.chmod(0o755)  # whatever this user's mask lets others do
             made.replace(target)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler} took more than {_COMPILER_TIMEOUT:.0f} s") from error

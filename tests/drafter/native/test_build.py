@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -59,4 +60,44 @@ def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("CXX", compiler(tmp_path, 'echo library > "$made"'))
     with pytest.raises(BuildError, match="cannot be kept in"):
+        library_path()
+
+
+def test_a_library_that_others_can_change_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'umask 0; echo ours > "$made"'))
+    library, evil = library_path(), tmp_path / "evil"
+    assert not library.stat().st_mode & 0o022
+    for plant in ("writable", "linked", "of another"):
+        evil.write_text("theirs")
+        library.write_text("theirs")
+        if plant == "writable":
+            library.chmod(0o775)
+        elif plant == "linked":
+            library.unlink()
+            library.symlink_to(evil)
+        elif os.geteuid() == 0:
+            os.chown(library, 12345, 12345)
+        else:
+            continue
+        assert library_path() == library
+        assert library.read_text() == "ours\n"
+    assert evil.read_text() == "theirs"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to other users")
+def test_a_folder_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'echo ours > "$made"'))
+    empty_cache.mkdir(parents=True)
+    empty_cache.chmod(0o777)
+    assert library_path().parent == empty_cache
+    assert not empty_cache.stat().st_mode & 0o022
+    library_path().write_text("theirs")
+    os.chown(empty_cache, 12345, 12345)
+    made = library_path()
+    assert (made.parent, made.read_text()) == (tmp_path / "drafter-0", "ours\n")
+    os.chown(made.parent, 12345, 12345)
+    with pytest.raises(BuildError, match="other users can change"):
         library_path()
