@@ -54,12 +54,12 @@ class _Keys:
     def __init__(self) -> None:
         self._of = defaultdict[tuple[str, bytes], list[tuple[int, TextKey]]](list)
 
-    def add(self, slot: int, sequence: Sequence) -> None:
-        self._of[sequence.key.beginning(_LEAST_SHARED)].append((slot, sequence.key))
+    def add(self, slot: int, key: TextKey) -> None:
+        self._of[key.beginning(_LEAST_SHARED)].append((slot, key))
 
-    def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
+    def longest_shared(self, key: TextKey) -> tuple[int, int]:
         """Return the slot of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
-        longest, key = (0, 0), sequence.key
+        longest = (0, 0)
         for slot, other in self._of[key.beginning(_LEAST_SHARED)]:
             # Without the last tokens: while they are pending, there is nothing of them to copy.
             shared = min(key.shared(other), len(key.ids) - 1, len(other.ids) - 1)
@@ -87,6 +87,7 @@ class Scheduler:
         # Those that no step decodes: with their KV, from the last slot down, and without, where others needed the slot.
         self._parked: list[Sequence] = []
         self._parked_unread: list[Sequence] = []
+        self._copied = 0  # tokens that `next_spans` has not told yet
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
@@ -128,7 +129,30 @@ class Scheduler:
         unread = sum(sequence.unread for sequence in self.entering)
         while packs and unread < self.chunk and self._enter():
             unread += self.entering[-1].unread
+        # A long prompt takes many forwards. What others have in common with an active text may have left its slot by
+        # their end, and is copied before.
+        while unread > self.chunk and self._copies_most(self.waiting.first(self.in_slots)) and self._enter():
+            sequence = self.entering[-1]
+            self._copy(sequence, len(self.in_slots) - 1, *self._decoded().longest_shared(sequence.key))
         return True
+
+    def _copies_most(self, sequence: Sequence | None) -> bool:
+        """Return whether more than half of a waiting sequence's text is that of an active one."""
+        if sequence is None or sequence.alone or sequence.sees:  # where these may be cut is not known yet
+            return False
+        return self._decoded().longest_shared(sequence.handle.request.key(sequence.text))[1] > sequence.length / 2
+
+    def _decoded(self) -> _Keys:
+        keys = _Keys()
+        for slot, sequence in enumerate(self.active):
+            keys.add(slot, sequence.key)
+        return keys
+
+    def _copy(self, sequence: Sequence, slot: int, donor: int, shared: int) -> None:
+        """Copy to an entering sequence what it has in common with an active one, as far as both may be cut there."""
+        if length := self._state.copy(donor, slot, _at_border(shared, sequence, self.active[donor])):
+            sequence.read, sequence.handling = length, Handling.COPIED
+            self._copied += length
 
     def _enter(self) -> bool:
         """Give the next waiting sequence the slot behind all others; False if there is none, no slot or no memory."""
@@ -156,34 +180,28 @@ class Scheduler:
         half of it. The number of copied tokens comes second. Some have forwards of their own; see `Sequence.apart`.
         """
         spans: list[slice] = []
-        copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        decoded, before = _Keys(), _Keys()
-        for slot, sequence in enumerate(self.active):
-            decoded.add(slot, sequence)
+        decoded, before = self._decoded(), _Keys()
         for slot, sequence in enumerate(self.entering, len(self.active)):
-            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence)
+            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence.key)
             start = max(sequence.read, shared)
             rest = sequence.length - start
             if spans:
-                coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
+                coming = 0 if sequence.alone else before.longest_shared(sequence.key)[1]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
             if shared:
-                shared = self._state.copy(donor, slot, _at_border(shared, sequence, self.active[donor]))
-                start = max(sequence.read, shared)
-                rest = sequence.length - start
-                if shared:
-                    sequence.handling = Handling.COPIED
-                copied += shared
+                self._copy(sequence, slot, donor, shared)
+                start, rest = sequence.read, sequence.unread
             stop = sequence.cut(start, start + min(room, rest))
             spans.append(slice(start, stop))
-            before.add(slot, sequence)
+            before.add(slot, sequence.key)
             room -= min(room, rest)
             if not rest:
                 break
+        copied, self._copied = self._copied, 0
         return spans, copied
 
     def activate(self, spans: Several[slice]) -> None:

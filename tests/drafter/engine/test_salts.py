@@ -134,3 +134,25 @@ def test_without_salts_none_is_preempted(tiny_base: BaseModel) -> None:
     while not engine.idle:
         engine.step()
     assert engine.state().preemptions == 0
+
+
+def test_a_donor_that_ends_while_a_strangers_prompt_is_read_has_given_what_it_has(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
+    engine, shared = engine_of(tiny_base, 4), [*BEFORE, *SECRET]
+    first = engine.submit(Request([*shared, 41], SamplingParams(8, ignore_eos=True), salt="one"), stream=True)
+    while not first.future.done() and not engine.state().active:
+        engine.step()
+    stranger = engine.submit(Request([*range(10, 40)] * 4, SamplingParams(3, ignore_eos=True), salt="two"))
+    engine.step()
+    again = Request([*shared, 42], SamplingParams(8, ignore_eos=True), salt="one")
+    second = engine.submit(again)
+    while not first.future.done():
+        engine.step()
+    assert not stranger.future.done()
+    while not engine.idle:
+        engine.step()
+    assert engine.state().shared_tokens == len(shared)
+    (alone,) = run_engine(tiny_base, PlainDecoding(), [again])
+    assert second.result(0).token_ids == alone.token_ids
