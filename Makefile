@@ -11,6 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --quiet --quiet
 # The release of transformers after that of the lock file, in a folder of its own. What it depends on fits both.
 NEWER := 5.24.0
+NEWER_HASH := sha256:ff5ebedf9359f94bb63772b6380eba6e7104d010cbbb2cb82c788817ea7486f6
 NEWER_AT := $(abspath $(VENV))/transformers-$(NEWER)
 
 .PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-newer lint format benchmark chaos clean
@@ -73,7 +74,7 @@ chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; m
 	$(BIN)/python -m benchmarks.generation_jobs.resume --output benchmarks/results/resume.json
 
 $(NEWER_AT): | $(INSTALLED)
-	@$(PIP) install --no-compile --no-deps --target $@ transformers==$(NEWER)
+	@echo 'transformers==$(NEWER) --hash=$(NEWER_HASH)' | $(PIP) install --no-compile --no-deps --target $@ --requirement /dev/stdin
 
 clean: ## Remove the environment and what the tools cache.
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

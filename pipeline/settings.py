@@ -109,15 +109,12 @@ class ImagesConfig:
     Args:
         hosts: Hosts from which images at addresses of http and https are fetched, as HOST or HOST:PORT; by default
             none. Addresses that are not public are refused in any case, after redirects, too.
-        folders: Folders whose images rows may name beside those of the input's own folder, or bucket: paths, or URIs
-            such as s3://bucket/pictures.
         bytes: Largest file, in bytes.
         pixels: Most pixels of an image.
         most: Most images of a prompt.
     """
 
     hosts: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
     bytes: int = ImageLimits.bytes
     pixels: int = ImageLimits.pixels
     most: int = ImageLimits.images
@@ -132,6 +129,18 @@ class ImagesConfig:
     @property
     def limits(self) -> ImageLimits:
         return ImageLimits(self.bytes, self.pixels, self.most)
+
+
+@dataclass(frozen=True)
+class RowImagesConfig(ImagesConfig):
+    """Images of rows' prompts, for target models that see.
+
+    Args:
+        folders: Folders whose images rows may name beside those of the input's own folder, or bucket: paths, or URIs
+            such as s3://bucket/pictures.
+    """
+
+    folders: list[str] = field(default_factory=list)
 
 
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")

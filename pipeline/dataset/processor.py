@@ -33,7 +33,7 @@ from pipeline.generate.staging import refuse_schema_of_table
 from pipeline.io.listing import PromptSource
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import ImagesConfig, LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig
+from pipeline.settings import RowImagesConfig, LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
@@ -61,7 +61,7 @@ class ProcessorConfig:
         loading: Fields of `LoadingConfig`.
         verifier: Fields of `VerifierSettings`; by default the output is that of plain decoding.
         limits: Fields of `LimitsConfig`.
-        images: Fields of `ImagesConfig`, for a target model that sees. Rows name files in `folders` only.
+        images: Fields of `RowImagesConfig`, for a target model that sees. Rows name files in `folders` only.
         output_prefix: Begins the names of all columns that the stage adds, but for `__inference_error__`.
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
@@ -112,8 +112,8 @@ class ProcessorConfig:
         sampling = _made("sampling_params", SamplingParams, self.sampling_params)
         return sampling, _made("limits", LimitsConfig, self.limits)
 
-    def image_settings(self) -> ImagesConfig:
-        return _made("images", ImagesConfig, self.images)
+    def image_settings(self) -> RowImagesConfig:
+        return _made("images", RowImagesConfig, self.images)
 
 
 def _made(name: str, kind: type[Settings], given: Mapping[str, Any]) -> Settings:

@@ -19,7 +19,14 @@ from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.learning.config import LearningConfig
-from pipeline.settings import ImagesConfig, LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig, WritingConfig
+from pipeline.settings import (
+    RowImagesConfig,
+    LimitsConfig,
+    LoadingConfig,
+    ReadingConfig,
+    ResourcesConfig,
+    WritingConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class GenerateConfig:
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
     learning: LearningConfig = field(default_factory=LearningConfig)
     reading: ReadingConfig = field(default_factory=ReadingConfig)
-    images: ImagesConfig = field(default_factory=ImagesConfig)
+    images: RowImagesConfig = field(default_factory=RowImagesConfig)
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineSettings = field(default_factory=EngineSettings)

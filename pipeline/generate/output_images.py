@@ -18,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.generate.row_images import IMAGES, ImageReading, folders_of, staged_images
 from pipeline.io.parts import StagedInput
 from pipeline.output.folder import OutputFolder
-from pipeline.settings import ImagesConfig
+from pipeline.settings import RowImagesConfig
 
 _BODY = "body"
 """Column of a row of an OpenAI batch that has its images."""
@@ -78,7 +78,7 @@ def images_of_output(output: OutputFolder, run: Mapping[str, Any]) -> OutputImag
 
 def reading_of_output(run: Mapping[str, Any], limits: ImageLimits | None = None) -> ImageReading:
     """Return how an output's images are read again, by its `run.json`; with `limits` of others, not from the web."""
-    config = ImagesConfig(**run["config"].get("images", {}))
+    config = RowImagesConfig(**run["config"].get("images", {}))
     try:
         folders, scheme = folders_of(config, run["config"]["input"])
     except InputError:  # it may have moved away since

@@ -35,7 +35,7 @@ from pipeline.io.named_files import (
     state_of,
 )
 from pipeline.io.parts import StagedInput
-from pipeline.settings import ImagesConfig
+from pipeline.settings import RowImagesConfig
 
 if TYPE_CHECKING:
     from drafter.images.processor import ImageProcessor
@@ -131,13 +131,13 @@ def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | 
         return None
 
 
-def folders_of(config: ImagesConfig, input: str | None = None) -> tuple[tuple[NamedFolder, ...], str]:
+def folders_of(config: RowImagesConfig, input: str | None = None) -> tuple[tuple[NamedFolder, ...], str]:
     """Return the folders whose images rows may name, and the scheme of the input, if there is one."""
     own = () if input is None else (folder_of_input(input),)
     return (*own, *map(named_folder, config.folders)), "" if input is None else scheme_of(input)
 
 
-def image_reading(processor: ImageProcessor, config: ImagesConfig, input: str | None = None) -> ImageReading:
+def image_reading(processor: ImageProcessor, config: RowImagesConfig, input: str | None = None) -> ImageReading:
     """Return how images of an input's rows are read.
 
     Raises:

@@ -24,7 +24,7 @@ from pipeline.generate.row_images import ImageReading, folders_of
 from pipeline.generate.row_requests import PromptSettings, encoder_of, make_requests
 from pipeline.io.listing import PromptSource
 from pipeline.io.prompts import read_prompts
-from pipeline.settings import ImagesConfig, ReadingConfig
+from pipeline.settings import RowImagesConfig, ReadingConfig
 from tests.support.images import CONFIGS, picture, processor_of
 from tests.support.staging import read_parts, staged_input
 
@@ -122,7 +122,7 @@ def test_a_row_has_one_prompt_or_one_error(
     of_images = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
     table = pa.table({"id": [str(n) for n in range(count)], **columns, "images": pa.array(beside, of_images)})
     limits = ImageLimits(1 << 20, 100_000, 2)
-    read = ImageReading(limits, *folders_of(ImagesConfig(), str(seeing / "in"))) if sees else None
+    read = ImageReading(limits, *folders_of(RowImagesConfig(), str(seeing / "in"))) if sees else None
     name = str(seeing / "model") if sees else str(model)
     source = PromptSource(kind, "messages" if kind == "messages" else "text", images_column="images" if sees else None)
     asks = PromptSettings(name, False, source, ReadingConfig(chat=False), SamplingParams(), LONGEST, images=read)

@@ -29,7 +29,7 @@ from pipeline.io.files import locate
 from pipeline.io.listing import BATCH, PromptSource, list_input
 from pipeline.io.parts import StagedInput, pack, unpack
 from pipeline.io.prompts import prompt_columns, read_prompts
-from pipeline.settings import ImagesConfig, ReadingConfig
+from pipeline.settings import RowImagesConfig, ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 from tests.support.images import CONFIGS, asked, picture, processor_of
 from tests.support.staging import read_parts, staged_input
@@ -77,7 +77,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def reading_of(source: Path, prompt_bytes: int = 0) -> ImageReading:
-    return ImageReading(LIMITS, *folders_of(ImagesConfig(), str(source)), prompt_bytes=prompt_bytes)
+    return ImageReading(LIMITS, *folders_of(RowImagesConfig(), str(source)), prompt_bytes=prompt_bytes)
 
 
 def made(
