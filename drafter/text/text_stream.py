@@ -79,7 +79,7 @@ class TextStream:
     def push(self, *tokens: int) -> None:
         """Take the next tokens."""
         start = 0
-        while start < len(tokens):
+        while start < len(tokens) and not self.found:
             marks = self._token_marks()
             stop = start
             while stop < len(tokens) and tokens[stop] not in marks and not (self.searches and stop > start):
@@ -144,7 +144,7 @@ class TextStream:
         self._search(seen, tail)
 
     def _search(self, text: str, tail: str = "", *, hidden: bool = False) -> None:
-        if self.searches and not (self._reader is not None and self._reader.reasons):
+        if self.searches and not self.found and not (self._reader is not None and self._reader.reasons):
             self._stops.push(text, tail, hidden=hidden, counts=self._count > self._min_tokens)
 
     def _plain(self, marked: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from typing import Any
 
