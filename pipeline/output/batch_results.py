@@ -78,8 +78,7 @@ def _lines(
             request = parse_line(choices[0])
             if request.tools is not None:
                 request = request.for_model(tokenizer())
-            marked = [_marked(row, request, tokenizer) for row in choices]
-            generations = [replace(_generation(row), marked=one) for row, one in zip(choices, marked, strict=True)]
+            generations = [_generation_of(row, request, tokenizer) for row in choices]
             yield answer_line(request, choices[0]["custom_id"], generations, created, text)
 
 
@@ -117,7 +116,7 @@ def _marked(row: Row, request: ParsedRequest, tokenizer: Callable[[], Any]) -> s
     return request.marks.beginning(said.marked, len(row["text"]), whole=False)
 
 
-def _generation(row: Row) -> Generation:
+def _generation_of(row: Row, request: ParsedRequest, tokenizer: Callable[[], Any]) -> Generation:
     counts = DecodeCounts(
         num_output_tokens=row["num_output_tokens"],
         num_draft_tokens=row["num_draft_tokens"],
@@ -135,6 +134,7 @@ def _generation(row: Row) -> Generation:
         lossless=row.get("lossless", True),
         lenient=row.get("lenient_positions", []),
         reasoning_content=row.get("reasoning_content"),
+        marked=_marked(row, request, tokenizer),
     )
 
 
