@@ -5,6 +5,7 @@ The form of calls is that of most models which were taught one; an output is hel
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,9 @@ def _as_text(message: Mapping[str, Any]) -> tuple[Message, bool]:
         content = _joined(_joined(before, message.get("content") or ""), after)
         return {"role": "user", "content": content}, True
     if calls := message.get("tool_calls"):
-        texts = [FORM.head(one["function"]["name"]) + to_json(one["function"]["arguments"]) + "}" for one in calls]
+        called = [one["function"] for one in calls]
+        # As an output has it.
+        texts = [FORM.head(one["name"]) + json.dumps(one["arguments"], ensure_ascii=False) + "}" for one in called]
         others = {name: value for name, value in message.items() if name != "tool_calls"}
         return others | {"content": _joined(message.get("content") or "", _written(texts))}, True
     return dict(message), False

@@ -37,7 +37,8 @@ ASKED: list[dict[str, Any]] = [
     {"structured_outputs": {"choice": [" yes"]}},
 ]
 CALL = ['{"name": "f", "arguments": ', "{", "}", "}"]
-PARTS = [["<tool_call>", "\n"], ["\n", "</tool_call>"], ["[TOOL_CALLS]", "▁["], ["]"], CALL, ["</think>"], ["<think>"]]
+TAGGED, LISTED = ["<tool_call>", "\n", *CALL, "\n", "</tool_call>"], ["[TOOL_CALLS]", "▁[", *CALL, "]"]
+PARTS = [TAGGED, LISTED, CALL, TAGGED[:2], TAGGED[-2:], LISTED[:2], ["</think>"], ["<think>"]]
 
 
 def streamed(

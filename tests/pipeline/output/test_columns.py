@@ -106,9 +106,11 @@ def test_every_value_has_the_type_of_its_column() -> None:
         ),
         (dataclasses.replace(PLAIN, learning=True), {"drafter_version"}),
         (dataclasses.replace(PLAIN, images=True), {PROMPT_IMAGES}),
+        (dataclasses.replace(PLAIN, reasons=True), {"reasoning_content"}),
         (dataclasses.replace(PLAIN, lossless=False), {*MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", PROMPT_IMAGES, *MARKS, *RECORDS}
+    others = {"logprobs", "drafter_version", "reasoning_content", PROMPT_IMAGES, *MARKS, *RECORDS}
+    always = {column.name for column in COLUMNS} - others
     assert names(traits) == always | optional
