@@ -228,12 +228,12 @@ def test_how_a_batch_is_known(tmp_path: Path) -> None:
 
 def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model: Path, tmp_path: Path) -> None:
     function = {"name": "pick", "parameters": RECORD, "strict": True}
-    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 80}
+    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 300}
     lines = [
         line("required", **tools, tool_choice="required", parallel_tool_calls=False, n=2),
         line("free", **tools, tool_choice="none"),
         line("other", **tools, tool_choice={"type": "function", "function": {"name": "drop"}}),
-        line("record", response_format={"type": "json_object", "schema": RECORD}, max_tokens=80, n=2),
+        line("record", response_format={"type": "json_object", "schema": RECORD}, max_tokens=300, n=2),
     ]
     base = with_tools(model, tmp_path / "calling", tokens=True, reasons=True, special=True)
     end = load_tokenizer(base).get_vocab()["</think>"]
