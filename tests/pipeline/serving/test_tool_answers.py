@@ -252,10 +252,7 @@ def test_the_schema_of_a_function_that_cannot_be_followed_is_named(client: OpenA
 
 
 def test_tools_that_the_template_does_not_show_are_told_in_a_message(model: Path, tmp_path: Path) -> None:
-    folder = with_tools(model, tmp_path, tokens=False)
-    tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = load_tokenizer(model).chat_template
-    tokenizer.save_pretrained(folder)
+    folder = with_tools(model, tmp_path, tokens=False, shown=False)
     asked: dict[str, Any] = {**ASKED, "tool_choice": NAMED, "temperature": 0}
     config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
     with (
