@@ -49,6 +49,10 @@ class TextStream:
 
     Args:
         prompt: The prompt's tokens.
+
+    Attributes:
+        searches: There are stop strings, so that each token must come before the next one is chosen.
+        length: Characters of the answer that are sure.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -63,12 +67,11 @@ class TextStream:
         self._stops, self._min_tokens = StopSearch(sampling.stop), sampling.min_tokens
         self._special = special_texts(tokenizer) if sampling.stop else {}
         self.searches = bool(sampling.stop)
-        """There are stop strings to be found, so that each token must come before the next one is chosen."""
         self._count = 0  # tokens
         self._said: tuple[list[str], list[str]] = [], []  # what is sure of the reasoning, and of the marked answer
         self._given = [0, 0]  # characters of these that `new` has returned
-        self._unseen = ["", ""]  # what comes after them
-        self.length = 0  # characters of the answer that are sure
+        self._unseen: tuple[list[str], list[str]] = [], []  # what comes after them
+        self.length = 0
         self._whole: OutputText | None = None
 
     @property
@@ -99,10 +102,11 @@ class TextStream:
 
     def new(self) -> OutputText:
         """Return what is sure and has not been returned yet. What may begin a stop string is held back."""
-        reasoning, answer = self._unseen
+        reasoning, answer = map("".join, self._unseen)
         safe = max(len(self._plain(answer)) - self._stops.held_back, 0)
-        answer = answer[:safe] if self._calls is None else self._calls.beginning(answer, safe)
-        return self._give(reasoning, answer)
+        given = answer[:safe] if self._calls is None else self._calls.beginning(answer, safe)
+        self._unseen = [], [answer[len(given) :]]
+        return self._give(reasoning, given)
 
     def rest(self) -> OutputText:
         """Return what `new` has not returned, at the end of the output."""
@@ -138,7 +142,7 @@ class TextStream:
         for place, more in enumerate((reasoning, answer)):
             if more:
                 self._said[place].append(more)
-                self._unseen[place] += more
+                self._unseen[place].append(more)
         seen = self._plain(answer)
         self.length += len(seen)
         self._search(seen, tail)
@@ -153,7 +157,6 @@ class TextStream:
     def _give(self, reasoning: str, marked: str) -> OutputText:
         for place, given in enumerate((reasoning, marked)):
             self._given[place] += len(given)
-            self._unseen[place] = self._unseen[place][len(given) :]
         return OutputText(None if self._reasoning is None else reasoning, self._plain(marked), marked)
 
 
