@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +35,12 @@ class CallForm:
         """Return what a call begins with, up to its arguments; after these it ends with `}`."""
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments}": '
 
-    def without(self, hidden: Iterable[str]) -> CallForm:
-        """Return the form in texts that leave out these texts, of special tokens."""
-        form = self
-        for text in hidden:
-            parts = {name: getattr(form, name) for name in ("marker", "first", "between", "last")}
-            form = replace(form, **{name: part and part.replace(text, "") for name, part in parts.items()})
-        return form
+    def with_marks(self, marks: Mapping[str, str]) -> CallForm:
+        """Return the form with other texts in the places of these, the longest first."""
+        parts = {name: getattr(self, name) for name in ("marker", "first", "between", "last")}
+        for text in sorted(marks, key=len, reverse=True):
+            parts = {name: part and part.replace(text, marks[text]) for name, part in parts.items()}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)

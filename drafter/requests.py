@@ -336,7 +336,7 @@ class Generation:
 
     request_id: str
     token_ids: list[int]  # new tokens, the end-of-sequence token included where it was chosen
-    text: str  # `token_ids` decoded without special tokens, cut before the stop string
+    text: str  # the answer: `token_ids` decoded without special tokens and reasoning, cut before the stop string
     finish_reason: FinishReason
     num_prompt_tokens: int
     counts: DecodeCounts
@@ -350,6 +350,8 @@ class Generation:
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
     error: str | None = None  # reason for a missing text
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
+    reasoning_content: str | None = None  # what comes before the answer; None for a model that does not reason
+    marked: str | None = field(default=None, repr=False)  # `text` with the marks of calls: see `CallMarks`
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -367,6 +369,8 @@ class TokenDelta:
     forced: list[tuple[int, int]] = field(
         default_factory=list
     )  # (start, end) of parts of `text`, as `Generation.forced`
+    reasoning_content: str = ""  # more of it, before all text
+    marked: str | None = field(default=None, repr=False)  # as `Generation.marked`
 
 
 def read_generation_file(folder: Path, name: str) -> dict[str, Any]:

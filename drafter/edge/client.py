@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ from drafter.plugins import registered
 from drafter.requests import Generation, SamplingParams, TokenDelta
 from drafter.statistics import DecodeCounts
 from drafter.text.conversation import Conversation, Messages
-from drafter.text.detokenizer import Detokenizer, StopSearch
-from drafter.text.tokenizers import load_tokenizer, special_texts, tokenise, vocabulary_digest
+from drafter.text.text_stream import TextStream, read_output
+from drafter.text.tokenizers import load_tokenizer, tokenise, vocabulary_digest
 
 Prompt = str | Sequence[int] | Messages | Conversation
 
@@ -171,9 +171,8 @@ class EdgeStream:
         self._link: Link | None = None
         self._silent = 0  # times that no answer came, in a row
         self._progress = time.monotonic()  # when the server last answered
-        self._detokenizer, self._stops = Detokenizer(lm.tokenizer), StopSearch(sampling.stop)
-        self._shown, self._unshown = 0, ""
-        self._special = special_texts(lm.tokenizer)
+        self._said: TextStream | None = None  # once the prompt is known, which may have begun with reasoning
+        self._shown = 0  # characters that have been handed out
         self._deltas = self._run()
 
     def __iter__(self) -> Iterator[EdgeDelta]:
@@ -194,10 +193,12 @@ class EdgeStream:
             pass
         if self._finished is None:
             raise EngineError("the text was left before its end")
+        said = self._text().whole()
         return Generation(
             request_id="",
             token_ids=self.output,
-            text=self._text(),
+            text=said.text,
+            reasoning_content=said.reasoning,
             finish_reason=self._finished,  # type: ignore[arg-type]
             num_prompt_tokens=len(self._prompt),
             counts=self.counts,
@@ -231,7 +232,9 @@ class EdgeStream:
         assert self._link is not None
         if not self._link.opened:
             request = {**self._settings, **self._asked}
-            self._link.send(Open(self.session, self._lm.digest, request, tuple(self.output), self._lm.patience))
+            # The prompt is the same wherever the session is opened again.
+            prompt = None if "prompt" in request or not self._prompt else tuple(self._prompt)
+            self._link.send(Open(self.session, self._lm.digest, request, tuple(self.output), self._lm.patience, prompt))
             asked = 0
         else:
             if not len(self._tree):
@@ -268,9 +271,8 @@ class EdgeStream:
         match message:
             case Opened(most=most, prompt=prompt):
                 self._link.opened, self._most = True, most
-                if prompt is not None:  # the same wherever the session is opened again
+                if prompt is not None:
                     self._prompt = list(prompt)
-                    self._asked = {"prompt": self._prompt}
             case Verified():
                 pass
             case Error(code=code, message=reason, seq=seq):
@@ -326,23 +328,26 @@ class EdgeStream:
     # ---- text
 
     def _delta(self, new: list[int], accepted: int) -> EdgeDelta:
-        for place, token in enumerate(new, len(self.output) - len(new) + 1):
-            counts = place > self._sampling.min_tokens
-            piece = self._detokenizer.push(token)
-            self._stops.push(piece, self._detokenizer.tail, counts=counts)
-            if special := self._special.get(token):
-                self._stops.push(special, hidden=True, counts=counts)
-            self._unshown += piece
-        if self._finished is not None or self._stops.found:  # the server says a little later that it ends there
-            text = self._text()[self._shown :]
-            self._shown += len(text)
-            return EdgeDelta(new, text, accepted)
-        safe = max(0, len(self._unshown) - self._stops.held_back)
-        text, self._unshown = self._unshown[:safe], self._unshown[safe:]
-        self._shown += len(text)
+        if not self._prompt:  # and so no tokens
+            return EdgeDelta(new, "", accepted)
+        said, over = self._text(), self._finished is not None
+        for token in new:
+            said.push(token)
+        # At a stop string the server says a little later that it ends there.
+        more = said.rest() if over or said.found else said.new()
+        reasoning = more.reasoning or ""
+        self._shown += len(reasoning) + len(more.text)
+        if over or said.found:
+            return EdgeDelta(new, more.text, accepted, reasoning_content=reasoning)
         expected = [self._tree.tokens[node] for node in self._tree.best_path()]
-        whole = self._lm.tokenizer.decode([*self.output, *expected], skip_special_tokens=True)
-        return EdgeDelta(new, text, accepted, unconfirmed=expected, unconfirmed_text=whole[self._shown :])
+        endless = replace(self._sampling, stop=())
+        whole = read_output(self._lm.tokenizer, self._prompt, [*self.output, *expected], endless)
+        behind = f"{whole.reasoning or ''}{whole.text}"[self._shown :]
+        return EdgeDelta(
+            new, more.text, accepted, reasoning_content=reasoning, unconfirmed=expected, unconfirmed_text=behind
+        )
 
-    def _text(self) -> str:
-        return str(self._lm.tokenizer.decode(self.output, skip_special_tokens=True))[: self._stops.cut]
+    def _text(self) -> TextStream:
+        if self._said is None:
+            self._said = TextStream(self._lm.tokenizer, self._prompt, self._sampling)
+        return self._said

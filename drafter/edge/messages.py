@@ -38,6 +38,7 @@ class Open:
         request: The body of a request to `/v1/chat/completions` or `/v1/completions`, of one choice and with a seed.
         output: Output tokens that the device has.
         patience: Seconds of silence after which the server goes on by itself; None for never.
+        prompt: The tokens that a server has made of the request's chat, if one has; the rest of the request holds on.
     """
 
     kind: ClassVar[str] = "open"
@@ -46,6 +47,7 @@ class Open:
     request: dict[str, Any]
     output: tuple[int, ...] = ()
     patience: float | None = None
+    prompt: tuple[int, ...] | None = None
     version: int = VERSION
 
 

@@ -24,8 +24,8 @@ from drafter.requests import FinishReason, Generation, Request, SamplingParams, 
 from drafter.statistics import DecodeCounts
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import Borders, Features
-from drafter.text.detokenizer import Detokenizer, StopSearch
-from drafter.text.tokenizers import refuse_long, special_texts
+from drafter.text.text_stream import TextStream
+from drafter.text.tokenizers import refuse_long
 
 
 class Handling(Enum):
@@ -70,7 +70,7 @@ class Sequence:
     ) -> None:
         prompt, sampling = handle.request.prompt_ids, handle.request.sampling.over()
         scored = handle.request.prompt_logprobs is not None
-        self.handle, self.tokenizer, self.verifier, self.guide = handle, tokenizer, verifier, guide
+        self.handle, self.verifier, self.guide = handle, verifier, guide
         self.limit = min(sampling.max_new_tokens, max_length - len(prompt))  # most tokens to generate
         self.length = len(prompt) - 1  # committed tokens: all of `text` but the last, which is pending
         self.limits = Limits.of(sampling, eos, tokenizer)
@@ -94,10 +94,9 @@ class Sequence:
         self.features: Features | None = None  # of such a prompt, while it is being read
         self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
         self.handling = Handling.ALONE if scored else Handling.FREE
-        self._detokenizer = Detokenizer(tokenizer) if handle.streams or sampling.stop else None
-        self._stops = StopSearch(sampling.stop, handle.request.salt)
-        self._special_texts = special_texts(tokenizer) if sampling.stop else {}
-        self._shown, self._unshown = 0, ""  # characters that the caller has, and those that came after them
+        self._said = TextStream(tokenizer, prompt, sampling, self.salt)  # has the output's tokens, at the latest at its end
+        self._heard = 0  # number of tokens that it has
+        self._shown = 0  # characters of the answer that the caller has
         self._forced_parts: list[tuple[int, int]] = []  # (start, end) of the forced tokens' characters
 
     @property
@@ -185,18 +184,13 @@ class Sequence:
                 self.output.pop()
                 self.handling = Handling.STUCK
                 break
-            if self._detokenizer is not None:
-                piece, counts = self._detokenizer.push(token), len(self.output) > self.sampling.min_tokens
-                self._stops.push(piece, self._detokenizer.tail, counts=counts)
-                if special := self._special_texts.get(token):
-                    self._stops.push(special, hidden=True, counts=counts)
-                if self._stops.found:
+            if self.handle.streams or self._said.searches:
+                begin = self._said.length
+                self._hear()
+                if self._said.found:
                     self.finish_reason = "stop"
-                if self.handle.streams:
-                    self._unshown += piece
-                    if self.forced and self.forced[-1] == len(self.output) - 1:
-                        end = self._shown + len(self._unshown)
-                        self._forced_parts.append((end - len(piece), end))
+                if self.handle.streams and self.forced and self.forced[-1] == len(self.output) - 1:
+                    self._forced_parts.append((begin, self._said.length))
             if token in self.eos:
                 self.finish_reason = "stop"
             if self.finish_reason is None and len(self.output) == self.limit:
@@ -214,10 +208,17 @@ class Sequence:
         if len(self.output) >= self.handle.until:
             self.handle.parked = True  # before anybody hears of the tokens, who may let it go on
         if emitted and self.handle.streams:
-            shown, text = self._shown, self._new_text()
-            forced = self._forced_within(shown, shown + len(text))
-            self.handle.push(TokenDelta(self.output[before:], text, accepted, logprobs, forced))
+            new = self._said.new() if self.finish_reason is None else self._said.rest()
+            shown, self._shown = self._shown, self._shown + len(new.text)
+            forced, reasoning = self._forced_within(shown, self._shown), new.reasoning or ""
+            delta = TokenDelta(self.output[before:], new.text, accepted, logprobs, forced, reasoning, new.marked)
+            self.handle.push(delta)
         return emitted
+
+    def _hear(self) -> None:
+        """Have the text of all tokens so far."""
+        self._said.push(*self.output[self._heard :])
+        self._heard = len(self.output)
 
     def _permits(self, token: int) -> bool:
         """Return whether the newest token of the output may be there; the guide goes on by it."""
@@ -276,11 +277,12 @@ class Sequence:
         """Return the result; `finish_reason` must be set."""
         assert self.finish_reason is not None
         request, since = self.handle.request, self.handle.submitted
-        text = self.tokenizer.decode(self.output, skip_special_tokens=True)
+        self._hear()
+        said = self._said.whole()
         return Generation(
             request_id=request.request_id,
             token_ids=self.output,
-            text=text[: self._stops.cut],
+            text=said.text,
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
@@ -297,6 +299,8 @@ class Sequence:
             forced=self.forced,
             valid=None if self.guide is None else self.guide.ended,
             drafter_versions=self.versions,
+            reasoning_content=said.reasoning,
+            marked=said.marked,
         )
 
     def _forced_within(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -304,14 +308,6 @@ class Sequence:
         parts = [(max(start, begin), min(stop, end)) for start, stop in self._forced_parts]
         self._forced_parts = [part for part in self._forced_parts if part[1] > end]
         return [(start - begin, stop - begin) for start, stop in parts if start < stop]
-
-    def _new_text(self) -> str:
-        if self.finish_reason is not None:
-            return self.generation().text[self._shown :]
-        safe = max(0, len(self._unshown) - self._stops.held_back)
-        new, self._unshown = self._unshown[:safe], self._unshown[safe:]
-        self._shown += len(new)
-        return new
 
 
 def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_length: int) -> None:

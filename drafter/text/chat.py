@@ -93,8 +93,24 @@ def refuse_unread(tokenizer: Any, template: str, asked: Conversation) -> None:
     names = [name for name in ("tools", "documents") if getattr(asked, name)]
     names += [name for name in asked.chat_template_kwargs or {} if name not in TURN]
     for name in names:
-        if name in tokenizer.special_tokens_map or not re.search(rf"\b{re.escape(name)}\b", template):
+        if name in tokenizer.special_tokens_map or not names_in(template, name):
             raise RequestError(f"it reads no {name}, which would have no effect: leave it out")
+
+
+def names_in(template: str, name: str) -> bool:
+    """Return whether a template has a name: otherwise it does not read what is given by it."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+@lru_cache(maxsize=4)
+def takes_system(tokenizer: Any) -> bool:
+    """Return whether the tokeniser's chat template takes a message of the system, and writes what it says."""
+    asked = [{"role": role, "content": _HARMLESS} for role in ("system", "user")]
+    try:
+        render_chat(tokenizer, asked, _SOME_TIME)
+    except RequestError:
+        return False
+    return True
 
 
 # How a template reads messages is found out with marks in the places of what they say, once for each shape of a chat.

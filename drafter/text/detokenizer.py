@@ -22,6 +22,8 @@ _INCOMPLETE = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LOCAL = {"ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 """Steps of a decoder that make the text of a token from it and from those before it."""
+_TRIMS = {"Metaspace", "Strip", "WordPiece"}
+"""Steps that leave out a space with which a text begins."""
 _WINDOW, _KEPT = 8, 4  # most tokens that are decoded together, and those that stay when they are too many
 
 _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -39,12 +41,14 @@ class _Decoding:
         byte_tokens: Those of which several in a row are decoded together.
         special: Tokens that are left out before decoding, as far as that is sure.
         cleans: Spaces are taken out of the decoded text.
+        before: A word behind which a text is decoded as one that goes on; none where that is nothing else.
     """
 
     settles: Settles
     byte_tokens: frozenset[int] = frozenset()
     special: frozenset[int] = frozenset()
     cleans: bool = False
+    before: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=4)
@@ -67,7 +71,8 @@ def _decoding(tokenizer: Any) -> _Decoding:
         settles = "one later"
     vocabulary = tokenizer.get_vocab() if "ByteFallback" in kinds else {}
     byte_tokens = frozenset(number for token, number in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
-    return _Decoding(settles, byte_tokens, frozenset(special_texts(tokenizer)), cleans)
+    before = tokenizer("x", add_special_tokens=False)["input_ids"][-1:] if kinds & _TRIMS else ()
+    return _Decoding(settles, byte_tokens, frozenset(special_texts(tokenizer)), cleans, tuple(before))
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,30 +95,39 @@ class Detokenizer:
     """Decodes a sequence's tokens as they come.
 
     What `push` has returned, joined, and `tail` are always the text of `tokenizer.decode` without special tokens.
+
+    Args:
+        goes_on: The text goes on behind another one: a space with which it begins is kept.
+        exact: No space is taken out, either.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, goes_on: bool = False, exact: bool = False) -> None:
         self._tokenizer, self._how = tokenizer, _decoding(tokenizer)
-        self._ids: list[int] = []  # all tokens, or the last ones where no others have a part in what comes
-        self._before = ""  # their text without the last one
-        self._given = 0  # characters of their text that have been returned
+        self._cleans = self._how.cleans and not exact
+        # All tokens, or the last ones where no others have a part in what comes.
+        self._ids = list(self._how.before) if goes_on else []
+        self._before = self._decode(self._ids) if self._ids else ""  # their text without the last one
+        self._given = len(self._before)  # characters of their text that have been returned
         self.tail = ""  # text that later tokens may change
 
-    def push(self, token: int) -> str:
-        """Add a token; return the text that is settled with it."""
-        if token in self._how.special:
+    def push(self, *tokens: int) -> str:
+        """Add tokens; return the text that is settled with them."""
+        new = [token for token in tokens if token not in self._how.special]
+        if not new:
             return ""
-        self._ids.append(token)
+        if len(new) > 1 and self._how.settles != "at once":
+            self._before = self._decode([*self._ids, *new[:-1]])
+        self._ids += new
         text = self._decode(self._ids)
         settled = self._settled(text)
         self._before = text
-        if self._how.cleans:
+        if self._cleans:
             settled = len(self._tokenizer.clean_up_tokenization(text[: _clean_end(text, settled)]))
             text = self._tokenizer.clean_up_tokenization(text)
         piece = text[self._given : settled]
         self._given += len(piece)
         self.tail = text[self._given :]
-        if len(self._ids) >= _WINDOW and self._how.settles == "at once" and not self._how.cleans:
+        if len(self._ids) >= _WINDOW and self._how.settles == "at once" and not self._cleans:
             self._forget_beginning(text)
         return piece
 
@@ -257,8 +271,3 @@ def _next(wanted: str, borders: Sequence[int], matched: int, character: str) -> 
     while matched and wanted[matched] != character:
         matched = borders[matched - 1]
     return matched + (wanted[matched] == character)
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to the first stop string in it."""
-    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]

@@ -90,6 +90,20 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
     return {token: entry.content for token, entry in added.items() if entry.special}
 
 
+@lru_cache(maxsize=4)
+def mark_texts(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the added tokens that the text of an output cannot spell: no text of a grammar matches them.
+
+    They are the special ones, and by llguidance's rule those in angle brackets.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {
+        token: entry.content
+        for token, entry in added.items()
+        if entry.special or (entry.content.startswith("<") and entry.content.endswith(">"))
+    }
+
+
 def refuse_half_characters(prompt: Any) -> None:
     """Raise `RequestError` if a text, or one in messages, has an unpaired surrogate: no tokeniser takes it."""
     try:

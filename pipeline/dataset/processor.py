@@ -20,6 +20,7 @@ from drafter.engine.config import EngineSettings
 from drafter.errors import RequestError, one_line, unknown_setting
 from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
+from drafter.text.reasoning import Reasoning
 from drafter.text.tokenizers import refuse_half_characters
 from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
 from pipeline.dataset.prompt_stage import PROMPTS, TEXT, Made, add_prompts, make_prompts, prompt_kind, take_prompts
@@ -136,7 +137,8 @@ class Answers(EngineProcess):
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
             sees = self._lm.base.sight is not None
-            self._traits = RunTraits(sampling, True, spec.drafter, lossless=lossless, images=sees)
+            reasons = Reasoning.of(self._lm.tokenizer) is not None
+            self._traits = RunTraits(sampling, True, spec.drafter, lossless=lossless, images=sees, reasons=reasons)
             self._columns = wanted_columns(self._traits)
 
     def __call__(self, block: pa.Table) -> pa.Table:

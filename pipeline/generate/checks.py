@@ -50,6 +50,7 @@ class Job:
     heads: dict[str, str]
     source: dict[str, Any]
     images: ImageReading | None = None  # of a target model that sees
+    reasons: bool = False  # the target model may reason before its answer
     folder: str = field(default_factory=os.getcwd)  # now: a node that joins on this machine may replace it
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
@@ -103,7 +104,7 @@ def checked_job(config: GenerateConfig) -> Job:
     how = f"sampled at temperature {temperature:g}" if temperature else "chosen greedily (temperature 0)"
     say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     processor = _processor(config)
-    reads_clock = _check_tokenizer(config, prompts, processor)
+    reads_clock, reasons = _check_tokenizer(config, prompts, processor)
     images = None if processor is None else image_reading(processor, config.images, config.input)
     check_verifier(config)
     _check_structured_outputs(config)
@@ -116,7 +117,7 @@ def checked_job(config: GenerateConfig) -> Job:
         del meaning["images"]
     output = open_output(config, meaning)
     source = input_source(config, listing, None if images is None else _images_source(output, images))
-    return Job(config, listing, prompts, output, meaning, heads, source, images)
+    return Job(config, listing, prompts, output, meaning, heads, source, images, reasons)
 
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
@@ -157,10 +158,13 @@ def _processor(config: GenerateConfig) -> ImageProcessor | None:
     return found
 
 
-def _check_tokenizer(config: GenerateConfig, prompts: PromptSource, processor: ImageProcessor | None) -> bool:
-    # It returns whether the chat template reads the clock.
+def _check_tokenizer(
+    config: GenerateConfig, prompts: PromptSource, processor: ImageProcessor | None
+) -> tuple[bool, bool]:
+    # It returns whether the chat template reads the clock, and whether the model may reason.
     from drafter.text.chat import reads_clock, refuse_unread
     from drafter.text.conversation import Conversation
+    from drafter.text.reasoning import Reasoning
     from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import: no check before waits for it
 
     name = model_name(config.model)
@@ -181,7 +185,8 @@ def _check_tokenizer(config: GenerateConfig, prompts: PromptSource, processor: I
             refuse_unread(tokenizer, tokenizer.get_chat_template(), asked)
         except ValueError as error:
             raise InputError(f"reading.chat_template_kwargs, for the chat template of {name}: {error}") from error
-    return reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
+    clock = reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
+    return clock, Reasoning.of(tokenizer) is not None
 
 
 def output_date(config: GenerateConfig) -> str:

@@ -201,6 +201,7 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
         config.drafter,
         learning=config.learning.enabled,
         images=job.images is not None,
+        reasons=job.reasons,
     )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from drafter.requests import Generation, TokenDelta, TokenLogprob
 from drafter.statistics import statistics_columns
 from pipeline.openai.errors import OpenAIError, bad_request, not_finite, to_json
-from pipeline.openai.reasoning import ReasoningReader
 from pipeline.openai.requests import ParsedRequest
 from pipeline.openai.tool_calls import CallReader, Delta, call_chunk, read_message
 
@@ -136,16 +135,17 @@ def response(
 def _said(request: ParsedRequest, generation: Generation, choice: str) -> tuple[dict[str, Any], str]:
     """Return the text or the message of a choice, and its finish reason."""
     if not request.is_chat:
-        return {"text": generation.text}, generation.finish_reason
-    reasoning, text, called = "", generation.text, False
-    if request.reasoning is not None:
-        reasoning, text = ReasoningReader(request.reasoning).push(text, last=True)
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if request.tools is not None and request.form is not None:
-        message, called = read_message(request.form, request.tools.names, text, choice)
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return {"message": message}, _reason(generation, called=called)
+        return {"text": generation.text} | _reasoning(generation.reasoning_content), generation.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": generation.text, "refusal": None}
+    called = False
+    if request.tools is not None and request.marks is not None:
+        message, called = read_message(request.marks, request.tools.names, generation.marked or "", choice)
+    return {"message": message | _reasoning(generation.reasoning_content)}, _reason(generation, called=called)
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Return the field of a message, a choice or a delta; none without reasoning."""
+    return {"reasoning_content": text} if text else {}
 
 
 def _reason(generation: Generation, *, called: bool) -> str:
@@ -303,15 +303,12 @@ class Chunks:
         self._logprobs_of, self._offsets = logprobs_format(request), [0] * request.choices
         self._begun: set[int] = set()
         self._readers: list[CallReader] = []
-        if request.tools is not None and request.form is not None:
-            self._readers = [CallReader(request.form, request.tools.names) for _ in range(request.choices)]
-        self._reasoning: list[ReasoningReader] = []
-        if request.reasoning is not None:
-            self._reasoning = [ReasoningReader(request.reasoning) for _ in range(request.choices)]
+        if request.tools is not None and request.marks is not None:
+            self._readers = [CallReader(request.marks, request.tools.names) for _ in range(request.choices)]
 
     def step(self, index: int, delta: TokenDelta) -> str:
         """Return the chunk of one decode step of choice `index`; raises as `response` does."""
-        said = self._said(index, delta.text)
+        said = self._said(index, delta)
         logprobs = self._logprobs_of(delta.logprobs, self._token_text, self._offsets[index])
         if logprobs is not None and not self._request.is_chat:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
@@ -326,18 +323,15 @@ class Chunks:
             logprobs, extension = None, {}  # they are the step's, whose first chunk has them
         return events
 
-    def _said(self, index: int, text: str, *, last: bool = False) -> list[dict[str, Any]]:
-        """Return what each chunk of a choice has of its new text, and after the `last` one of what was held back."""
+    def _said(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
+        """Return what each chunk of a choice has of its new text; one chunk at least, unless it is all reasoning."""
+        reasoning = _reasoning(delta.reasoning_content)
         if not self._request.is_chat:
-            return [] if last else [{"text": text}]
-        found = []
-        if self._reasoning:
-            reasoning, text = self._reasoning[index].push(text, last=last)
-            found = [{"delta": {"reasoning_content": reasoning}}] if reasoning else []
+            return [{"text": delta.text} | reasoning]
+        found: list[dict[str, Any]] = [{"delta": reasoning}] if reasoning else []
         if self._readers:
-            found += self._deltas(index, self._readers[index].push(text))
-            return found + (self._deltas(index, self._readers[index].close()) if last else [])
-        return [*found, {"delta": {"content": text}}] if text or not (last or self._reasoning) else found
+            return found + self._deltas(index, self._readers[index].push(delta.marked or ""))
+        return [*found, {"delta": {"content": delta.text}}] if delta.text or not found else found
 
     def _deltas(self, index: int, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
         return [{"delta": call_chunk(delta, f"{self._name}:{index}")} for delta in deltas]
@@ -346,9 +340,9 @@ class Chunks:
         """Return the last chunk of choice `index`."""
         content: dict[str, Any] = {"delta": {}} if self._request.is_chat else {"text": ""}
         events, reason = self._begin(index), str(generation.finish_reason)
-        for rest in self._said(index, "", last=True):
-            events += self._chunk([{"index": index, **rest, "logprobs": None, "finish_reason": None}])
         if self._readers:
+            for rest in self._deltas(index, self._readers[index].close()):
+                events += self._chunk([{"index": index, **rest, "logprobs": None, "finish_reason": None}])
             reason = _reason(generation, called=self._readers[index].whole)
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
         extension = {FIELD: generation_statistics(generation)} if self._speculation else {}

@@ -21,6 +21,8 @@ MOST_MESSAGES = 2048
 _DETAILS = ("auto", "low", "high")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
+_OWN = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
+"""Fields of messages of some roles. Templates write an earlier answer's reasoning, or leave it out."""
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
@@ -49,11 +51,10 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"{path}.role", f"be one of {', '.join(_ROLES)}", role, "invalid_value")
-    own = {"assistant": "tool_calls", "tool": "tool_call_id"}.get(role)
     for name, value in given.items():
-        if name not in ("role", "content", "name", own):
+        if name not in ("role", "content", "name", *_OWN.get(role, ())):
             raise not_supported(f"{path}.{clipped(name)}")
-        if name in ("name", "tool_call_id") and not isinstance(value, str):
+        if name in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str):
             raise bad_request(f"Invalid '{path}.{name}': it must be text.", f"{path}.{name}", "invalid_type")
     given["role"] = _ROLES[role]
     if "tool_calls" not in given or "content" in given:

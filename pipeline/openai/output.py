@@ -52,12 +52,13 @@ def _by_format(response_format: Any) -> StructuredOutputs | None:
         raise missing(f"{path}.type")
     if not isinstance(kind, str) or kind not in FORMATS:
         raise can_only_be(f"{path}.type", " or ".join(FORMATS), kind)
-    fields = {"type": str} | ({"json_schema": dict} if kind == "json_schema" else {})
+    fields = {"type": str} | {"json_schema": {"json_schema": dict}, "json_object": {"schema": dict}}.get(kind, {})
     given = checked_fields(response_format, fields, path)
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputs(json_object=True)
+        schema = given.get("schema")  # llama.cpp's, which clients send to others, too
+        return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
     path = f"{path}.json_schema"
     if "json_schema" not in given:
         raise missing(path)

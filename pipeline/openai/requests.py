@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafter.calls import CallForm
 from drafter.errors import RequestError
 from drafter.images.messages import take_images
 from drafter.other_names import NOT_SUPPORTED, OURS
@@ -29,8 +30,11 @@ from pipeline.openai.errors import (
 )
 from pipeline.openai.messages import chat_messages
 from pipeline.openai.output import wanted_output
-from pipeline.openai.reasoning import ReasoningMarks
-from pipeline.openai.tools import Tools, call_form, chat_tools
+from pipeline.openai.told_tools import FORM, is_told, told
+from pipeline.openai.tools import Tools, call_form, chat_tools, reads_tools
+
+if TYPE_CHECKING:
+    from drafter.text.call_marks import CallMarks
 
 SEES_NOTHING = "the messages have images, and the model takes text alone"
 """What is wrong with a request to such a model."""
@@ -60,6 +64,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """OpenAI's parameters that are not supported, with their harmless values."""
 
 
+logger = logging.getLogger(__name__)
 AnyBody = TypeVar("AnyBody", bound="Body")
 Prompt = str | list[int] | Conversation
 """A text, token ids, or a chat."""
@@ -81,8 +86,7 @@ class ParsedRequest:
     echo: bool = False
     tools: Tools | None = None  # the functions that may be called
     output_field: str = "structured_outputs"
-    form: CallForm | None = None  # of calls in the text of an output, once it is known; see `for_model`
-    reasoning: ReasoningMarks | None = None  # that may come before what the output must be
+    marks: CallMarks | None = None  # of calls in an output, once they are known; see `for_model`
     images: tuple[str, ...] = ()  # addresses of a chat's images, in the order of their places in its messages
 
     @property
@@ -99,30 +103,35 @@ class ParsedRequest:
         return self.settings.get("logprobs") is not None
 
     def for_model(self, tokenizer: Any) -> ParsedRequest:
-        """Return the request with calls of its tools in the form of the model's chat template.
+        """Return the request with its tools and their calls in the form of the model's chat template.
 
         Raises:
             OpenAIError: There must be a call, and the form is not one that output can be held to.
         """
-        if self.tools is None:
-            return self
-        from drafter.text.tokenizers import special_texts  # late: what only parses bodies does without torch
-
         chat = self.prompts[0]
-        assert isinstance(chat, Conversation)
-        form = call_form(tokenizer, chat.tools or ())
-        if form is None and self.tools.needed:
+        if not isinstance(chat, Conversation) or not is_told(chat):
+            return self
+        # Late: what only parses bodies does without torch.
+        from drafter.text.call_marks import CallMarks
+
+        form, needed = call_form(tokenizer, chat.tools or ()), self.tools is not None and self.tools.needed
+        if not reads_tools(tokenizer, chat.tools or ()):
+            chat, form = told(chat, needed=needed, system=_takes_system(tokenizer)), FORM
+        request = replace(self, prompts=(chat,))
+        if self.tools is None:
+            return request
+        if form is None and needed:
             message = "Unsupported value: 'tool_choice' can only be none or auto with this model's form of calls."
             raise bad_request(message, "tool_choice", "unsupported_value")
         if form is None:  # calls stay text
-            return replace(self, tools=None)
+            return replace(request, tools=None)
         try:
             wanted = CallOutputs(calls=self.tools.calls(form, self.settings.get("structured_outputs")))
         except RequestError as error:
             refusal = self.unusable_output(str(error))
             raise refusal or bad_request(f"Invalid 'tools': {error}.", "tools", "invalid_value") from error
-        shown = form.without(special_texts(tokenizer).values())
-        return replace(self, form=shown, settings=self.settings | {"structured_outputs": wanted})
+        settings = self.settings | {"structured_outputs": wanted}
+        return replace(request, marks=CallMarks.of(tokenizer, form), settings=settings)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` overridden by the body; raises an `OpenAIError` for a value that the engine refuses."""
@@ -140,6 +149,15 @@ class ParsedRequest:
             return None
         param = "tools" if found["calls"] else self.output_field
         return bad_request(f"Invalid '{param}': {message[found.end() :]}", param, "invalid_value")
+
+
+@lru_cache(maxsize=4)
+def _takes_system(tokenizer: Any) -> bool:
+    """Return whether the chat template takes a message of the system; say that it reads no tools, once."""
+    from drafter.text.chat import takes_system
+
+    logger.warning("the chat template reads no tools: a message tells the model of them, and how calls are written")
+    return takes_system(tokenizer)
 
 
 def _conversation(parsed: ChatBody, *, with_tools: bool) -> tuple[Conversation, list[str]]:

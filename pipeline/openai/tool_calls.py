@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drafter.calls import CallForm
+if TYPE_CHECKING:
+    from drafter.text.call_marks import CallMarks
 
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
@@ -28,13 +29,14 @@ Delta = str | CallDelta
 
 
 class CallReader:
-    """Reads the text of an output that may call the functions of these names, in a form without special tokens.
+    """Reads the marked text of an output that may call the functions of these names.
 
     A call is one from where its arguments begin; what never becomes one is text. So nothing that was handed out has to
     be taken back, and a text in pieces gives the same as in one. White space before a call is left out.
     """
 
-    def __init__(self, form: CallForm, names: Iterable[str]) -> None:
+    def __init__(self, marks: CallMarks, names: Iterable[str]) -> None:
+        form, self._marks = marks.form, marks
         opening = (("" if form.bare else form.marker) + form.first).lstrip()
         # Each ends with the first character of the arguments.
         self._first = {opening + form.head(name) + "{": name for name in names}
@@ -43,6 +45,7 @@ class CallReader:
             self._more = {}
         self._last, self._bare = "}" + form.last, form.bare
         self._begin = opening + '{"name": "'
+        self._optional = form.marker if form.bare and form.marker in marks.tokens.values() else ""  # may come first
         self._held = ""  # what may become part of a call, or is white space that may stand before one
         self._said = False  # there is text beside calls
         self._calls = 0
@@ -56,6 +59,8 @@ class CallReader:
     def push(self, text: str) -> list[Delta]:
         """Take more text; return what is sure by now."""
         self._held += text
+        if self._optional and self._held.lstrip().startswith(self._optional):
+            self._held, self._optional = self._held.lstrip().removeprefix(self._optional), ""
         found: list[Delta] = []
         while self._advance(found):
             pass
@@ -63,7 +68,7 @@ class CallReader:
 
     def close(self) -> list[Delta]:
         """Return what is left at the end of the text."""
-        rest, self._held = self._held, ""
+        rest, self._held = self._marks.plain(self._held), ""
         return [rest] if rest and self._arguments is None else []
 
     def _advance(self, found: list[Delta]) -> bool:
@@ -74,7 +79,7 @@ class CallReader:
             return self._read_between(found)
         taken = self._arguments.read(self._held)
         if taken:
-            found.append(CallDelta(self._calls - 1, None, self._held[:taken]))
+            found.append(CallDelta(self._calls - 1, None, self._marks.plain(self._held[:taken])))
         self._held = self._held[taken:]
         return self._arguments.closed
 
@@ -109,8 +114,9 @@ class CallReader:
         """Hand out the held text up to `end`, without white space there."""
         said = self._held[:end].rstrip()
         if said:
-            found.append(said)
             self._said = True
+        if seen := self._marks.plain(said):
+            found.append(seen)
         self._held = self._held[len(said) :]
 
     def _begin_call(self, name: str, found: list[Delta]) -> None:
@@ -154,13 +160,14 @@ class _Nesting:
         return len(text)
 
 
-def read_message(form: CallForm, names: Iterable[str], text: str, answer: str) -> tuple[dict[str, Any], bool]:
+def read_message(marks: CallMarks, names: Iterable[str], text: str, answer: str) -> tuple[dict[str, Any], bool]:
     """Return the message that an output is, and whether it calls functions, each with all of its arguments.
 
     Args:
+        text: The output's, marked.
         answer: What ids of calls follow from.
     """
-    reader = CallReader(form, names)
+    reader = CallReader(marks, names)
     content, calls = "", list[dict[str, Any]]()
     for delta in reader.push(text) + reader.close():
         if isinstance(delta, str):

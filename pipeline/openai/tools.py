@@ -134,11 +134,22 @@ def _chosen(choice: Any) -> str | None:
 
 def call_form(tokenizer: Any, tools: Sequence[Any]) -> CallForm | None:
     """Return the form of calls in a tokeniser's chat template; None for one that is no JSON object with a name."""
+    return _form_of(_template(tokenizer, tools) or "")
+
+
+def reads_tools(tokenizer: Any, tools: Sequence[Any]) -> bool:
+    """Return whether a tokeniser's chat template reads tools; also if it has none, which is said elsewhere."""
+    from drafter.text.chat import names_in  # late: what only parses bodies does without transformers
+
+    template = _template(tokenizer, tools)
+    return template is None or names_in(template, "tools")
+
+
+def _template(tokenizer: Any, tools: Sequence[Any]) -> str | None:
     try:
-        template = str(tokenizer.get_chat_template(None, tools))
-    except ValueError:  # it has none, which is said where messages are encoded
-        template = ""
-    return _form_of(template)
+        return str(tokenizer.get_chat_template(None, tools))
+    except ValueError:  # which is said where messages are encoded
+        return None
 
 
 @lru_cache(maxsize=8)

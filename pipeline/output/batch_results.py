@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 import pyarrow.parquet
 
-from drafter.requests import Generation
+from drafter.requests import Generation, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.errors import ProblemType
 from pipeline.io.files import Location
@@ -19,6 +20,7 @@ from pipeline.io.parts import StagedInput, row_name
 from pipeline.openai.answers import TokenText, token_text
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.errors import OpenAIError, not_finite, to_json
+from pipeline.openai.requests import ParsedRequest
 from pipeline.output.columns import logprobs_of
 from pipeline.output.folder import OutputFolder
 
@@ -76,7 +78,7 @@ def _lines(
             request = parse_line(choices[0])
             if request.tools is not None:
                 request = request.for_model(tokenizer())
-            generations = [_generation(row) for row in choices]
+            generations = [_generation_of(row, request, tokenizer) for row in choices]
             yield answer_line(request, choices[0]["custom_id"], generations, created, text)
 
 
@@ -102,7 +104,19 @@ def _rows(folder: Location) -> Iterator[Row]:
                 yield from batch.to_pylist()
 
 
-def _generation(row: Row) -> Generation:
+def _marked(row: Row, request: ParsedRequest, tokenizer: Callable[[], Any]) -> str | None:
+    """Return a row's text with the marks of calls, of which its tokens know; None where there are no calls."""
+    if request.marks is None:
+        return None
+    from drafter.text.text_stream import read_output  # transformers takes seconds to import
+
+    # The text ends before a stop string; a row does not tell those of its run.
+    sampling = replace(request.sampling(SamplingParams()), stop=())
+    said = read_output(tokenizer(), row["prompt_token_ids"], row["token_ids"], sampling)
+    return request.marks.beginning(said.marked, len(row["text"]), whole=False)
+
+
+def _generation_of(row: Row, request: ParsedRequest, tokenizer: Callable[[], Any]) -> Generation:
     counts = DecodeCounts(
         num_output_tokens=row["num_output_tokens"],
         num_draft_tokens=row["num_draft_tokens"],
@@ -119,6 +133,8 @@ def _generation(row: Row) -> Generation:
         verifier=row.get("verifier", "exact"),
         lossless=row.get("lossless", True),
         lenient=row.get("lenient_positions", []),
+        reasoning_content=row.get("reasoning_content"),
+        marked=_marked(row, request, tokenizer),
     )
 
 

@@ -55,6 +55,7 @@ class RunTraits:
         lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
         learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
         images: Whether rows may have images.
+        reasons: Whether the target model may reason before its answer.
     """
 
     sampling: SamplingParams
@@ -63,6 +64,7 @@ class RunTraits:
     lossless: bool = True
     learning: bool = False
     images: bool = False
+    reasons: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.l
 
 COLUMNS = (
     OutputColumn("text", _TEXT, lambda g, r, run: g.text),
+    OutputColumn("reasoning_content", _TEXT, lambda g, r, run: g.reasoning_content, wanted=lambda run: run.reasons),
     OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r, run: list(r.prompt_ids)),
     OutputColumn(PROMPT_IMAGES, _SPANS, lambda g, r, run: _spans_value(r), wanted=lambda run: run.images),
     OutputColumn("token_ids", _INTEGERS, lambda g, r, run: g.token_ids),

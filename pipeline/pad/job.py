@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from drafter.evaluation.decoders import decode_all
 from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, published_layer, save_classifier
 from drafter.methods.pad.training import RecordingVerifier, Rejection, is_pivot, roc_area, train_classifier
 from drafter.requests import hashed_seed, sample_seed
-from drafter.text.detokenizer import cut_at_stop
+from drafter.text.text_stream import read_output
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data, share_out
 from pipeline.command_line import say
@@ -91,8 +90,7 @@ def pivots(config: PivotsConfig, command: str) -> None:
         base, tokens = find_tokens(config, made, drafter, list(rows.values()))
         sampled = continuations(config, made, drafter, tokens)
         tokenizer = load_tokenizer(model_name(made["model"]), trust_remote_code=made["loading"]["trust_remote_code"])
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        labels = labelled(tokens, sampled, rows, answers, scorer, decode, config.held_out)
+        labels = labelled(tokens, sampled, rows, answers, scorer, tokenizer, config.held_out)
     locate(str(folder / "labels.parquet")).write_parquet(labels)
     out = labels["held_out"]
     kept, others = labels.filter(pc.invert(out)), labels.filter(out)
@@ -293,7 +291,7 @@ def labelled(
     rows: Mapping[str, RepeatedRow],
     answers: Mapping[str, Row],
     scorer: Scorer,
-    decode: Callable[[list[int]], str],
+    tokenizer: Any,
     held_out: float,
 ) -> pa.Table:
     """Score continuations, and return the tokens that have some on both sides, with mean utilities and labels."""
@@ -302,9 +300,10 @@ def labelled(
 
     def score(number: int, side: str, rollout: int, more: list[int]) -> None:
         token, kind = asked[number], _SIDES[side]
-        answer, stop = answers[token["request_id"]], rows[token["request_id"]].request.sampling.stop
+        answer, request = answers[token["request_id"]], rows[token["request_id"]].request
         ids = [*answer["token_ids"][: token["place"]], token[kind], *more]
-        scores[number, side][rollout] = worth(answer, ids, cut_at_stop(decode(ids), stop), scorer)
+        said = read_output(tokenizer, request.prompt_ids, ids, request.sampling)
+        scores[number, side][rollout] = worth(answer, ids, said.text, scorer)
 
     for number, token in enumerate(asked):
         for side, kind in _SIDES.items():

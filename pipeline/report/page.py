@@ -24,7 +24,6 @@ from drafter.statistics import (
     total,
 )
 from drafter.text.detokenizer import Detokenizer
-from drafter.text.reasoning import Reasoning
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
@@ -230,14 +229,14 @@ def make_examples(rows: Sequence[Row], model: str) -> tuple[list[Example], list[
         missing.append(f"Tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     if any(_STEPS not in row for row in rows):
         missing.append(f"The steps cannot be shown: the output has no column {_STEPS}")
-    examples, reasoning = [], None if tokenizer is None else Reasoning.of(tokenizer)
+    examples = []
     for row in rows:
         prompt = _prompt_text(row, tokenizer)
         pieces = text_pieces(tokenizer, row["token_ids"])
         marks: dict[int, Mark] = dict.fromkeys(row.get("forced_positions") or (), "forced")
         marks |= dict.fromkeys(row.get("lenient_positions") or (), "lenient")
         steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), marks)
-        examples.append(Example(row, prompt, steps, record_listing(row, reasoning)))
+        examples.append(Example(row, prompt, steps, record_listing(row)))
     return examples, missing
 
 
@@ -252,15 +251,12 @@ def _prompt_text(row: Row, tokenizer: Any) -> str:
     return text
 
 
-def record_listing(row: Row, reasoning: Reasoning | None = None) -> str | None:
+def record_listing(row: Row) -> str | None:
     """Return the object or list that is a row's valid record as indented JSON; None where there is none."""
     if not set(RECORDS) <= row.keys() or not row["valid"]:
         return None
-    text = row["text"]
-    if reasoning is not None:
-        text = text.partition(reasoning.end_text)[2] or text
     try:
-        record = json.loads(text)
+        record = json.loads(row["text"])
     except (ValueError, RecursionError):  # a text by a regular expression or a grammar
         return None
     return json.dumps(record, ensure_ascii=False, indent=2) if isinstance(record, dict | list) else None

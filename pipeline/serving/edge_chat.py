@@ -113,8 +113,11 @@ def chat(config: EdgeChatConfig) -> None:
         messages.append({"role": "user", "content": question})
         stream, screen = lm.stream(messages, sampling), Screen(sys.stdout)
         try:
+            thinks = False
             for delta in stream:
-                screen.show(delta.text, delta.unconfirmed_text)
+                gap = "\n\n" if thinks and delta.text else ""
+                thinks = (thinks or bool(delta.reasoning_content)) and not delta.text
+                screen.show(delta.reasoning_content + gap + delta.text, delta.unconfirmed_text)
             messages.append({"role": "assistant", "content": stream.result().text})
         except (EngineError, RequestError) as error:
             raise JobError(str(error)) from error

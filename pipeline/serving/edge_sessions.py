@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from http import HTTPStatus
 from typing import Any
@@ -128,6 +129,8 @@ class EdgeSession:
             if message.tokenizer != await self._host.tokenizer():
                 raise MessageError("tokenizer", "the device's tokeniser is not the model's: use the model's own")
             parsed = parse_request(message.request).for_model(self._host.lm.tokenizer)
+            if message.prompt is not None:
+                parsed = replace(parsed, prompts=(list(message.prompt),))
             call = Call(parsed, False, self._device.may_teach, self._device.client)
             (request,) = await self._host.encode(call)
             if self.over.is_set():  # meanwhile
@@ -183,7 +186,8 @@ class EdgeSession:
         assert self._opening is not None
         at = len(self._opening.output)
         tokens = tuple(self.output[at:])
-        prompt = None if isinstance(self._opening.request.get("prompt"), list) else self._prompt
+        known = self._opening.prompt is not None or isinstance(self._opening.request.get("prompt"), list)
+        prompt = None if known else self._prompt
         self._send(Opened(at, tokens, self._host.config.draft_tokens, prompt, self._finished))
 
     def _send(self, message: Message) -> None:

@@ -118,6 +118,7 @@ _MESSAGE = {
         "name": {"type": ["string", "null"]},
         "tool_calls": {"type": ["array", "null"], "items": _TOOL, "description": "Of the assistant's messages."},
         "tool_call_id": {"type": ["string", "null"], "description": "Of the role `tool`."},
+        "reasoning_content": {"type": ["string", "null"], "description": "Of the assistant's messages."},
     },
     "required": ["role"],
     "additionalProperties": False,
@@ -173,7 +174,13 @@ _RESPONSE_FORMAT = {
     "anyOf": [
         {
             "type": "object",
-            "properties": {"type": {"enum": ["text", "json_object"]}},
+            "properties": {"type": {"const": "text"}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "json_object"}, "schema": {"type": ["object", "null"]}},
             "required": ["type"],
             "additionalProperties": False,
         },

@@ -31,7 +31,6 @@ from drafter.llm import SpeculativeLM
 from drafter.prompt import Prompt as EncodedPrompt
 from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
 from drafter.text.conversation import Conversation
-from drafter.text.reasoning import Reasoning
 from drafter.text.tokenizers import refuse_long
 from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.engines.models import EngineSpec
@@ -51,7 +50,6 @@ from pipeline.openai.answers import (
     token_text,
 )
 from pipeline.openai.errors import OpenAIError, not_finite, to_json
-from pipeline.openai.reasoning import ReasoningMarks
 from pipeline.openai.requests import ParsedRequest, Prompt
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
@@ -125,7 +123,6 @@ class Answers:
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
         self._token_text = cache(partial(token_text, lm.tokenizer))
-        self._reasoning = Reasoning.of(lm.tokenizer)
         self._edge = EdgeHost(
             lm, edge or EdgeConfig(), address, self._encoded, self._metrics.finished, self._client_error
         )
@@ -161,9 +158,6 @@ class Answers:
             request = request.for_model(self._lm.tokenizer)
             call = replace(call, request=request)
             requests = await self._encoded(call)
-            if request.is_chat and requests[0].sampling.structured_outputs is not None:
-                request = replace(request, reasoning=self._marks(requests[0].prompt_ids))
-                call = replace(call, request=request)
             for each in requests:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
@@ -183,13 +177,6 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
-
-    def _marks(self, prompt: Sequence[int]) -> ReasoningMarks | None:
-        """Return the marks of the reasoning that may come after a prompt; None for none."""
-        inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._lm.tokenizer)
-        if self._reasoning is None or inside is False:
-            return None
-        return ReasoningMarks(self._reasoning.begin_text, self._reasoning.end_text, inside is True)
 
     async def _encoded(self, call: Call) -> list[Request]:
         """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""

@@ -44,7 +44,7 @@ class Grammars(Guides):
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
         guide = GrammarGuide(self._beginning(asked), self._eos)
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
-        if self._reasoning is None or inside is False:
+        if self._reasoning is None or self._reasoning.begin is None or inside is False:
             return guide
         return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
 

@@ -57,6 +57,7 @@ class Panel {
     this.bars = this.root.querySelector(".steps");
     this.steps = [];
     this.runs = 0;
+    this.said = ""; // without what was thought before
     element("answers").append(this.root);
   }
 
@@ -66,15 +67,25 @@ class Panel {
     place.parentElement.hidden = false;
   }
 
-  step(content, { tokens, accepted, forced = [] }) {
-    const hue = accepted > 0 ? `hue-${this.runs++ % HUES}` : "alone";
+  /** Add a step's text; one that ends the reasoning comes in two pieces, of which the first has its figures. */
+  add({ reasoning_content: thought = "", content = "" }, speculation) {
+    if (speculation) this.step(speculation);
+    if (!this.run) return;
     const atEnd = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 4;
+    if (thought) this.run.append(marked(thought, "thought"));
+    this.run.append(...parts(content ?? "", this.forced));
+    this.said += content ?? "";
+    if (atEnd) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  step({ tokens, accepted, forced = [] }) {
+    const hue = accepted > 0 ? `hue-${this.runs++ % HUES}` : "alone";
     const run = document.createElement("span");
-    run.append(...parts(content, forced));
+    this.run = run;
+    this.forced = forced;
     run.className = accepted > 0 ? `run ${hue}` : hue;
     run.title = `${tokens} ${tokens === 1 ? "token" : "tokens"} in one forward, ${accepted} of them drafted`;
     this.text.append(run);
-    if (atEnd) this.text.scrollTop = this.text.scrollHeight;
     this.steps.push({ tokens, hue });
     const total = this.steps.reduce((sum, step) => sum + step.tokens, 0);
     this.show("tokens", total);
@@ -112,7 +123,7 @@ class Panel {
     this.show("record", whole ? "valid" : "cut short");
     if (!whole) return;
     const place = this.root.querySelector(".record");
-    const listing = JSON.stringify(JSON.parse(this.text.textContent), null, 2);
+    const listing = JSON.stringify(JSON.parse(this.said), null, 2);
     const lines = listing.split("\n").length;
     place.querySelector("pre").textContent = listing;
     place.querySelector("summary").textContent = `Record, ${lines} ${lines === 1 ? "line" : "lines"}`;
@@ -128,13 +139,17 @@ function parts(content, forced) {
   const found = [];
   let shown = 0;
   for (const [start, end] of forced) {
-    const mark = document.createElement("span");
-    mark.className = "forced";
-    mark.textContent = text(start, end);
-    found.push(text(shown, start), mark);
+    found.push(text(shown, start), marked(text(start, end), "forced"));
     shown = end;
   }
   return [...found, text(shown)];
+}
+
+function marked(text, name) {
+  const mark = document.createElement("span");
+  mark.className = name;
+  mark.textContent = text;
+  return mark;
 }
 
 /** Return the schema that was given, null if none was; throws where it is not JSON. */
@@ -191,7 +206,7 @@ async function generate(model, title) {
     if (choice?.finish_reason) {
       panel.finish(event.speculation);
       if (asked !== null) panel.record(event.speculation, choice.finish_reason === "stop");
-    } else if (event.speculation) panel.step(choice.delta.content, event.speculation);
+    } else if (choice) panel.add(choice.delta, event.speculation);
   }
   return panel;
 }

@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.requests import TokenLogprob, hashed_seed, sample_seed
 from drafter.statistics import DecodeCounts
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.listing import BATCH, PromptSource, find_prompts, list_input
 from pipeline.openai.answers import token_text
@@ -61,7 +62,7 @@ BATCH_LINES: list[Any] = [
     line("greedy", temperature=0, max_tokens=6),
     line("sampled", n=3, seed=5, max_completion_tokens=5, logprobs=True, top_logprobs=2),
     line("unseeded", n=2),
-    line("tools", tools=[{"type": "function", "function": {"name": "f"}}]),
+    line("documents", documents=[{"text": "f"}]),
     line("texts", COMPLETION, prompt=["how many", "does she"], n=2, temperature=0, max_tokens=4, logprobs=1),
     line("tokens", COMPLETION, prompt=[7, 8, 9], temperature=0, stop="a"),
     line("long", messages=[{"role": "user", "content": "x " * 400}]),
@@ -95,7 +96,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
         "parts",
     ]
     assert [one["custom_id"] for one in errors] == [
-        "tools",
+        "documents",
         "long",
         "partly",
         None,
@@ -164,10 +165,10 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
 
     # Errors in OpenAI's shape, by name.
     failed = {one["custom_id"]: one for one in errors}
-    refused = failed["tools"]["response"]
+    refused = failed["documents"]["response"]
     assert refused["status_code"] == 400
     assert refused["body"]["error"]["type"] == "invalid_request_error"
-    assert "it reads no tools, which would have no effect" in refused["body"]["error"]["message"]
+    assert "it reads no documents, which would have no effect" in refused["body"]["error"]["message"]
     assert "tokens" in failed["long"]["response"]["body"]["error"]["message"]
     assert "tokens" in failed["partly"]["response"]["body"]["error"]["message"]
     unclear = failed["unclear"]["response"]
@@ -225,18 +226,28 @@ def test_how_a_batch_is_known(tmp_path: Path) -> None:
         source([{"custom_id": "a", "prompts": "x"}])
 
 
-def test_a_batch_with_tools(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model: Path, tmp_path: Path) -> None:
     function = {"name": "pick", "parameters": RECORD, "strict": True}
-    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 80}
+    tools: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 300}
     lines = [
         line("required", **tools, tool_choice="required", parallel_tool_calls=False, n=2),
         line("free", **tools, tool_choice="none"),
         line("other", **tools, tool_choice={"type": "function", "function": {"name": "drop"}}),
+        line("record", response_format={"type": "json_object", "schema": RECORD}, max_tokens=300, n=2),
     ]
-    base = with_tools(model, tmp_path / "calling", tokens=True)
+    base = with_tools(model, tmp_path / "calling", tokens=True, reasons=True, special=True)
+    end = load_tokenizer(base).get_vocab()["</think>"]
+    for one in lines:
+        one["body"]["logit_bias"] = {str(end): 5}
     done = run(write_jsonl(tmp_path / "batch.jsonl", lines), base=base)
     assert done.code == 0, done.stderr
-    required, free = read_lines(done.folder / "batch_output.jsonl")
+    required, free, record = read_lines(done.folder / "batch_output.jsonl")
+    rows = {row["request_id"]: row for row in done.rows}
+    for index, choice in enumerate(record["response"]["body"]["choices"]):
+        message, row = choice["message"], rows[f"record#{index}"]
+        assert set(json.loads(message["content"])) == {"fruit", "ripe"}
+        assert (message["content"], message.get("reasoning_content", "")) == (row["text"], row["reasoning_content"])
+    assert any(row["reasoning_content"] for row in done.rows)
     chat = ChatCompletion.model_validate(required["response"]["body"], strict=True)
     assert [choice.finish_reason for choice in chat.choices] == ["tool_calls", "tool_calls"]
     for choice in chat.choices:

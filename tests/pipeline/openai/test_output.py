@@ -29,6 +29,7 @@ def by_schema(**more: Any) -> dict[str, Any]:
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
         ({"response_format": by_schema(schema=SCHEMA)}, {"json": SCHEMA}),
         ({"response_format": by_schema(schema=SCHEMA, strict=True, description="A point.")}, {"json": SCHEMA}),
         ({"response_format": by_schema(strict=None)}, {"json_object": True}),
@@ -54,7 +55,8 @@ def test_both_fields_say_what_the_output_must_be(body: dict[str, Any], wanted: d
         ({"response_format": {}}, "response_format.type", "missing_required_parameter", ""),
         ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value", "json_schema"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "unsupported_value", "json_schema"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown_parameter", ""),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown_parameter", ""),
+        ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema", "invalid_type", "object"),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema",

@@ -125,6 +125,18 @@ def test_a_history_with_calls_of_tools() -> None:
     assert parse_chat(chat(tools=TOOLS, tool_choice="none")).prompts == (Conversation(HELLO),)
 
 
+def test_an_answers_reasoning_comes_back() -> None:
+    said = {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}
+    assert parse_chat(chat(messages=[*HELLO, said, *HELLO])).prompts == (Conversation([*HELLO, said, *HELLO]),)
+    for value in (None, ""):
+        (asked,) = parse_chat(chat(messages=[*HELLO, {**said, "reasoning_content": value}])).prompts
+        assert asked == Conversation([*HELLO, {"role": "assistant", "content": "5"}])
+    for wrong in ({**said, "reasoning_content": 1}, {**said, "role": "user"}):
+        with pytest.raises(OpenAIError) as caught:
+            parse_chat(chat(messages=[wrong]))
+        assert caught.value.param == "messages[0].reasoning_content"
+
+
 def test_what_goes_to_the_chat_template() -> None:
     asked: dict[str, Any] = {
         "tools": TOOLS,

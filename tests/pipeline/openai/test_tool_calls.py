@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +12,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.calls import CallForm
+from drafter.text.call_marks import CallMarks
 from pipeline.openai.tool_calls import CallDelta, CallReader, Delta, call_chunk, call_id, read_message
 
-HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
-MISTRAL = CallForm("[TOOL_CALLS]", " [", ", ", "]").without(["[TOOL_CALLS]"])
-HIDDEN = HERMES.without(["<tool_call>", "</tool_call>"])
-LLAMA = CallForm("<|python_tag|>", arguments="parameters", bare=True)
-FORMS = {"hermes": HERMES, "hidden": HIDDEN, "mistral": MISTRAL, "llama": LLAMA}
+
+class Tokenizer:
+    """Whose added tokens are these, special or not."""
+
+    def __init__(self, **added: bool) -> None:
+        tokens = [SimpleNamespace(content=name, special=special) for name, special in added.items()]
+        self.added_tokens_decoder = dict(enumerate(tokens))
+
+
+TAGGED = CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+TAGS = ("<tool_call>", "</tool_call>")
+HERMES = CallMarks.of(Tokenizer(), TAGGED)
+TOKENS = CallMarks.of(Tokenizer(**dict.fromkeys(TAGS, False)), TAGGED)
+HIDDEN = CallMarks.of(Tokenizer(**dict.fromkeys(TAGS, True)), TAGGED)
+MISTRAL = CallMarks.of(Tokenizer(**{"[TOOL_CALLS]": True, "<s>": True}), CallForm("[TOOL_CALLS]", " [", ", ", "]"))
+LLAMA = CallMarks.of(
+    Tokenizer(**{"<|python_tag|>": True}), CallForm("<|python_tag|>", arguments="parameters", bare=True)
+)
+FORMS = {"hermes": HERMES, "tokens": TOKENS, "hidden": HIDDEN, "mistral": MISTRAL, "llama": LLAMA}
 NAMES = ("add", "add_all")
 
 
-def written(form: CallForm, *calls: tuple[str, Any]) -> str:
-    """The text of an output with calls."""
+def written(marks: CallMarks, *calls: tuple[str, Any]) -> str:
+    """The marked text of an output with calls."""
+    form = marks.form
     texts = [form.head(name) + json.dumps(arguments) + "}" for name, arguments in calls]
     return ("" if form.bare else form.marker) + form.first + (form.between or "").join(texts) + form.last
 
@@ -42,7 +59,7 @@ def joined(deltas: list[Delta]) -> tuple[str, list[list[str]]]:
     return content, calls
 
 
-def read(form: CallForm, *pieces: str) -> tuple[str, list[list[str]], bool]:
+def read(form: CallMarks, *pieces: str) -> tuple[str, list[list[str]], bool]:
     reader = CallReader(form, NAMES)
     deltas = [delta for piece in pieces for delta in reader.push(piece)] + reader.close()
     assert all(delta for delta in deltas)
@@ -53,13 +70,13 @@ ARGUMENTS = {"x": [1, {"y": '}"]\\'}], "é": "{"}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_call(form: CallForm) -> None:
+def test_a_call(form: CallMarks) -> None:
     assert read(form, written(form, ("add", ARGUMENTS))) == ("", [["add", json.dumps(ARGUMENTS)]], True)
     assert read(form, "\n\n" + written(form, ("add_all", {}))) == ("", [["add_all", "{}"]], True)
 
 
-@pytest.mark.parametrize("form", [HERMES, HIDDEN, MISTRAL], ids=["hermes", "hidden", "mistral"])
-def test_several_calls_after_a_text(form: CallForm) -> None:
+@pytest.mark.parametrize("form", [HERMES, TOKENS, HIDDEN, MISTRAL], ids=["hermes", "tokens", "hidden", "mistral"])
+def test_several_calls_after_a_text(form: CallMarks) -> None:
     text = "I add.\n\n" + written(form, ("add", {"x": 1}), ("add_all", {}), ("add", {"x": 2}))
     assert read(form, text) == ("I add.", [["add", '{"x": 1}'], ["add_all", "{}"], ["add", '{"x": 2}']], True)
 
@@ -72,7 +89,10 @@ def test_several_calls_after_a_text(form: CallForm) -> None:
         (HERMES, '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'),
         (HERMES, '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>'),
         (HERMES, '<tool_call>\n{"name": "add"'),
-        (MISTRAL, '[{"name": "ad'),
+        (TOKENS, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'),
+        (HIDDEN, 'hello \n{"name": "add", "arguments": {"zz'),
+        (MISTRAL, ' [{"name": "add", "arguments": {}}]'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {}}]'),
         (LLAMA, 'Write {"name": "add", "parameters": {}}'),
         (LLAMA, '{"names": 1}'),
         (LLAMA, '{"name": "other", "parameters": {}}'),
@@ -80,7 +100,7 @@ def test_several_calls_after_a_text(form: CallForm) -> None:
         (LLAMA, ""),
     ],
 )
-def test_what_is_no_call_is_text(form: CallForm, text: str) -> None:
+def test_what_is_no_call_is_text(form: CallMarks, text: str) -> None:
     assert read(form, text) == (text, [], False)
     assert read(form, *text) == (text, [], False)
 
@@ -97,6 +117,21 @@ def test_a_call_that_is_cut_short_has_the_arguments_until_there() -> None:
     both = written(HERMES, ("add", {}), ("add", {"x": 1}))
     assert read(HERMES, both[: both.index('"x"') + 1]) == ("", [["add", "{}"], ["add", '{"']], False)
     assert read(HERMES, both[: both.rindex("<tool_call>") + 4]) == ("", [["add", "{}"]], True)
+
+
+def test_the_mark_alone_is_seen_as_it_is_or_not_at_all() -> None:
+    mark, hidden, other = TOKENS.form.marker, HIDDEN.form.marker, MISTRAL.tokens[1]
+    assert read(TOKENS, "Well. ", mark, "x") == ("Well. <tool_call>x", [], False)
+    assert read(HIDDEN, "Well. ", hidden, "x") == ("Well. x", [], False)
+    assert read(MISTRAL, f' [{{"na{other}me": "add", "arguments": {{}}}}]') == (
+        ' [{"name": "add", "arguments": {}}]',
+        [],
+        False,
+    )
+    for text in ("<|python_tag|>", " <|python_tag|>"):
+        marked = text.replace("<|python_tag|>", LLAMA.form.marker)
+        assert read(LLAMA, marked + written(LLAMA, ("add", {}))) == ("", [["add", "{}"]], True)
+        assert read(LLAMA, *marked) == ("", [], False)
 
 
 CALLS = st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2))
@@ -116,7 +151,7 @@ def test_pieces_give_what_the_whole_gives(
     kind: str, before: str, calls: list[tuple[str, Any]], end: int, cuts: list[int]
 ) -> None:
     form = FORMS[kind]
-    if form.bare:
+    if form.form.bare:
         before, calls = before.strip() and before, calls[:1]
     text = (before + written(form, *calls) if calls else before)[: end or None]
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

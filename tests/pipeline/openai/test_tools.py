@@ -104,19 +104,25 @@ def test_the_form_of_calls_is_that_of_the_chat_template(template: str | None, fo
     assert call_form(Tokenizer(template), [ADD]) == form
 
 
-def test_special_tokens_are_not_in_the_text_of_an_output() -> None:
-    mistral = Tokenizer("[TOOL_CALLS] [", **{"[TOOL_CALLS]": True, "<think>": False})
+def test_marks_that_are_tokens_are_not_texts_of_an_output() -> None:
+    mistral = Tokenizer("{{ tools }} [TOOL_CALLS] [", **{"[TOOL_CALLS]": True, "<think>": False, "[x]": False})
     parsed = parse_chat(body(tools=[ADD])).for_model(mistral)
-    assert parsed.form == CallForm("", " [", ", ", "]")
+    assert parsed.marks is not None
+    mark = parsed.marks.tokens[0]
+    assert parsed.marks.form == CallForm(mark, " [", ", ", "]")
     assert parsed.settings["structured_outputs"].calls.form.marker == "[TOOL_CALLS]"
-    assert parse_chat(body(tools=[ADD])).for_model(HERMES).form == QWEN
+    assert [parsed.marks.plain(one) for one in parsed.marks.tokens.values()] == ["", "<think>"]
+    assert parsed.marks.plain(f"a{mark}b") == "ab"
+    text = parse_chat(body(tools=[ADD])).for_model(Tokenizer("{{ tools }} <tool_call>"))
+    assert text.marks is not None
+    assert (text.marks.form, text.marks.tokens) == (QWEN, {})
 
 
 @pytest.mark.parametrize("template", ["<tool_call>\n<function=f>", "<｜tool▁calls▁begin｜>", "[TOOL_CALLS]f[ARGS]{}"])
 def test_forms_that_are_no_objects_with_a_name(template: str) -> None:
-    tokenizer = Tokenizer(template)
+    tokenizer = Tokenizer("{{ tools }}" + template)
     auto = parse_chat(body(tools=[ADD])).for_model(tokenizer)
-    assert (auto.tools, auto.form, auto.settings) == (None, None, {})
+    assert (auto.tools, auto.marks, auto.settings) == (None, None, {})
     with pytest.raises(OpenAIError, match="none or auto") as caught:
         parse_chat(body(tools=[ADD], tool_choice="required")).for_model(tokenizer)
     assert (caught.value.status, caught.value.param) == (400, "tool_choice")
@@ -127,7 +133,7 @@ def test_a_call_that_has_no_mark_cannot_be_told_from_another_object() -> None:
     with pytest.raises(OpenAIError, match="does not mark calls") as caught:
         parse_chat(asked).for_model(Tokenizer("{{ tools }}"))
     assert caught.value.param == "tools"
-    assert parse_chat({**asked, "tool_choice": "required"}).for_model(Tokenizer("{{ tools }}")).form
+    assert parse_chat({**asked, "tool_choice": "required"}).for_model(Tokenizer("{{ tools }}")).marks
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
     columns = columns_type()
     assert [field.name for field in columns] == [
         "text",
+        "reasoning_content",
         "prompt_token_ids",
         PROMPT_IMAGES,
         "token_ids",
@@ -57,12 +58,15 @@ def test_every_value_has_the_type_of_its_column() -> None:
     counts.record_step(emitted=3, accepted=2, drafted=4)
     logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
     generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
-    generation = dataclasses.replace(generation, drafter_versions=[3, 5], forced=[0], valid=True)
+    generation = dataclasses.replace(
+        generation, drafter_versions=[3, 5], forced=[0], valid=True, reasoning_content="hm"
+    )
     prompt = Prompt([1, 2], (Span(0, 1, b"\x01\xff"),))
     values = column_values(generation, Request(prompt, SamplingParams(seed=2**63 - 1)), PLAIN)
     (row,) = pa.array([values], columns_type()).to_pylist()
     assert {name: value for name, value in row.items() if name != "finished_at"} == {
         "text": "text",
+        "reasoning_content": "hm",
         "prompt_token_ids": [1, 2],
         PROMPT_IMAGES: [{"start": 0, "stop": 1, "digest": "01ff"}],
         "token_ids": [4],
@@ -102,9 +106,11 @@ def test_every_value_has_the_type_of_its_column() -> None:
         ),
         (dataclasses.replace(PLAIN, learning=True), {"drafter_version"}),
         (dataclasses.replace(PLAIN, images=True), {PROMPT_IMAGES}),
+        (dataclasses.replace(PLAIN, reasons=True), {"reasoning_content"}),
         (dataclasses.replace(PLAIN, lossless=False), {*MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"logprobs", "drafter_version", PROMPT_IMAGES, *MARKS, *RECORDS}
+    others = {"logprobs", "drafter_version", "reasoning_content", PROMPT_IMAGES, *MARKS, *RECORDS}
+    always = {column.name for column in COLUMNS} - others
     assert names(traits) == always | optional

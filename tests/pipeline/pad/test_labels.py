@@ -17,6 +17,7 @@ from pipeline.errors import InputError
 from pipeline.generate.row_requests import row_sampling
 from pipeline.pad.job import REJECTION_TYPE, features_of, is_held_out, labelled, prompts_of, tokens_of, worth
 from pipeline.report.audit import RepeatedRow
+from tests.support.models import SpellingTokenizer
 
 ROWS = [
     RepeatedRow(Request([1, 2], SamplingParams(6, stop=("8",)), "a"), [3, 4, 5, 9]),
@@ -129,8 +130,7 @@ def test_answers_are_scored_whole_and_means_make_the_label() -> None:
     ]
     answers = {"a": {"request_id": "a", "answer": "42", "token_ids": [3, 4, 5, 9], "text": "another"}}
     tokens = table(token(), token(rejected_ends=True, rejected=31, hidden=[1.0, 31.0]), token())
-    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    labels = labelled(tokens, iter(sampled), {"a": ROWS[0]}, answers, even, decode, 0.5)
+    labels = labelled(tokens, iter(sampled), {"a": ROWS[0]}, answers, even, SpellingTokenizer(), 0.5)
     names = ("rejected", "utility_with", "utility_without", "rollouts_with", "rollouts_without", "pivot")
     assert [tuple(row[name] for name in names) for row in labels.to_pylist()] == [
         (30, 0.5, 1.0, 2, 2, True),

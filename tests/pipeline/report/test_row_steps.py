@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.text.reasoning import Reasoning
 from pipeline.report.page import Mark, MarkedText, Step, record_listing, steps_of, text_pieces
 
 
@@ -49,8 +48,6 @@ def test_a_record_is_listed(text: str | None, listing: str | None) -> None:
     assert record_listing({**row, "valid": text is not None}) == listing
     assert record_listing({**row, "valid": False}) is None
     assert record_listing({"text": text, "valid": True}) is None  # a column of the input
-    after = {**row, "text": f"<think>{{}}</think>\n\n{text}", "valid": text is not None}
-    assert record_listing(after, Reasoning(1, 2, "<think>", "</think>")) == listing
 
 
 @pytest.fixture(scope="module")

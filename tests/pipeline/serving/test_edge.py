@@ -21,6 +21,7 @@ from benchmarks.edge.knowing import Knowing
 from drafter import EngineConfig, EngineError, Generation, RequestError, SamplingParams, SpeculativeLM
 from drafter.edge.client import EdgeLM
 from drafter.edge.messages import FROM_SERVER, PATH, Close, Draft, Error, Message, Open, Opened, Verified, read, write
+from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import vocabulary_digest
 from pipeline.serving.config import EdgeConfig
 from pipeline.serving.keys import read_keys
@@ -150,7 +151,7 @@ def test_records_are_those_of_one_process(plain: SpeculativeLM, address: str, ou
 
 
 def test_tools_are_those_of_the_endpoint(model: Path, tmp_path: Path) -> None:
-    """A call that must be is a call, though its device drafts nothing."""
+    """A call that must be is a call, though its device drafts nothing, and its session is lost half-way."""
     look = {"type": "object", "properties": {"at": {"enum": ["tree", "sky"]}}, "required": ["at"]}
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "how many"}], "seed": 0, "max_tokens": 60}
     asked["tools"] = [{"type": "function", "function": {"name": "look", "parameters": look, "strict": True}}]
@@ -161,12 +162,48 @@ def test_tools_are_those_of_the_endpoint(model: Path, tmp_path: Path) -> None:
         with served({NAME: replica}, edge=sessions) as address, talk(address) as socket:
             found = ask(socket, Open("0" * 32, vocabulary_digest(lm.tokenizer), asked))
             assert isinstance(found, Opened)
-            output = list(found.tokens)
-            while found.finished is None:
+            prompt, output = found.prompt, list(found.tokens)
+            while found.finished is None and len(output) < 9:
                 found = ask(socket, Draft(len(output), len(output), ()))
                 assert isinstance(found, Verified)
                 output += found.tokens
+            (session,) = replica._edge.sessions.values()
+            session.end("ended", "lost")
+            assert prompt is not None
+            with talk(address) as again:
+                opening = Open("0" * 32, vocabulary_digest(lm.tokenizer), asked, tuple(output), prompt=prompt)
+                found = ask(again, opening)
+                assert isinstance(found, Opened)
+                assert found.prompt is None
+                output += found.tokens
+                while found.finished is None:
+                    found = ask(again, Draft(len(output), len(output), ()))
+                    assert isinstance(found, Verified)
+                    output += found.tokens
     assert re.search(r'"name": ?"look", ?"arguments": ?\{"at": ?"(tree|sky)"\}', lm.tokenizer.decode(output))
+
+
+def test_a_chat_with_tools_goes_on_as_it_was_when_its_session_is_lost(model: Path, tmp_path: Path) -> None:
+    look = {"type": "object", "properties": {"at": {"enum": ["tree", "sky"]}}, "required": ["at"]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": look, "strict": True}}]
+    chat = Conversation([{"role": "user", "content": "how many"}], tools=tools)
+    folder, sessions = with_tools(model, tmp_path, tokens=True, special=True), EdgeConfig(sessions=2, draft_tokens=4)
+    with SpeculativeLM.from_pretrained(folder, "none", brought=4) as lm:
+        replica, mark = Answers(lm, "replica", PATIENCE, sessions), lm.tokenizer.get_vocab()["<tool_call>"]
+        settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5, "logit_bias": {mark: 12}}
+        with served({NAME: replica}, edge=sessions) as address:
+            device = EdgeLM(address, "none", tokenizer=lm.tokenizer)
+            expected = device.generate(chat, **settings)
+            stream, text, lost = device.stream(chat, **settings), "", 0
+            for delta in stream:
+                text += delta.text
+                if len(stream.output) >= 6 * (lost + 1) and lost < 3:
+                    for session in replica._edge.sessions.values():
+                        session.end("ended", "lost")
+                    lost += 1
+            assert lost
+    assert mark in expected.token_ids
+    assert (stream.output, text) == (expected.token_ids, expected.text)
 
 
 def run_through_faults(plain: SpeculativeLM, address: str, count: int, seed: int) -> dict[str, int]:

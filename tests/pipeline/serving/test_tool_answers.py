@@ -23,10 +23,12 @@ from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
 
 
-@pytest.fixture(scope="module", params=["text", "tokens"])
+@pytest.fixture(scope="module", params=["text", "tokens", "special"])
 def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model that calls tools, whose marks are text, or tokens of their own."""
-    return with_tools(model, tmp_path_factory.mktemp("calling"), tokens=request.param == "tokens")
+    return with_tools(
+        model, tmp_path_factory.mktemp("calling"), tokens=request.param != "text", special=request.param == "special"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +251,19 @@ def test_the_schema_of_a_function_that_cannot_be_followed_is_named(client: OpenA
     assert client.chat.completions.create(**ASKED | {"tools": [odd], "max_tokens": 3}).choices
 
 
-def test_tools_that_the_template_does_not_show_are_refused(local: str) -> None:
-    client = client_of(local)
-    for choice in ("auto", "required"):
-        with pytest.raises(BadRequestError, match="it reads no tools"):
-            client.chat.completions.create(**ASKED, tool_choice=choice)
+def test_tools_that_the_template_does_not_show_are_told_in_a_message(model: Path, tmp_path: Path) -> None:
+    folder = with_tools(model, tmp_path, tokens=False, shown=False)
+    asked: dict[str, Any] = {**ASKED, "tool_choice": NAMED, "temperature": 0}
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
+    with (
+        SpeculativeLM.from_pretrained(folder, "ngram", config=config) as lm,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
+    ):
+        client = client_of(address)
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert check_calls(choice) == ["Look"]
+        result = {"role": "tool", "tool_call_id": "1", "content": "7"}
+        asked["messages"] = [*HOW_MANY, choice.message.model_dump(exclude_none=True), result]
+        assert check_calls(client.chat.completions.create(**asked).choices[0]) == ["Look"]
+        none = client.chat.completions.create(**asked | {"tool_choice": "none", "max_tokens": 4})
+        assert none.choices[0].message.tool_calls is None

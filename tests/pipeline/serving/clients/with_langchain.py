@@ -24,6 +24,7 @@ several = chat.batch([prompt, prompt])
 stream = "".join(str(one.content) for one in chat.stream(prompt))
 record = ChatOpenAI(**where | {"max_tokens": 200}).with_structured_output(Count).invoke(prompt)
 tools = ChatOpenAI(**where | {"base_url": f"{calling}/v1", "max_tokens": 200})
+called = tools.with_structured_output(Count, method="function_calling").invoke(prompt)
 bound = tools.bind_tools([Count], tool_choice="Count", parallel_tool_calls=False)
 first, *rest = bound.stream(prompt)
 for one in rest:
@@ -33,7 +34,7 @@ print(
         {
             "chat": [whole.content, stream, *(one.content for one in several)],
             "text": OpenAI(**where).invoke(prompt),
-            "record": record.model_dump(),
+            "records": [record.model_dump(), called.model_dump()],
             "called": [{"name": call["name"], "args": call["args"]} for call in bound.invoke(prompt).tool_calls],
             "streamed": [{"name": call["name"], "args": call["args"]} for call in first.tool_calls],
         }
