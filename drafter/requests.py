@@ -350,6 +350,7 @@ class Generation:
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
     error: str | None = None  # reason for a missing text
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
+    num_cached_tokens: int = 0  # tokens of the prompt whose state was there already, from other requests
 
     @property
     def mean_acceptance_length(self) -> float:

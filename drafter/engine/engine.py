@@ -23,7 +23,7 @@ from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
 from drafter.engine.guiding import guided, under_guides
 from drafter.engine.handle import Handle
-from drafter.engine.memory import plan_or_refuse
+from drafter.engine.memory import plan_or_refuse, rows_to_keep
 from drafter.engine.reading import PromptReader
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import EndedRow, Handling, RowTap, Sequence, refuse_unusable
@@ -90,11 +90,12 @@ class Engine:
         self._packs = base.allow_packing()
         self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
         recorded = self._queued and alone and drafter.spec.graph_safe and not base.cache_bytes.node
-        plan = None
+        graphs, plan = cuda_graph.MOST_GRAPHS if recorded else 0, None
+        kept = rows_to_keep(base, drafter.spec, config, self.max_length, graphs)
         if self._queued and alone:
-            graphs = cuda_graph.MOST_GRAPHS if recorded else 0
-            plan = plan_or_refuse(base, drafter.spec, config, self.max_length, graphs)
-        self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
+            plan = plan_or_refuse(base, drafter.spec, replace(config, kept_rows=kept), self.max_length, graphs)
+        slots, kv_bytes = config.max_num_seqs, config.kv_bytes
+        self.batch = BatchState(base, drafter, slots, self.max_length, self._times, kv_bytes, kept)
         # A step that is repeated as a whole always has the same nodes.
         self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not self._queued)
         recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
@@ -374,6 +375,7 @@ class Engine:
         self._times.start()
         if (renewal := self.drafter.renew()) is not None:
             self._version = renewal.version
+            self.scheduler.kept.clear()
             for member in renewal.members:
                 self.budget.renewed(member)
         self._prefilled_before = self._counts["prefilled_tokens"]
@@ -451,7 +453,7 @@ class Engine:
         if sequence.finish_reason is not None:
             self._hand_out(sequence)
             generation = sequence.generation()
-            self.scheduler.retire(sequence)
+            self.scheduler.end(sequence)
             sequence.handle.future.set_result(generation)
         elif sequence.handling in (Handling.STUCK, Handling.NOT_FINITE):
             self.scheduler.retire(sequence, poisoned=not sound)

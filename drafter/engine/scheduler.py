@@ -8,15 +8,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence as Several
 
 from drafter.engine.batch import BatchState
+from drafter.engine.kept_rows import LEAST_SHARED, KeptRow, KeptRows
 from drafter.engine.memory import GPU_CHUNK
-from drafter.engine.sequence import Handling, Sequence
+from drafter.engine.sequence import Sequence
 from drafter.engine.step import Flights
 from drafter.engine.waiting_queue import WaitingQueue
 from drafter.prompt import TextKey
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
-_LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
 _BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
@@ -48,30 +48,32 @@ class RowLimit:
             self._left = self._backoff
 
 
-class _Keys:
-    """Keys of sequences by their beginnings: there may be hundreds, and most have nothing in common."""
+class _Donors:
+    """Rows by the beginnings of their texts: there may be hundreds, and most have nothing in common."""
 
     def __init__(self) -> None:
-        self._of = defaultdict[tuple[str, bytes], list[tuple[int, TextKey]]](list)
+        self._of = defaultdict[tuple[str, bytes], list[tuple[int, Sequence | KeptRow, int]]](list)
 
-    def add(self, slot: int, sequence: Sequence) -> None:
-        self._of[sequence.key.beginning(_LEAST_SHARED)].append((slot, sequence.key))
+    def add(self, slot: int, row: Sequence | KeptRow, length: int) -> None:
+        """Add a row of which the first `length` tokens are in its slot, or will be."""
+        self._of[row.key.beginning(LEAST_SHARED)].append((slot, row, length))
 
-    def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the slot of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
-        longest, key = (0, 0), sequence.key
-        for slot, other in self._of[key.beginning(_LEAST_SHARED)]:
-            # Without the last tokens: while they are pending, there is nothing of them to copy.
-            shared = min(key.shared(other), len(key.ids) - 1, len(other.ids) - 1)
-            if shared > longest[1]:
-                longest = slot, shared
-        return longest if longest[1] >= _LEAST_SHARED else (0, 0)
+    def longest_shared(self, sequence: Sequence) -> tuple[int, Sequence | KeptRow | None, int]:
+        """Return slot and row with the longest common prefix, and its length in tokens; 0 for none."""
+        longest: tuple[int, Sequence | KeptRow | None, int] = (0, None, 0)
+        key = sequence.key
+        for slot, row, length in self._of[key.beginning(LEAST_SHARED)]:
+            # The last token is pending: it is decoded, not copied.
+            shared = min(key.shared(row.key), len(key.ids) - 1, length)
+            if shared > longest[2]:
+                longest = slot, row, shared
+        return longest if longest[2] >= LEAST_SHARED else (0, None, 0)
 
 
-def _at_border(place: int, *sequences: Sequence) -> int:
+def _at_border(place: int, *rows: Sequence | KeptRow) -> int:
     """Return the last place up to this one where the texts of all these may be cut; see `Borders`."""
-    least = min(place if one.borders is None else one.borders.before(place) for one in sequences)
-    return place if least == place else _at_border(least, *sequences)
+    least = min(place if one.borders is None else one.borders.before(place) for one in rows)
+    return place if least == place else _at_border(least, *rows)
 
 
 class Scheduler:
@@ -87,6 +89,7 @@ class Scheduler:
         # Those that no step decodes: with their KV, from the last slot down, and without, where others needed the slot.
         self._parked: list[Sequence] = []
         self._parked_unread: list[Sequence] = []
+        self.kept = KeptRows(state)
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
@@ -136,11 +139,13 @@ class Scheduler:
         sequence = self.waiting.first(self.in_slots) if slot < self.limit.most else None
         if sequence is None:
             return False
-        while self._parked and (slot == self._lowest_parked or not self._state.has_room(sequence.length + 1, slot)):
+        if self._parked and slot == self._lowest_parked:
             self._drop(len(self._parked) - 1)
         # None overtakes one that does not fit.
-        if not self._state.has_room(sequence.length + 1, slot):
-            return False
+        while not self._has_room(sequence):
+            if not self._parked:
+                return False
+            self._drop(len(self._parked) - 1)
         self.waiting.remove(sequence)
         # It is in a list before anything can fail, so that a failure finds it.
         self.entering.append(sequence)
@@ -152,35 +157,41 @@ class Scheduler:
     def next_spans(self) -> tuple[list[slice], int]:
         """Return the chunks of the first entering prompts for the next forward, of at most `chunk` tokens.
 
-        A prefix shared with an active sequence is copied from there, and a prompt waits for one that has more than
+        A prefix shared with an active sequence or a kept row is copied from there, and a prompt waits for one that has more than
         half of it. The number of copied tokens comes second. Some have forwards of their own; see `Sequence.apart`.
         """
         spans: list[slice] = []
         copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        decoded, before = _Keys(), _Keys()
+        donors, before = _Donors(), _Donors()
         for slot, sequence in enumerate(self.active):
-            decoded.add(slot, sequence)
+            donors.add(slot, sequence, len(sequence.prefilled) - 1)
+        for row in self.kept:
+            donors.add(row.slot, row, len(row))
         for slot, sequence in enumerate(self.entering, len(self.active)):
-            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence)
+            source, donor, shared = 0, None, 0
+            if not (sequence.read or sequence.alone):
+                source, donor, shared = donors.longest_shared(sequence)
             start = max(sequence.read, shared)
             rest = sequence.length - start
             if spans:
-                coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
+                coming = 0 if sequence.alone else before.longest_shared(sequence)[2]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
-            if shared:
-                shared = self._state.copy(donor, slot, _at_border(shared, sequence, self.active[donor]))
+            if donor is not None:
+                shared = self._state.copy(source, slot, _at_border(shared, sequence, donor))
                 start = max(sequence.read, shared)
                 rest = sequence.length - start
                 if shared:
-                    sequence.handling = Handling.COPIED
+                    sequence.copied(shared)
+                if isinstance(donor, KeptRow):
+                    self.kept.use(donor)
                 copied += shared
             stop = sequence.cut(start, start + min(room, rest))
             spans.append(slice(start, stop))
-            before.add(slot, sequence)
+            before.add(slot, sequence, len(sequence.prefilled) - 1)
             room -= min(room, rest)
             if not rest:
                 break
@@ -201,10 +212,18 @@ class Scheduler:
         """Reserve memory for the next step of all active sequences, in order; False if it does not reach for all."""
         ahead = self._flights.ahead
         while not all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active)):
+            if self.kept.drop_oldest():
+                continue
             if not self._parked:
                 return False
             self._drop(len(self._parked) - 1)
         return True
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Return whether there is memory for a sequence to enter, once as many kept rows as it takes are dropped."""
+        while not (room := self._state.has_room(sequence.length + 1, len(self.in_slots))) and self.kept.drop_oldest():
+            pass
+        return room
 
     def park(self, sequence: Sequence) -> None:
         """Take an active sequence out of the steps, with its KV kept if a slot is free. No flight may be under way."""
@@ -273,7 +292,7 @@ class Scheduler:
         """
         waiting = self.waiting.first(self.in_slots) if self.waiting.salted else None
         taken = len(self.in_slots)
-        if waiting is None or (taken < self.limit.most and self._state.has_room(waiting.length + 1, taken)):
+        if waiting is None or (taken < self.limit.most and self._has_room(waiting)):
             return None
         held = Counter(sequence.salt for sequence in self.in_slots)
         greediest = max(held, key=held.__getitem__, default="")
@@ -291,6 +310,11 @@ class Scheduler:
         else:
             self.retire(sequence)
         self.waiting.put_back([sequence])
+
+    def end(self, sequence: Sequence) -> None:
+        """Take an active sequence out whose text is over, and keep what its slot has."""
+        self.kept.keep(self.active.index(sequence), sequence, len(self.in_slots))
+        self.retire(sequence)
 
     def retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take an active sequence out: the last active one takes its slot, and those that enter move up.
@@ -319,7 +343,7 @@ class Scheduler:
         """Take out all that are cancelled, or out of time at `now` (monotonic seconds)."""
         unwanted = [sequence for sequence in self.active if sequence.handle.unwanted(now)]
         for sequence in reversed(unwanted):
-            self.retire(sequence)
+            self.end(sequence)
         for sequence in reversed(self.entering):
             if sequence.handle.unwanted(now):
                 self.leave(sequence)
@@ -333,6 +357,7 @@ class Scheduler:
 
     def preempt(self) -> int:
         """Put half of the sequences, and all that enter, back to wait; return how many. No flight may be under way."""
+        self.kept.clear()
         self.limit.ran_out(len(self.in_slots))
         most = self.limit.most
         back = self.in_slots[min(most, len(self.active)) :]

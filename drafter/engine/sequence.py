@@ -90,6 +90,7 @@ class Sequence:
         self.salt = handle.request.salt
         self.key = TextKey(self.salt, self.prefilled)  # of these
         self.read = 0  # number of these that are read by now
+        self.cached = 0  # tokens of the prompt that were copied from other rows instead of read
         self.sees = sees  # its prompt is read by features
         self.features: Features | None = None  # of such a prompt, while it is being read
         self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
@@ -120,6 +121,11 @@ class Sequence:
         return self.length >= len(self.prefilled)
 
     @property
+    def keepable(self) -> bool:
+        """True if others may use its state when it has ended: all of it is finite, and the target model's own."""
+        return self.proven and not self.lenient and self.handling in (Handling.FREE, Handling.ALONE)
+
+    @property
     def follows(self) -> bool:
         """True if the host must follow its steps stage by stage."""
         return self.handling is Handling.PLAIN or self.guide is not None or self.sampling.logprobs is not None
@@ -142,6 +148,8 @@ class Sequence:
         self.prefilled, self.read = self.text, 0
         self.features = self.borders = None
         self.key = self.handle.request.key(self.prefilled)
+        if not self.output:
+            self.cached = 0
         if self.handling is Handling.COPIED:
             self.handling = Handling.FREE
         if self.entered is None:
@@ -150,6 +158,12 @@ class Sequence:
     def look(self, features: Features) -> None:
         """Keep the features of its prompt until that is read."""
         self.features, self.borders = features, features.borders
+
+    def copied(self, length: int) -> None:
+        """Note that its first `length` tokens have been copied from another row."""
+        self.handling = Handling.COPIED
+        if not self.output:
+            self.cached = length
 
     def cut(self, start: int, stop: int) -> int:
         """Return where a forward from `start` ends, by `stop` if that is possible: features are not read with others,
@@ -283,6 +297,7 @@ class Sequence:
             text=text[: self._stops.cut],
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=self.cached,
             counts=self.counts,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if request.prompt_logprobs is not None else None,

@@ -229,7 +229,7 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
         "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
         "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
         "verifier": step.verifier.name,
-        "state": [state.slots, state.max_length, state.cache.nbytes],
+        "state": [state.slots, state.max_length, state.cache.blocks.in_order],
     }
 
 

@@ -119,6 +119,7 @@ def _generation(row: Row) -> Generation:
         verifier=row.get("verifier", "exact"),
         lossless=row.get("lossless", True),
         lenient=row.get("lenient_positions", []),
+        num_cached_tokens=row.get("num_cached_tokens", 0),
     )
 
 

@@ -1,0 +1,103 @@
+"""Rows that have ended, whose state stays in slots of their own for later texts that begin alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from drafter.engine.batch import BatchState
+from drafter.engine.sequence import Sequence
+from drafter.prompt import TextKey
+from drafter.target_model.sight import Borders
+
+LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRow:
+    """A text of which all tokens have been read, in a slot that no step decodes."""
+
+    slot: int
+    key: TextKey
+    borders: Borders | None  # where the text may be cut; None if everywhere
+
+    def __len__(self) -> int:
+        return len(self.key.ids)
+
+
+class KeptRows:
+    """The rows in the `kept_slots` of a batch state; that which was used last comes last."""
+
+    def __init__(self, state: BatchState) -> None:
+        self._state = state
+        self._rows: list[KeptRow] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[KeptRow]:
+        return iter(self._rows)
+
+    def keep(self, slot: int, sequence: Sequence, rows: int) -> None:
+        """Copy what is in the slot of a sequence that ends, unless that is kept already or memory is short.
+
+        Args:
+            rows: Sequences in slots, which must have memory to grow.
+        """
+        if not self._state.kept_slots or not sequence.keepable:
+            return
+        text = sequence.text[: sequence.length]
+        text = text[: self._state.cache.shareable(slot, len(text))]
+        if len(text) < LEAST_SHARED:
+            return
+        key = sequence.handle.request.key(text)
+        for row in tuple(self._rows):
+            shared = key.shared(row.key)
+            if shared == len(text):
+                self.use(row)
+                return
+            if shared == len(row):
+                self._drop(row)
+        while not self._state.has_room(len(text), rows):
+            if not self.drop_oldest():
+                return
+        if len(self._rows) == len(self._state.kept_slots):
+            self._drop(self._least_worth(key))
+        taken = {row.slot for row in self._rows}
+        target = next(one for one in self._state.kept_slots if one not in taken)
+        self._state.reserve(target, len(text))
+        self._state.copy(slot, target, len(text))
+        self._rows.append(KeptRow(target, key, sequence.borders))
+
+    def use(self, row: KeptRow) -> None:
+        """Note that a row has been copied from."""
+        self._rows.remove(row)
+        self._rows.append(row)
+
+    def drop_oldest(self) -> bool:
+        """Give up the row that was used longest ago; False if there is none."""
+        if self._rows:
+            self._drop(self._rows[0])
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Give up all rows."""
+        while self.drop_oldest():
+            pass
+
+    def _least_worth(self, key: TextKey) -> KeptRow:
+        """Return the row to drop for another one, of the salt that would have most.
+
+        A row that has half of its text in common with the new one goes first: otherwise many texts of one beginning
+        drive out all other beginnings.
+        """
+        held = Counter([key.salt, *(row.key.salt for row in self._rows)])
+        most = max(held[row.key.salt] for row in self._rows)
+        some = [row for row in self._rows if held[row.key.salt] == most]
+        return next((row for row in some if 2 * key.shared(row.key) >= len(row)), some[0])
+
+    def _drop(self, row: KeptRow) -> None:
+        self._rows.remove(row)
+        self._state.cache.blocks.release(row.slot)
