@@ -373,6 +373,7 @@ class Engine:
     def _begin_step(self) -> None:
         self.last_step = time.monotonic()
         self._times.start()
+        self.scheduler.begin_step()
         if (renewal := self.drafter.renew()) is not None:
             self._version = renewal.version
             self.scheduler.kept.clear()

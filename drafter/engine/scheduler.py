@@ -13,10 +13,10 @@ from drafter.engine.memory import GPU_CHUNK
 from drafter.engine.sequence import Sequence
 from drafter.engine.step import Flights
 from drafter.engine.waiting_queue import WaitingQueue
-from drafter.prompt import TextKey
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
+_PATIENCE = 2  # steps that sequences wait for others to enter with them
 _BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
@@ -92,6 +92,7 @@ class Scheduler:
         self.kept = KeptRows(state)
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
+        self._waited = 0  # steps for which sequences that could enter have waited for others
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
 
     @property
@@ -124,9 +125,23 @@ class Scheduler:
         slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}
         return [slots[id(sequence)] for sequence in sequences]
 
+    def begin_step(self) -> None:
+        """Count a step, for those that wait for others; see `admit`."""
+        self._waited = self._waited + 1 if self._coming else 0
+
+    @property
+    def _coming(self) -> int:
+        return min(len(self.waiting), self.limit.most - len(self.in_slots))
+
     def admit(self, *, packs: bool) -> bool:
-        """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none."""
-        if not self.entering and not self._enter():
+        """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none.
+
+        As a forward reads the weights once for all of its prompts, sequences wait until they are as many as a quarter of
+        the slots, or for two steps, but where somebody looks on: one is streamed, or there are several salts.
+        """
+        looks_on = self.has_company or self.waiting.streamed
+        waits = self.active and packs and 4 * self._coming < self.limit.most and self._waited <= _PATIENCE
+        if not self.entering and ((waits and not looks_on) or not self._enter()):
             return False
         unread = sum(sequence.unread for sequence in self.entering)
         while packs and unread < self.chunk and self._enter():
@@ -147,6 +162,7 @@ class Scheduler:
                 return False
             self._drop(len(self._parked) - 1)
         self.waiting.remove(sequence)
+        self._waited = 0
         # It is in a list before anything can fail, so that a failure finds it.
         self.entering.append(sequence)
         sequence.enter()
@@ -157,8 +173,9 @@ class Scheduler:
     def next_spans(self) -> tuple[list[slice], int]:
         """Return the chunks of the first entering prompts for the next forward, of at most `chunk` tokens.
 
-        A prefix shared with an active sequence or a kept row is copied from there, and a prompt waits for one that has more than
-        half of it. The number of copied tokens comes second. Some have forwards of their own; see `Sequence.apart`.
+        A prefix shared with an active sequence or a kept row is copied from there, and a prompt waits for one that has
+        more than half of it. The number of copied tokens comes second. Some have forwards of their own; see
+        `Sequence.apart`.
         """
         spans: list[slice] = []
         copied = 0

@@ -65,7 +65,9 @@ def read(engine: Engine, request: Request, *, stream: bool = False) -> tuple[int
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("family", "kind"), [("llama", "none"), ("llama", "ctc"), ("llama", "eagle3"), ("lfm2", "ctc")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "none"), ("llama", "ctc"), ("llama", "eagle3"), ("lfm2", "ctc")]
+)
 def test_a_question_is_read_once(family: str, kind: str, stream: bool) -> None:
     request = Request(text(540, 0), SamplingParams(12, ignore_eos=True))
     engine = engine_of(base_of(family), kind)
