@@ -136,8 +136,8 @@ class Scheduler:
     def admit(self, *, packs: bool) -> bool:
         """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none.
 
-        As a forward reads the weights once for all of its prompts, sequences wait until they are as many as a quarter of
-        the slots, or for two steps, but where somebody looks on: one is streamed, or there are several salts.
+        A forward reads the weights once for all of its prompts. So sequences wait until they are as many as a quarter
+        of the slots, or for two steps, but not where somebody looks on: one is streamed, or there are several salts.
         """
         looks_on = self.has_company or self.waiting.streamed
         waits = self.active and packs and 4 * self._coming < self.limit.most and self._waited <= _PATIENCE

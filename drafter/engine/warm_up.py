@@ -321,7 +321,7 @@ def generate_texts(step: DeviceStep) -> None:
     state.lengths[:count] = start
     for end in range(start + 1, length + 1):
         verified, rows = step.verify(root_only(state.tokens[:count, end - 1]), end), slice(0, count)
-        step.commit(verified, step.accept(verified, rows), rows)
+        step.finish(verified, rows)
     for slot in range(count, state.slots):
         state.copy(slot % count, slot, length + 1)  # the pending token, too
 
