@@ -423,7 +423,7 @@ class Engine:
             self.scheduler.end(sequence)
             sequence.handle.future.set_result(generation)
         elif sequence.handling in (Handling.STUCK, Handling.NOT_FINITE):
-            self.scheduler.retire(sequence, poisoned=not sound)
+            self.scheduler.take_out(sequence, poisoned=not sound)
             sequence.fail()
         elif not sound and sequence.handling is Handling.ALONE:  # until this step it was `COPIED`
             self.scheduler.read_again(sequence)

@@ -1,8 +1,8 @@
-"""Rows that have ended, whose state stays in slots of their own for later texts that begin alike."""
+"""Where to copy the state of a text's beginning from: other rows, and rows that have ended but keep a slot for that."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -101,3 +101,31 @@ class KeptRows:
     def _drop(self, row: KeptRow) -> None:
         self._rows.remove(row)
         self._state.cache.blocks.release(row.slot)
+
+
+class Donors:
+    """Rows by the beginnings of their texts: there may be hundreds, and most have nothing in common."""
+
+    def __init__(self) -> None:
+        self._of = defaultdict[tuple[str, bytes], list[tuple[int, Sequence | KeptRow, int]]](list)
+
+    def add(self, slot: int, row: Sequence | KeptRow, length: int) -> None:
+        """Add a row of which the first `length` tokens are in its slot, or will be."""
+        self._of[row.key.beginning(LEAST_SHARED)].append((slot, row, length))
+
+    def longest_shared(self, sequence: Sequence) -> tuple[int, Sequence | KeptRow | None, int]:
+        """Return slot and row with the longest common prefix, and its length in tokens; 0 for none."""
+        longest: tuple[int, Sequence | KeptRow | None, int] = (0, None, 0)
+        key = sequence.key
+        for slot, row, length in self._of[key.beginning(LEAST_SHARED)]:
+            # The last token is pending: it is decoded, not copied.
+            shared = min(key.shared(row.key), len(key.ids) - 1, length)
+            if shared > longest[2]:
+                longest = slot, row, shared
+        return longest if longest[2] >= LEAST_SHARED else (0, None, 0)
+
+
+def common_border(place: int, *rows: Sequence | KeptRow) -> int:
+    """Return the last place up to this one where the texts of all these may be cut; see `Borders`."""
+    least = min(place if one.borders is None else one.borders.before(place) for one in rows)
+    return place if least == place else common_border(least, *rows)

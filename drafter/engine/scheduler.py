@@ -1,16 +1,16 @@
-"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, preemption."""
+"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, parking, preemption."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence as Several
 
 from drafter.engine.batch import BatchState
-from drafter.engine.kept_rows import LEAST_SHARED, KeptRow, KeptRows
+from drafter.engine.kept_rows import Donors, KeptRow, KeptRows, common_border
 from drafter.engine.memory import GPU_CHUNK
-from drafter.engine.sequence import Sequence
+from drafter.engine.sequence import Sequence, Status
 from drafter.engine.step import Flights
 from drafter.engine.waiting_queue import WaitingQueue
 
@@ -48,34 +48,6 @@ class RowLimit:
             self._left = self._backoff
 
 
-class _Donors:
-    """Rows by the beginnings of their texts: there may be hundreds, and most have nothing in common."""
-
-    def __init__(self) -> None:
-        self._of = defaultdict[tuple[str, bytes], list[tuple[int, Sequence | KeptRow, int]]](list)
-
-    def add(self, slot: int, row: Sequence | KeptRow, length: int) -> None:
-        """Add a row of which the first `length` tokens are in its slot, or will be."""
-        self._of[row.key.beginning(LEAST_SHARED)].append((slot, row, length))
-
-    def longest_shared(self, sequence: Sequence) -> tuple[int, Sequence | KeptRow | None, int]:
-        """Return slot and row with the longest common prefix, and its length in tokens; 0 for none."""
-        longest: tuple[int, Sequence | KeptRow | None, int] = (0, None, 0)
-        key = sequence.key
-        for slot, row, length in self._of[key.beginning(LEAST_SHARED)]:
-            # The last token is pending: it is decoded, not copied.
-            shared = min(key.shared(row.key), len(key.ids) - 1, length)
-            if shared > longest[2]:
-                longest = slot, row, shared
-        return longest if longest[2] >= LEAST_SHARED else (0, None, 0)
-
-
-def _at_border(place: int, *rows: Sequence | KeptRow) -> int:
-    """Return the last place up to this one where the texts of all these may be cut; see `Borders`."""
-    least = min(place if one.borders is None else one.borders.before(place) for one in rows)
-    return place if least == place else _at_border(least, *rows)
-
-
 class Scheduler:
     """Assigns sequences to slots, and keeps the batch state in step.
 
@@ -84,11 +56,9 @@ class Scheduler:
 
     def __init__(self, state: BatchState, flights: Flights, max_queue: int) -> None:
         self._state, self._flights = state, flights
-        self.active: list[Sequence] = []  # of each slot that is decoded, in the slots' order
-        self.entering: list[Sequence] = []  # those whose prompts are being read, in the slots behind
-        # Those that no step decodes: with their KV, from the last slot down, and without, where others needed the slot.
-        self._parked: list[Sequence] = []
-        self._parked_unread: list[Sequence] = []
+        self.in_slots: list[Sequence] = []  # in the slots' order: those that are decoded, then those that enter
+        self.parked: list[Sequence] = []  # those that no step decodes
+        self._held: dict[int, Sequence] = {}  # those of them with their KV, by slot: any behind `in_slots`
         self.kept = KeptRows(state)
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
@@ -96,12 +66,14 @@ class Scheduler:
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
 
     @property
-    def in_slots(self) -> list[Sequence]:
-        return [*self.active, *self.entering]
+    def active(self) -> list[Sequence]:
+        """Those that are decoded, in the first slots."""
+        return [sequence for sequence in self.in_slots if sequence.status is Status.DECODED]
 
     @property
-    def parked(self) -> list[Sequence]:
-        return [*self._parked, *self._parked_unread]
+    def entering(self) -> list[Sequence]:
+        """Those whose prompts are being read, in the slots behind."""
+        return [sequence for sequence in self.in_slots if sequence.status is Status.READ]
 
     @property
     def parked_to_look_at(self) -> bool:
@@ -122,7 +94,7 @@ class Scheduler:
         return self.waiting.salted and len({*self.waiting.salts, *(one.salt for one in self.in_slots)}) > 1
 
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
-        slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}
+        slots = {id(sequence): slot for slot, sequence in enumerate(self.in_slots)}
         return [slots[id(sequence)] for sequence in sequences]
 
     def begin_step(self) -> None:
@@ -150,21 +122,20 @@ class Scheduler:
 
     def _enter(self) -> bool:
         """Give the next waiting sequence the slot behind all others; False if there is none, no slot or no memory."""
-        slot = len(self.active) + len(self.entering)
+        slot = len(self.in_slots)
         sequence = self.waiting.first(self.in_slots) if slot < self.limit.most else None
         if sequence is None:
             return False
-        if self._parked and slot == self._lowest_parked:
-            self._drop(len(self._parked) - 1)
+        self._vacate(slot)
         # None overtakes one that does not fit.
         while not self._has_room(sequence):
-            if not self._parked:
+            if not self._held:
                 return False
-            self._drop(len(self._parked) - 1)
+            self._drop(next(reversed(self._held)))
         self.waiting.remove(sequence)
         self._waited = 0
         # It is in a list before anything can fail, so that a failure finds it.
-        self.entering.append(sequence)
+        self._append(sequence)
         sequence.enter()
         self._state.reserve(slot, sequence.length + 1)
         self._state.enter(slot, sequence.prefilled, sequence.handle.request, sequence.limits)
@@ -181,7 +152,7 @@ class Scheduler:
         copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        donors, before = _Donors(), _Donors()
+        donors, before = Donors(), Donors()
         for slot, sequence in enumerate(self.active):
             donors.add(slot, sequence, len(sequence.prefilled) - 1)
         for row in self.kept:
@@ -198,7 +169,7 @@ class Scheduler:
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
             if donor is not None:
-                shared = self._state.copy(source, slot, _at_border(shared, sequence, donor))
+                shared = self._state.copy(source, slot, common_border(shared, sequence, donor))
                 start = max(sequence.read, shared)
                 rest = sequence.length - start
                 if shared:
@@ -216,13 +187,12 @@ class Scheduler:
 
     def activate(self, spans: Several[slice]) -> None:
         """Note that `spans` of the first entering sequences are read; those read in full become active."""
-        for sequence, span in zip(self.entering[: len(spans)], spans, strict=True):
+        first = len(self.active)
+        for slot, (sequence, span) in enumerate(zip(self.entering[: len(spans)], spans, strict=True), first):
             sequence.read = span.stop
             if not sequence.unread:
-                self._state.begin(len(self.active), sequence.length)
-                sequence.features = None
-                self.active.append(sequence)
-                self.entering.remove(sequence)
+                self._state.begin(slot, sequence.length)
+                sequence.features, sequence.status = None, Status.DECODED
         self._update_settings()
 
     def grow(self) -> bool:
@@ -231,9 +201,9 @@ class Scheduler:
         while not all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active)):
             if self.kept.drop_oldest():
                 continue
-            if not self._parked:
+            if not self._held:
                 return False
-            self._drop(len(self._parked) - 1)
+            self._drop(next(reversed(self._held)))
         return True
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -244,63 +214,71 @@ class Scheduler:
 
     def park(self, sequence: Sequence) -> None:
         """Take an active sequence out of the steps, with its KV kept if a slot is free. No flight may be under way."""
-        slot, target = self.active.index(sequence), self._lowest_parked - 1
-        if slot < target < len(self.in_slots):
-            self.retire(sequence)
-            self._parked_unread.append(sequence)
-            return
-        if slot == target:  # the last of all
-            self.active.pop()
+        slot, free = self.in_slots.index(sequence), self._free
+        if slot == len(self.in_slots) - 1:  # the last of all stays where it is
+            self.in_slots.pop()
+            self._hold(sequence, slot)
             self._update_settings()
+        elif free:
+            self._move(sequence, slot, free[-1])
+            self.take_out(sequence)
+            self._hold(sequence, free[-1])
         else:
-            self._move(sequence, slot, target)
-            self.retire(sequence)
-        self._state.begin(target, self._state.max_length)  # it counts as full, like an empty slot
-        self._parked.append(sequence)
+            self.take_out(sequence)
+        sequence.status = Status.PARKED
+        self.parked.append(sequence)
 
     def unpark(self, sequence: Sequence) -> None:
         """Let a parked sequence enter: at once if its KV was kept, or else it waits, and reads its text again."""
         target = len(self.in_slots)
-        if sequence in self._parked:
-            if target >= self.limit.most:
-                self._drop(self._parked.index(sequence))
-            elif target == self._lowest_parked and sequence is not self._parked[-1]:
-                self._drop(len(self._parked) - 1)  # it is in the way
-        if sequence in self._parked_unread:
-            self._parked_unread.remove(sequence)
+        slot = next((slot for slot, one in self._held.items() if one is sequence), None)
+        if slot is not None and target >= self.limit.most:
+            self._drop(slot)
+            slot = None
+        self.parked.remove(sequence)
+        if slot is None:
+            sequence.status = Status.WAITING
             self.waiting.put_back([sequence])
             return
-        place = self._parked.index(sequence)
-        if target == self._lowest_parked:
-            self._parked.pop()
-        else:
-            self._move(sequence, self._slot_of_parked(place), target)
-            self._close_up(place)
+        if slot != target:
+            self._vacate(target)
+            self._move(sequence, slot, target)
+            self._state.end(slot)
+        del self._held[slot]
         sequence.read = sequence.length
-        self.entering.append(sequence)
+        self._append(sequence)
 
     @property
-    def _lowest_parked(self) -> int:
-        return self._state.slots - len(self._parked)
+    def _free(self) -> list[int]:
+        """Slots behind all sequences in which none is parked."""
+        return [slot for slot in range(len(self.in_slots), self._state.slots) if slot not in self._held]
 
-    def _slot_of_parked(self, place: int) -> int:
-        return self._state.slots - 1 - place
+    def _append(self, sequence: Sequence) -> None:
+        """Put a sequence that enters behind the others."""
+        sequence.status = Status.READ
+        self.in_slots.append(sequence)
 
-    def _drop(self, place: int) -> None:
+    def _hold(self, sequence: Sequence, slot: int) -> None:
+        self._state.begin(slot, self._state.max_length)  # it counts as full, like an empty slot
+        self._held[slot] = sequence
+
+    def _vacate(self, slot: int) -> None:
+        """Let a sequence that is parked in a slot go to another one, or lose its KV."""
+        if slot not in self._held:
+            return
+        if free := self._free:
+            sequence = self._held.pop(slot)
+            self._move(sequence, slot, free[-1])
+            self._state.end(slot)
+            self._hold(sequence, free[-1])
+        else:
+            self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
         """Give up the slot of a parked sequence."""
-        sequence = self._parked[place]
-        if not sequence.proven:
-            self._state.clear(self._slot_of_parked(place))
-        self._close_up(place)
-        self._parked_unread.append(sequence)
-
-    def _close_up(self, place: int) -> None:
-        """Forget a parked sequence, whose slot the last one takes."""
-        last = self._parked.pop()
-        if place < len(self._parked):
-            self._move(last, self._slot_of_parked(len(self._parked)), self._slot_of_parked(place))
-            self._parked[place] = last
-        self._state.end(self._slot_of_parked(len(self._parked)))
+        if not self._held.pop(slot).proven:
+            self._state.clear(slot)
+        self._state.end(slot)
 
     def over_share(self) -> Sequence | None:
         """Return the sequence to preempt for one that waits and has a right to its slot; None for none.
@@ -322,53 +300,54 @@ class Scheduler:
 
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence. No flight may be under way."""
-        if sequence in self.entering:
-            self.leave(sequence)
-        else:
-            self.retire(sequence)
+        self.take_out(sequence)
         self.waiting.put_back([sequence])
 
     def end(self, sequence: Sequence) -> None:
         """Take an active sequence out whose text is over, and keep what its slot has."""
-        self.kept.keep(self.active.index(sequence), sequence, len(self.in_slots))
-        self.retire(sequence)
+        self.kept.keep(self.in_slots.index(sequence), sequence, len(self.in_slots))
+        self.take_out(sequence)
 
-    def retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Take an active sequence out: the last active one takes its slot, and those that enter move up.
+    def take_out(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Take a sequence out of its slot: the last active one takes the slot of one, and those that enter move up.
 
         A `poisoned` slot holds numbers that are not finite.
         """
-        slot, last = self.active.index(sequence), len(self.active) - 1
-        if poisoned or not sequence.proven:
+        slot = gap = self.in_slots.index(sequence)
+        rows, entering = list(self.in_slots), sequence.status is Status.READ
+        if entering or poisoned or not sequence.proven:
             self._state.clear(slot)
-        if slot != last:
-            self._move(self.active[last], last, slot)
-        self._move_up(0)
+        if not entering:
+            gap = len(self.active) - 1
+            rows[slot] = rows[gap]
+        moves = [(rows[slot], gap, slot)] if gap != slot else []
+        moves += [(one, place, place - 1) for place, one in enumerate(rows[gap + 1 :], gap + 1)]
+        for move in moves:
+            self._move(*move)
         # Last, so that a failure finds all of them if a move fails.
-        self.active[slot] = self.active[last]
-        self.active.pop()
-        self._state.end(last + len(self.entering))
+        self.in_slots = rows[:gap] + rows[gap + 1 :]
+        sequence.features, sequence.status = None, Status.WAITING
+        self._state.end(len(self.in_slots))
         self._update_settings()
 
     def read_again(self, sequence: Sequence) -> None:
         """Put a sequence back to wait, and read its text again with nothing copied from others."""
-        self.retire(sequence, poisoned=True)
+        self.take_out(sequence, poisoned=True)
         sequence.stay += 1
         self.waiting.put_back([sequence])
 
     def take_unwanted(self, now: float) -> list[Sequence]:
         """Take out all that are cancelled, or out of time at `now` (monotonic seconds)."""
-        unwanted = [sequence for sequence in self.active if sequence.handle.unwanted(now)]
+        unwanted = [sequence for sequence in self.in_slots if sequence.handle.unwanted(now)]
         for sequence in reversed(unwanted):
-            self.end(sequence)
-        for sequence in reversed(self.entering):
-            if sequence.handle.unwanted(now):
-                self.leave(sequence)
-                unwanted.append(sequence)
+            if sequence.status is Status.DECODED:
+                self.end(sequence)
+            else:
+                self.take_out(sequence)
         for sequence in [one for one in self.parked if one.handle.unwanted(now)]:
-            if sequence in self._parked:
-                self._drop(self._parked.index(sequence))
-            self._parked_unread.remove(sequence)
+            for slot in [slot for slot, one in self._held.items() if one is sequence]:
+                self._drop(slot)
+            self.parked.remove(sequence)
             unwanted.append(sequence)
         return [*unwanted, *self.waiting.take_unwanted(now)]
 
@@ -376,39 +355,25 @@ class Scheduler:
         """Put half of the sequences, and all that enter, back to wait; return how many. No flight may be under way."""
         self.kept.clear()
         self.limit.ran_out(len(self.in_slots))
-        most = self.limit.most
-        back = self.in_slots[min(most, len(self.active)) :]
-        for slot in range(len(self.in_slots) - len(back), len(self.in_slots)):
+        left = self.active[: self.limit.most]
+        back = self.in_slots[len(left) :]
+        for slot, sequence in enumerate(back, len(left)):
             self._state.clear(slot)
-        for sequence in self.entering:
-            sequence.features = None
-        self.active, self.entering = self.active[:most], []
+            sequence.features, sequence.status = None, Status.WAITING
+        self.in_slots = left
         self._update_settings()
-        while self._parked:
-            self._state.clear(self._lowest_parked)
-            self._drop(len(self._parked) - 1)
-        self._state.restore([one.text for one in self.active], [one.handle.request for one in self.active])
+        for slot in tuple(self._held):
+            self._state.clear(slot)
+            self._drop(slot)
+        self._state.restore([one.text for one in left], [one.handle.request for one in left])
         self.waiting.put_back(back)
         return len(back)
 
     def clear(self) -> list[Sequence]:
         """Give up all slots; return the sequences that had one."""
         gone = [*self.in_slots, *self.parked]
-        self.active, self.entering, self._parked, self._parked_unread = [], [], [], []
+        self.in_slots, self.parked, self._held = [], [], {}
         return gone
-
-    def leave(self, sequence: Sequence) -> None:
-        """Take out a sequence that enters."""
-        sequence.features = None
-        place = self.entering.index(sequence)
-        self._state.clear(len(self.active) + place)
-        self._move_up(place + 1)
-        self._state.end(len(self.in_slots) - 1)
-        self.entering.remove(sequence)
-
-    def _move_up(self, place: int) -> None:
-        for slot, sequence in enumerate(self.entering[place:], len(self.active) + place):
-            self._move(sequence, slot, slot - 1)
 
     def _move(self, sequence: Sequence, source: int, target: int) -> None:
         self._state.move(source, target, sequence.length + 1 + self._flights.ahead)

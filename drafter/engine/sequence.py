@@ -28,6 +28,15 @@ from drafter.text.detokenizer import Detokenizer, StopSearch
 from drafter.text.tokenizers import refuse_long, special_texts
 
 
+class Status(Enum):
+    """Where a sequence is; see `Scheduler`."""
+
+    WAITING = auto()  # in the queue, or not yet there
+    READ = auto()  # in a slot, and its prompt is being read
+    DECODED = auto()  # in a slot, and in every step
+    PARKED = auto()  # in no step, as its handle is parked
+
+
 class Handling(Enum):
     """How a sequence is decoded, by whether its numbers have been finite so far."""
 
@@ -83,6 +92,7 @@ class Sequence:
         self.counts = DecodeCounts()
         self.versions: list[int] = []  # of the weights that have drafted for it, in order
         self.finish_reason: FinishReason | None = None
+        self.status = Status.WAITING
         self.entered: float | None = None  # when it first entered a slot, in monotonic seconds
         self.first_token: float | None = None  # when it got its first token
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
