@@ -154,6 +154,13 @@ class BatchState:
                 state.copy(source, target, length)
         return length
 
+    def keep(self, source: int, target: int, length: int) -> None:
+        """Move the first `length` positions of a slot whose sequence leaves to one of `kept_slots`."""
+        self._copy_texts(source, target, length)
+        for state in self.drafter.slots:
+            state.copy(source, target, length)
+        self.cache.move(source, target, length)
+
     def move(self, source: int, target: int, length: int) -> None:
         """Move the sequence in slot `source`, of at most `length` tokens, to slot `target`."""
         length = min(length, self.capacity)

@@ -39,12 +39,8 @@ class KeptRows:
     def __iter__(self) -> Iterator[KeptRow]:
         return iter(self._rows)
 
-    def keep(self, slot: int, sequence: Sequence, rows: int) -> None:
-        """Copy what is in the slot of a sequence that ends, unless that is kept already or memory is short.
-
-        Args:
-            rows: Sequences in slots, which must have memory to grow.
-        """
+    def keep(self, slot: int, sequence: Sequence) -> None:
+        """Move away what is in the slot of a sequence that ends, unless that is kept already."""
         if not self._state.kept_slots or not sequence.keepable:
             return
         text = sequence.text[: sequence.length]
@@ -59,15 +55,11 @@ class KeptRows:
                 return
             if shared == len(row):
                 self._drop(row)
-        while not self._state.has_room(len(text), rows):
-            if not self.drop_oldest():
-                return
         if len(self._rows) == len(self._state.kept_slots):
             self._drop(self._least_worth(key))
         taken = {row.slot for row in self._rows}
         target = next(one for one in self._state.kept_slots if one not in taken)
-        self._state.reserve(target, len(text))
-        self._state.copy(slot, target, len(text))
+        self._state.keep(slot, target, len(text))
         self._rows.append(KeptRow(target, key, sequence.borders))
 
     def use(self, row: KeptRow) -> None:

@@ -305,7 +305,7 @@ class Scheduler:
 
     def end(self, sequence: Sequence) -> None:
         """Take an active sequence out whose text is over, and keep what its slot has."""
-        self.kept.keep(self.in_slots.index(sequence), sequence, len(self.in_slots))
+        self.kept.keep(self.in_slots.index(sequence), sequence)
         self.take_out(sequence)
 
     def take_out(self, sequence: Sequence, *, poisoned: bool = False) -> None:
