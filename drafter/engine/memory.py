@@ -116,7 +116,7 @@ def what_would_fit(
         ("kept_rows", 0, config.kept_rows or 0, lambda value: total(kept=value)),
     ):
         fitting = bisect_right(range(low, most + 1), free, key=total_of)
-        if fitting:
+        if fitting and most:
             found.append(f"{setting} to {low + fitting - 1:,}")
     if found:
         return f"lower {' or '.join(found)}"
