@@ -90,7 +90,7 @@ class Cell:
 def _engine(drafted: bool, compiled: bool) -> Way:
     def make(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
         name, nodes = (drafter, useful_nodes(base.device)) if drafted else ("none", 0)
-        config = EngineConfig(batch, longest, compile=compiled, max_queue=max(batch, _FEWEST))
+        config = EngineConfig(batch, longest, compile=compiled, kept_rows=0, max_queue=max(batch, _FEWEST))
         return partial(decode_all, Engine(base, load_drafter(name, base, nodes), tokenizer, config))
 
     return make

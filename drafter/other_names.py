@@ -74,7 +74,7 @@ NOT_SUPPORTED = {
     **dict.fromkeys(("apply_detokenize", "detokenize", "has_image", "tokenize"), _STAGES),
     "assistant_model": "load the model with drafter='model:FOLDER'",
     "enable_chunked_prefill": "long prompts are always read in parts",
-    "enable_prefix_caching": "prompts that begin alike at the same time always share that part",
+    "enable_prefix_caching": "prompts that begin alike always share that part: see kept_rows",
     "guidance_scale": "the model is run on the prompt alone",
     "include_stop_str_in_output": "the text ends before the stop string",
     "logits_processor": "no code comes with a request",

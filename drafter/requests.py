@@ -352,6 +352,7 @@ class Generation:
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
     reasoning_content: str | None = None  # what comes before the answer; None for a model that does not reason
     marked: str | None = field(default=None, repr=False)  # `text` with the marks of calls: see `CallMarks`
+    num_cached_tokens: int = 0  # tokens of the prompt whose state was there already, from other requests
 
     @property
     def mean_acceptance_length(self) -> float:

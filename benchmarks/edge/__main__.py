@@ -108,7 +108,7 @@ def _write(args: argparse.Namespace, record: dict[str, Any], levels: Sequence[Le
 
 
 def _one_process(model: str, args: argparse.Namespace) -> SpeculativeLM:
-    config = EngineConfig(max_num_seqs=max(args.levels), max_queue=512, max_model_len=_LENGTH)
+    config = EngineConfig(max_num_seqs=max(args.levels), max_queue=512, max_model_len=_LENGTH, kept_rows=0)
     return SpeculativeLM.from_pretrained(model, "none", dtype="float32", config=config)
 
 

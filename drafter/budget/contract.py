@@ -92,7 +92,7 @@ class FixedBudget:
 
     def __init__(self, nodes: int) -> None:
         # Were all nodes alike, each would be worth this share of a step: what is less probable hardly comes true.
-        self._ask = Ask(nodes, 1 / (nodes + 1))
+        self._ask = Ask(nodes, 1 / (nodes + 1), fixed=True)
 
     def plan(self, load: StepLoad) -> Ask:
         return self._ask

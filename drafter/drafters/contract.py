@@ -75,6 +75,7 @@ class Ask:
     member: int = 0  # index of the drafter's `members` that drafts
     shadow: Ask | None = None  # draft that is not verified: the text that follows will show what it was worth
     brought: tuple[int, ...] = ()  # draft tokens of each row that came from elsewhere; empty where none did
+    fixed: bool = False  # the number is no choice: what a guide forces counts, and trees end where their rows do
 
     @property
     def most(self) -> int:

@@ -1,4 +1,4 @@
-"""Device buffers of the active sequences, by slot: texts, KV cache, hidden states and sampling settings.
+"""Device buffers of sequences, by slot: texts, KV cache, hidden states and sampling settings.
 
 Nothing here waits for a GPU.
 """
@@ -28,16 +28,18 @@ from drafter.tree.token_tree import root_only
 
 
 class BatchState:
-    """Buffers for `slots` sequences, allocated once. The drafter is opened here, and its slot states follow.
+    """Buffers for S `slots` of sequences, allocated once. The drafter is opened here, and its slot states follow.
 
     Args:
         max_length: Prompt and output tokens of a sequence.
         times: Lent to the drafter.
         kv_bytes: Largest size of the KV cache; see `BaseModel.new_cache`.
+        kept: Number of further slots, for texts that no step decodes.
 
     Attributes:
-        tokens: `[S, L]` int64 prompt, output and the pending token of each slot.
-        hidden: `[S, L, K · d]` the hidden states that the drafter reads; None if it reads none.
+        kept_slots: These, behind the others.
+        tokens: `[S + kept, L]` int64 prompt, output and the pending token of each slot.
+        hidden: `[S + kept, L, K · d]` the hidden states that the drafter reads; None if it reads none.
         shift: `[S]` int64 what each slot's images add to the positions of later tokens; None if the model reads none.
         lengths: `[S]` int64 committed tokens. An empty slot counts as full, so that a step that runs over it writes
             behind every text.
@@ -55,23 +57,25 @@ class BatchState:
         max_length: int,
         times: StageTimes,
         kv_bytes: int | None = None,
+        kept: int = 0,
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
+        self.kept_slots, in_all = range(slots, slots + kept), slots + kept
         spec, device = drafter.spec, base.device
         self._step_positions = spec.positions
         self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
-        self.cache = base.new_cache(slots, self.capacity, kv_bytes)
-        self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)
+        self.cache = base.new_cache(in_all, self.capacity, kv_bytes)
+        self.tokens = torch.zeros(in_all, self.capacity, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
         if width := len(spec.hidden_layers) * base.hidden_size:
-            self.hidden = torch.zeros(slots, self.capacity, width, dtype=base.dtype, device=device)
+            self.hidden = torch.zeros(in_all, self.capacity, width, dtype=base.dtype, device=device)
         self.lengths = torch.full((slots,), max_length, dtype=torch.long, device=device)
         self.shift: Tensor | None = None
         if base.sight is not None:
             self.shift = torch.zeros(slots, dtype=torch.long, device=device)
         self._offsets = torch.arange(spec.max_depth + 1, device=device)
         self.sampling = SamplingTable.empty(slots, device)
-        drafter.open(Loan(base, slots, self.capacity, times, self.cache))
+        drafter.open(Loan(base, in_all, self.capacity, times, self.cache))
         self._expected: Iterable[SamplingParams] | None = None
         self._mode, self._logprobs = SamplingMode.of([]), dict[int, int]()
 
@@ -150,6 +154,13 @@ class BatchState:
             for state in self.drafter.slots:
                 state.copy(source, target, length)
         return length
+
+    def keep(self, source: int, target: int, length: int) -> None:
+        """Move the first `length` positions of a slot whose sequence leaves to one of `kept_slots`."""
+        self._copy_texts(source, target, length)
+        for state in self.drafter.slots:
+            state.copy(source, target, length)
+        self.cache.move(source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the sequence in slot `source`, of at most `length` tokens, to slot `target`."""

@@ -21,6 +21,8 @@ class EngineSettings:
             for faster steps.
         kv_gib: GiB that the KV cache may take: rows then take memory as they grow, and `max_num_seqs` may be more than
             would fit at full length. By default each sequence has memory for `max_model_len` tokens.
+        kept_rows: Requests that have ended and whose state stays in memory, so that later prompts that begin alike
+            need not be read again; by default 16, or fewer where memory is short, and on a GPU up to `max_num_seqs`.
 
     Raises:
         ValueError: A value is of the wrong type or out of range.
@@ -31,11 +33,14 @@ class EngineSettings:
     num_draft_tokens: int | Literal["auto"] = "auto"
     compile: bool = False
     kv_gib: float | None = None
+    kept_rows: int | None = None
 
     def __post_init__(self) -> None:
         _check_integer("max_num_seqs", self.max_num_seqs, 1)
         if self.max_model_len is not None:
             _check_integer("max_model_len", self.max_model_len, 2)
+        if self.kept_rows is not None:
+            _check_integer("kept_rows", self.kept_rows, 0)
         if self.num_draft_tokens != "auto":
             _check_integer("num_draft_tokens", self.num_draft_tokens, 0)
         if self.kv_gib is not None and (type(self.kv_gib) not in (int, float) or not 0 < self.kv_gib < math.inf):

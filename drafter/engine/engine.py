@@ -6,13 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from drafter import devices
-from drafter.acceptance.contract import ExactVerifier, Verified, Verifier
+from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.acceptance.guide import FirstGuides, Guides
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepSeconds
@@ -21,14 +20,14 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
-from drafter.engine.guiding import guided, under_guides
+from drafter.engine.guiding import drafts_under_guides, under_guides
 from drafter.engine.handle import Handle
-from drafter.engine.memory import plan_or_refuse
+from drafter.engine.memory import plan_or_refuse, rows_to_keep
 from drafter.engine.reading import PromptReader
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import EndedRow, Handling, RowTap, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
-from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepTensors
+from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepPlan, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
 from drafter.prompt import Prompt
@@ -90,11 +89,12 @@ class Engine:
         self._packs = base.allow_packing()
         self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
         recorded = self._queued and alone and drafter.spec.graph_safe and not base.cache_bytes.node
-        plan = None
+        graphs, plan = cuda_graph.MOST_GRAPHS if recorded else 0, None
+        kept = rows_to_keep(base, drafter.spec, config, self.max_length, graphs)
         if self._queued and alone:
-            graphs = cuda_graph.MOST_GRAPHS if recorded else 0
-            plan = plan_or_refuse(base, drafter.spec, config, self.max_length, graphs)
-        self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
+            plan = plan_or_refuse(base, drafter.spec, replace(config, kept_rows=kept), self.max_length, graphs)
+        slots, kv_bytes = config.max_num_seqs, config.kv_bytes
+        self.batch = BatchState(base, drafter, slots, self.max_length, self._times, kv_bytes, kept)
         # A step that is repeated as a whole always has the same nodes.
         self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not self._queued)
         recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
@@ -200,8 +200,8 @@ class Engine:
                 self._deliver(0)
             self._make_room()
             if sequences := list(self.scheduler.active):
-                step, context = self._plan(sequences, follows=follows)
-                self.flights.add(step, self._run(step, context))
+                clock = Clock()
+                self.flights.add(*self._run(self._plan(sequences, follows=follows), clock))
             self._deliver(0 if follows or not self.scheduler.active else self.flights.lag)
             if sequences:
                 self.scheduler.limit.reached()
@@ -215,36 +215,11 @@ class Engine:
         self.last_step = time.monotonic()
 
     @staticmethod
-    def decode(
-        device: DeviceStep,
-        context: DraftContext,
-        ask: Ask,
-        drafted: Callable[[TokenTree], TokenTree] | None = None,
-        masked: Callable[[Verified], Verified] | None = None,
-        times: StageTimes | None = None,
-    ) -> StepTensors:
-        """Draft, verify, accept and commit, for the context's rows.
-
-        Where the host follows, `drafted` changes the trees, `masked` adds what guides allow while the target model's
-        forward is under way on a GPU, and `times` are the stages'.
-        """
-        rows = slice(0, len(context.tokens))
-        tree = device.draft(context, ask)
-        if drafted is not None:
-            tree = drafted(tree)
-        verified = device.verify(tree, context.longest + tree.size)
-        if masked is not None:
-            verified = masked(verified)
-        if times is not None:
-            times.mark("verify")
-        accepted = device.accept(verified, rows)
-        return device.commit(verified, accepted, rows)
-
-    @staticmethod
     def decode_shape(device: DeviceStep, shape: StepShape) -> StepTensors:
-        """`decode` without the host, for a CUDA graph: it depends on `shape` and the contents of the buffers alone."""
+        """Do a step without the host, for a CUDA graph: it depends on `shape` and the contents of the buffers alone."""
         context = device.state.bounded_context(shape.rows, shape.kv_length - shape.nodes - 1)
-        return Engine.decode(device, context, Ask(shape.nodes))
+        tree = device.draft(context, Ask(shape.nodes))
+        return device.finish(device.verify(tree, context.longest + tree.size), slice(0, shape.rows))
 
     def _follows(self) -> bool:
         """Return whether the host follows the next step stage by stage, because the device, drafter or a row needs it.
@@ -253,25 +228,15 @@ class Engine:
         """
         return not self.flights.lag or any(sequence.follows for sequence in self.scheduler.active)
 
-    def _plan(self, sequences: list[Sequence], *, follows: bool) -> tuple[Step, DraftContext]:
-        clock = Clock()
+    def _plan(self, sequences: list[Sequence], *, follows: bool) -> StepPlan:
+        """Decide about the next step of the active sequences."""
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
-        load = self.batch.load(context.host_lengths)
-        ask = Ask(0)
-        if max(self._useful(sequences)):
+        load, ask, useful = self.batch.load(context.host_lengths), Ask(0), self._useful(sequences)
+        if max(useful):
             ask = replace(self.budget.plan(load), brought=self.drafter.brought(len(sequences)))
-        self._times.mark("host")
-        planning = clock.lap()
-        if ask.shadow is not None:
-            self._draft_shadow(sequences[:SHADOW_ROWS], ask.shadow, clock)
-        if ask.most:
-            if follows:  # a graph has its drafter
-                self.drafter.select(ask.member)
-            clock.drafting = planning + clock.lap()
-            self.drafter.prepare(context)
-            clock.reading = clock.lap()
-            self._times.mark("draft")
-        return Step(sequences, 0, self.batch, ask, load, clock, follows=follows), context
+        # Other numbers of draft tokens than a budget has learnt of would cost it more than they save.
+        limits = useful if ask.fixed else None
+        return StepPlan.of(sequences, 0, self.batch, ask, context, limits, load, follows=follows)
 
     def _useful(self, sequences: list[Sequence]) -> list[int]:
         """Return for each sequence how many accepted draft tokens it could still take."""
@@ -279,101 +244,107 @@ class Engine:
             return [self.drafter.spec.max_nodes] * len(sequences)
         return [one.limit - len(one.output) - 1 for one in sequences]
 
+    def _run(self, plan: StepPlan, clock: Clock) -> tuple[Step, StepTensors]:
+        """Do a planned step stage by stage, or queue it as a CUDA graph of its shape."""
+        assert plan.context is not None
+        self._prepare(plan, plan.context, clock)
+        if not plan.follows:
+            shape = step_shape(self._device, len(plan.sequences), plan.ask.nodes, plan.context.longest)
+            tensors = self._graphs.run(shape)
+            self._times.mark("verify")
+            return Step(plan, clock, self.drafter.version, [0] * len(plan.sequences)), tensors
+        tree, on_host, forced = self._draft(plan, plan.context)
+        if plan.ask.most:
+            self._times.mark("host")
+            clock.drafting += clock.lap()
+            self._admit()  # between drafting and verification, which halves the wait of sequences that enter
+            # The tree's rows are the first slots. A new sequence takes a slot behind them, and what ends now is new.
+            assert self.scheduler.active[: len(plan.sequences)] == plan.sequences
+        clock.lap()
+        verified = self._device.verify(tree, plan.context.longest + tree.size)
+        verified = under_guides(plan.guides, on_host, verified)  # on a GPU while the forward is under way
+        self._times.mark("verify")
+        tensors = self._device.finish(verified, plan.rows, plan.wanted)
+        clock.rest = None if self._queued else clock.lap()
+        self._times.mark("commit")
+        return Step(plan, clock, self.drafter.version, forced), tensors
+
+    def _prepare(self, plan: StepPlan, context: DraftContext, clock: Clock) -> None:
+        """Let the drafter do what is not part of a step's graph, and draft a shadow if the plan has one."""
+        self._times.mark("host")
+        planning = clock.lap()
+        if plan.ask.shadow is not None:
+            self._draft_shadow(plan.sequences[:SHADOW_ROWS], plan.ask.shadow, clock)
+        if plan.ask.most:
+            if plan.follows:  # a graph has its drafter
+                self.drafter.select(plan.ask.member)
+            clock.drafting = planning + clock.lap()
+            self.drafter.prepare(context)
+            clock.reading = clock.lap()
+            self._times.mark("draft")
+
     def _draft_shadow(self, sequences: list[Sequence], ask: Ask, clock: Clock) -> None:
         """Draft trees of a few rows, which the text that follows will be compared with."""
+        plan = StepPlan.of(sequences, 0, self.batch, ask)
         context = self.batch.context([sequence.length for sequence in sequences])
         self.drafter.select(ask.member)
         self.drafter.prepare(context)
         reading = clock.lap()
         tree = self._device.draft(context, ask)
-        self._shadows.add(sequences, ask, *(self._guided(sequences, ask, tree) or (tree, [0] * len(sequences))))
+        found = drafts_under_guides(tree, plan.drafting_guides, ask, self.drafter.spec)
+        self._shadows.add(sequences, ask, *(found or (tree, [0] * len(sequences))))
         clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
 
-    def _run(self, step: Step, context: DraftContext) -> StepTensors:
-        """Do `decode` stage by stage, or queue it as a CUDA graph of the step's shape."""
-        if not step.follows:
-            shape = step_shape(self._device, len(step.sequences), step.ask.nodes, context.longest)
-            tensors = self._graphs.run(shape)
-            self._times.mark("verify")
-            return tensors
-        guides = [sequence.guide for sequence in step.sequences]
-        tensors = self.decode(
-            self._device,
-            context,
-            step.ask,
-            partial(self._drafted, step),
-            lambda verified: under_guides(guides, step.guided, verified),
-            self._times,
-        )
-        step.clock.rest = None if self._queued else step.clock.lap()
-        self._times.mark("commit")
-        return tensors
+    def _draft(self, plan: StepPlan, context: DraftContext) -> tuple[TokenTree, TokenTree | None, list[int]]:
+        """Draft trees within the plan's limits, and what guides force.
 
-    def _drafted(self, step: Step, tree: TokenTree) -> TokenTree:
-        """Drop padding, and admit sequences between drafting and verification, which halves their wait."""
-        if step.ask.most:
-            # Other numbers than a budget has learnt of would cost more than they save.
-            if isinstance(self.budget, FixedBudget) and min(useful := self._useful(step.sequences)) < step.depth:
-                tree = tree.no_deeper(devices.send(torch.tensor(useful), tree.depths.device))
+        Returns:
+            The trees; the same on the host where a guide had a say; and how many tokens at each one's start are forced.
+        """
+        tree = self._device.draft(context, plan.ask)
+        if plan.ask.most:
+            if min(plan.deepest) < plan.depth:
+                tree = tree.no_deeper(devices.send(torch.tensor(plan.deepest), tree.depths.device))
             sizes = (tree.tokens[:, 1:] >= 0).sum(1)
             self._times.mark("tree")
-            if plain := [row for row, one in enumerate(step.sequences) if one.handling is Handling.PLAIN]:
-                sizes[plain] = 0
-            tree = tree.trimmed(1 + sizes)
-        if (found := self._guided(step.sequences, step.ask, tree)) is not None:
-            step.guided, step.forced = found
-            tree = TokenTree(*(devices.send(part, self.base.device) for part in vars(step.guided).values()))
-        if step.ask.most:
-            self._times.mark("host")
-            step.clock.drafting += step.clock.lap()
-            self._admit()
-            # The tree's rows are the first slots. A new sequence takes a slot behind them, and what ends now is new.
-            assert self.scheduler.active[: len(step.sequences)] == step.sequences
-        step.clock.lap()
-        return tree
-
-    def _guided(self, sequences: list[Sequence], ask: Ask, tree: TokenTree) -> tuple[TokenTree, list[int]] | None:
-        """Cut from the trees what guides forbid, and add what they force; None where no guide has a say.
-
-        The trees that are returned are on the host, with the number of forced tokens at the start of each. A fixed
-        number of draft tokens includes these.
-        """
-        guides = [None if one.handling is Handling.PLAIN else one.guide for one in sequences]
-        spec = self.drafter.spec
-        most = ask.most if isinstance(self.budget, FixedBudget) else spec.largest
-        if not most or not any(guides):
-            return None
-        on_host = TokenTree(*(part.cpu() for part in vars(tree).values()))
-        return guided(on_host, guides, ask.most, most, spec.max_depth)
+            tree = tree.trimmed(1 + sizes)  # without padding
+        found = drafts_under_guides(tree, plan.drafting_guides, plan.ask, self.drafter.spec)
+        if found is None:
+            return tree, None, [0] * len(plan.sequences)
+        on_host, forced = found
+        sent = TokenTree(*(devices.send(part, self.base.device) for part in vars(on_host).values()))
+        return sent, on_host, forced
 
     def _deliver(self, keep: int) -> None:
         """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""
         for step, tensors in self.flights.land(keep):
             self._times.mark("wait")
-            outcome, alive = Outcome.read(step, tensors), step.alive
+            outcome, alive, sequences = Outcome.read(step, tensors), step.alive, step.plan.sequences
             emitted = {row: outcome.hand_out(row) for row in alive}
             self._counts.update(
                 steps=1,
                 row_steps=len(alive),
                 output_tokens=sum(emitted.values()),
                 draft_tokens=sum(outcome.drafted[row] for row in alive),
-                accepted_tokens=sum(step.sequences[row].counts.per_step_accepted[-1] for row in alive),
+                accepted_tokens=sum(sequences[row].counts.per_step_accepted[-1] for row in alive),
             )
             if (observation := outcome.observation(emitted, self._shadows)) is not None:
                 self.budget.observe(observation)
-            slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
+            slots = self.scheduler.slots_of([sequences[row] for row in alive])
             self.drafter.observe(Committed(slots, [outcome.tokens[row][: emitted[row]] for row in alive]))
             for row in reversed(alive):
-                self._end_if_over(step.sequences[row], sound=outcome.sound[row])
+                self._end_if_over(sequences[row], sound=outcome.sound[row])
 
     # ---- the rest of a step
 
     def _begin_step(self) -> None:
         self.last_step = time.monotonic()
         self._times.start()
+        self.scheduler.begin_step()
         if (renewal := self.drafter.renew()) is not None:
             self._version = renewal.version
+            self.scheduler.kept.clear()
             for member in renewal.members:
                 self.budget.renewed(member)
         self._prefilled_before = self._counts["prefilled_tokens"]
@@ -395,7 +366,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active."""
-        slot, sequence = len(self.scheduler.active), self.scheduler.entering[0]
+        slot, clock, sequence = len(self.scheduler.active), Clock(), self.scheduler.entering[0]
         if not self._reader.sees(sequence):
             return
         spans, verified = self._reader.read()
@@ -403,12 +374,10 @@ class Engine:
         self.scheduler.activate(spans)
         if verified is None:
             return
-        rows = slice(slot, slot + 1)
-        step = Step([sequence], slot, self.batch, Ask(0))
-        verified = under_guides([sequence.guide], None, verified)
-        tensors = self._device.commit(verified, self._device.accept(verified, rows), rows)
+        plan = StepPlan.of([sequence], slot, self.batch, Ask(0))
+        tensors = self._device.finish(under_guides(plan.guides, None, verified), plan.rows, plan.wanted)
         self._times.mark("verify")
-        self.flights.add(step, tensors)
+        self.flights.add(Step(plan, clock, None, [0]), tensors)
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
 
@@ -451,10 +420,10 @@ class Engine:
         if sequence.finish_reason is not None:
             self._hand_out(sequence)
             generation = sequence.generation()
-            self.scheduler.retire(sequence)
+            self.scheduler.end(sequence)
             sequence.handle.future.set_result(generation)
         elif sequence.handling in (Handling.STUCK, Handling.NOT_FINITE):
-            self.scheduler.retire(sequence, poisoned=not sound)
+            self.scheduler.take_out(sequence, poisoned=not sound)
             sequence.fail()
         elif not sound and sequence.handling is Handling.ALONE:  # until this step it was `COPIED`
             self.scheduler.read_again(sequence)

@@ -19,6 +19,7 @@ from torch import Tensor
 from drafter.acceptance.contract import Verified
 from drafter.acceptance.guide import Guide
 from drafter.devices import send
+from drafter.drafters.contract import Ask, DraftSpec
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
 _ROOT = -1
@@ -76,6 +77,17 @@ def guided(
     sizes = [1 + min(len(drafts.tokens), begun + most, size) for drafts, begun in zip(rows, forced, strict=True)]
     made = from_nodes(tree.tokens[:, 0], tokens, parents, depths, log_probs, 1 + width)
     return made.trimmed(torch.tensor(sizes)), forced
+
+
+def drafts_under_guides(
+    tree: TokenTree, guides: Sequence[Guide | None], ask: Ask, spec: DraftSpec
+) -> tuple[TokenTree, list[int]] | None:
+    """Return trees and forced tokens as `guided` does, of trees that a drafter was asked for; None without guides."""
+    size = ask.most if ask.fixed else spec.largest
+    if not size or not any(guides):
+        return None
+    on_host = TokenTree(*(part.cpu() for part in vars(tree).values()))
+    return guided(on_host, guides, ask.most, size, spec.max_depth)
 
 
 def _allowed(drafted: _Drafts, guide: Guide, depth: int) -> tuple[_Drafts, int]:

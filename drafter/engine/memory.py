@@ -21,6 +21,7 @@ _SAMPLING_COPIES = 11
 _HIDDEN_COPIES, _INNER_COPIES = 10, 3
 """Copies of a node's hidden state, and of its state inside an MLP, that a layer makes; some are in fp32."""
 _MASKS = 3  # bytes of a mask's bool entries beside those of the mask of numbers
+_KEPT_ROWS = 16  # ended rows that are kept where no setting says how many
 _RECORDED = 4 << 20  # bytes that a recorded step is taken to need of its own: the list of its kernels
 
 
@@ -61,8 +62,9 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         graphs: Number of recorded steps.
     """
     slots, nodes, width, number = config.max_num_seqs, spec.largest, base.hidden_size, base.dtype.itemsize
+    in_all = slots + (config.kept_rows or 0)
     length = slot_length(max_length, spec.positions - 1, spec.max_depth)
-    positions, tree, prompt = slots * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
+    positions, tree, prompt = in_all * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
     kept_bytes, groups = base.cache_bytes, query_groups(base.config)
     inner = getattr(base.config, "intermediate_size", None) or 4 * width
     by_position, copied = kept_bytes.position * positions, base.copies_of_kv
@@ -73,7 +75,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
     forward = max(tree, prompt) * number * (_HIDDEN_COPIES * width + _INNER_COPIES * inner)
     masks = max(tree * groups * (nodes + 1 if in_parts else length), prompt * length) * (number + _MASKS)
     # A long prompt's attention repeats its keys and values for each query head, as transformers does it.
-    copies = max(copied * positions, groups * length) * max(base.kv_bytes_per_token)
+    copies = max(copied * slots * length, groups * length) * max(base.kv_bytes_per_token)
     step = {
         "forward": forward,
         "attention": masks + copies,
@@ -81,7 +83,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         "sampling": slots * base.vocab_size * 8 * _SAMPLING_COPIES,
     }
     kept = {
-        "KV cache": by_position + kept_bytes.slot * slots + kept_bytes.node * tree,
+        "KV cache": by_position + kept_bytes.slot * in_all + kept_bytes.node * tree,
         "draft's own KV": spec.bytes_per_token * positions,
         "hidden states": len(spec.hidden_layers) * width * number * positions,
         "texts": 8 * positions,
@@ -97,8 +99,13 @@ def what_would_fit(
 ) -> str:
     """Advise on single changes that make an engine fit into `free` bytes; see `plan_memory`."""
 
-    def total(slots: int = config.max_num_seqs, length: int = max_length, nodes: int = spec.max_nodes) -> int:
-        changed = replace(config, max_num_seqs=slots)
+    def total(
+        slots: int = config.max_num_seqs,
+        length: int = max_length,
+        nodes: int = spec.max_nodes,
+        kept: int = config.kept_rows or 0,
+    ) -> int:
+        changed = replace(config, max_num_seqs=slots, kept_rows=kept)
         return plan_memory(base, replace(spec, max_nodes=nodes), changed, length, graphs).total
 
     found = []
@@ -106,13 +113,36 @@ def what_would_fit(
         ("max_num_seqs", 1, config.max_num_seqs, lambda value: total(slots=value)),
         ("max_model_len", 2, max_length, lambda value: total(length=value)),
         ("num_draft_tokens", 0, spec.max_nodes, lambda value: total(nodes=value)),
+        ("kept_rows", 0, config.kept_rows or 0, lambda value: total(kept=value)),
     ):
         fitting = bisect_right(range(low, most + 1), free, key=total_of)
-        if fitting:
+        if fitting and most:
             found.append(f"{setting} to {low + fitting - 1:,}")
     if found:
         return f"lower {' or '.join(found)}"
     return "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
+
+
+def rows_to_keep(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> int:
+    """Return how many ended rows to keep: where `config` does not say it, as many as half of the rest of memory holds.
+
+    They get none of `kv_gib` that all sequences of full length may need, but blocks that nobody needs. See
+    `plan_memory`.
+    """
+    if config.kept_rows is not None or len(base.devices) > 1:
+        return config.kept_rows or 0
+    free, size = devices.free_bytes(base.device), slot_length(max_length, spec.positions - 1, spec.max_depth)
+    of_row = base.cache_bytes.position * size + base.cache_bytes.slot
+    none, one = (
+        plan_memory(base, spec, replace(config, kept_rows=kept, kv_gib=None), max_length, graphs) for kept in (0, 1)
+    )
+    most = max(_KEPT_ROWS, config.max_num_seqs) if devices.is_asynchronous(base.device) else _KEPT_ROWS
+    if config.kv_bytes is not None:
+        beside = config.kv_bytes - config.max_num_seqs * of_row
+        if beside < 0:  # rows take blocks as they grow
+            return 0 if base.cache_bytes.slot else most
+        most = min(most, beside // of_row)
+    return most if free is None else max(0, min(most, (free - none.total) // (2 * (one.total - none.total))))
 
 
 def plan_or_refuse(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_length: int, graphs: int) -> MemoryPlan:

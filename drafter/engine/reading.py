@@ -27,7 +27,7 @@ class PromptReader:
         try:
             sequence.look(self._state.see(len(self._scheduler.active), request))
         except RequestError as error:
-            self._scheduler.leave(sequence)
+            self._scheduler.take_out(sequence)
             sequence.handle.future.set_exception(error)
             return False
         return True

@@ -1,22 +1,22 @@
-"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, preemption."""
+"""Assigns sequences to slots: the waiting queue, admission, chunks of prompts, parking, preemption."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence as Several
 
 from drafter.engine.batch import BatchState
+from drafter.engine.kept_rows import Donors, KeptRow, KeptRows, common_border
 from drafter.engine.memory import GPU_CHUNK
-from drafter.engine.sequence import Handling, Sequence
+from drafter.engine.sequence import Sequence, Status
 from drafter.engine.step import Flights
 from drafter.engine.waiting_queue import WaitingQueue
-from drafter.prompt import TextKey
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
-_LEAST_SHARED = 8  # shorter common prefixes are computed again: that costs no more than to copy them
+_PATIENCE = 2  # steps that sequences wait for others to enter with them
 _BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
 
 
@@ -48,32 +48,6 @@ class RowLimit:
             self._left = self._backoff
 
 
-class _Keys:
-    """Keys of sequences by their beginnings: there may be hundreds, and most have nothing in common."""
-
-    def __init__(self) -> None:
-        self._of = defaultdict[tuple[str, bytes], list[tuple[int, TextKey]]](list)
-
-    def add(self, slot: int, key: TextKey) -> None:
-        self._of[key.beginning(_LEAST_SHARED)].append((slot, key))
-
-    def longest_shared(self, key: TextKey) -> tuple[int, int]:
-        """Return the slot of the sequence with the longest common prefix, and its length in tokens; 0 for none."""
-        longest = (0, 0)
-        for slot, other in self._of[key.beginning(_LEAST_SHARED)]:
-            # Without the last tokens: while they are pending, there is nothing of them to copy.
-            shared = min(key.shared(other), len(key.ids) - 1, len(other.ids) - 1)
-            if shared > longest[1]:
-                longest = slot, shared
-        return longest if longest[1] >= _LEAST_SHARED else (0, 0)
-
-
-def _at_border(place: int, *sequences: Sequence) -> int:
-    """Return the last place up to this one where the texts of all these may be cut; see `Borders`."""
-    least = min(place if one.borders is None else one.borders.before(place) for one in sequences)
-    return place if least == place else _at_border(least, *sequences)
-
-
 class Scheduler:
     """Assigns sequences to slots, and keeps the batch state in step.
 
@@ -82,23 +56,24 @@ class Scheduler:
 
     def __init__(self, state: BatchState, flights: Flights, max_queue: int) -> None:
         self._state, self._flights = state, flights
-        self.active: list[Sequence] = []  # of each slot that is decoded, in the slots' order
-        self.entering: list[Sequence] = []  # those whose prompts are being read, in the slots behind
-        # Those that no step decodes: with their KV, from the last slot down, and without, where others needed the slot.
-        self._parked: list[Sequence] = []
-        self._parked_unread: list[Sequence] = []
-        self._copied = 0  # tokens that `next_spans` has not told yet
+        self.in_slots: list[Sequence] = []  # in the slots' order: those that are decoded, then those that enter
+        self.parked: list[Sequence] = []  # those that no step decodes
+        self._held: dict[int, Sequence] = {}  # those of them with their KV, by slot: any behind `in_slots`
+        self.kept = KeptRows(state)
         self.waiting = WaitingQueue(max_queue)
         self.limit = RowLimit(state.slots)
+        self._waited = 0  # steps for which sequences that could enter have waited for others
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
 
     @property
-    def in_slots(self) -> list[Sequence]:
-        return [*self.active, *self.entering]
+    def active(self) -> list[Sequence]:
+        """Those that are decoded, in the first slots."""
+        return [sequence for sequence in self.in_slots if sequence.status is Status.DECODED]
 
     @property
-    def parked(self) -> list[Sequence]:
-        return [*self._parked, *self._parked_unread]
+    def entering(self) -> list[Sequence]:
+        """Those whose prompts are being read, in the slots behind."""
+        return [sequence for sequence in self.in_slots if sequence.status is Status.READ]
 
     @property
     def parked_to_look_at(self) -> bool:
@@ -119,55 +94,48 @@ class Scheduler:
         return self.waiting.salted and len({*self.waiting.salts, *(one.salt for one in self.in_slots)}) > 1
 
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
-        slots = {id(sequence): slot for slot, sequence in enumerate(self.active)}
+        slots = {id(sequence): slot for slot, sequence in enumerate(self.in_slots)}
         return [slots[id(sequence)] for sequence in sequences]
 
+    def begin_step(self) -> None:
+        """Count a step, for those that wait for others; see `admit`."""
+        self._waited = self._waited + 1 if self._coming else 0
+
+    @property
+    def _coming(self) -> int:
+        return min(len(self.waiting), self.limit.most - len(self.in_slots))
+
     def admit(self, *, packs: bool) -> bool:
-        """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none."""
-        if not self.entering and not self._enter():
+        """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none.
+
+        A forward reads the weights once for all of its prompts. So sequences wait until they are as many as a quarter
+        of the slots, or for two steps, but not where somebody looks on: one is streamed, or there are several salts.
+        """
+        looks_on = self.has_company or self.waiting.streamed
+        waits = self.active and packs and 4 * self._coming < self.limit.most and self._waited <= _PATIENCE
+        if not self.entering and ((waits and not looks_on) or not self._enter()):
             return False
         unread = sum(sequence.unread for sequence in self.entering)
         while packs and unread < self.chunk and self._enter():
             unread += self.entering[-1].unread
-        # A long prompt takes many forwards. What others have in common with an active text may have left its slot by
-        # their end, and is copied before.
-        while unread > self.chunk and self._copies_most(self.waiting.first(self.in_slots)) and self._enter():
-            sequence = self.entering[-1]
-            self._copy(sequence, len(self.in_slots) - 1, *self._decoded().longest_shared(sequence.key))
         return True
-
-    def _copies_most(self, sequence: Sequence | None) -> bool:
-        """Return whether more than half of a waiting sequence's text is that of an active one."""
-        if sequence is None or sequence.alone or sequence.sees:  # where these may be cut is not known yet
-            return False
-        return self._decoded().longest_shared(sequence.handle.request.key(sequence.text))[1] > sequence.length / 2
-
-    def _decoded(self) -> _Keys:
-        keys = _Keys()
-        for slot, sequence in enumerate(self.active):
-            keys.add(slot, sequence.key)
-        return keys
-
-    def _copy(self, sequence: Sequence, slot: int, donor: int, shared: int) -> None:
-        """Copy to an entering sequence what it has in common with an active one, as far as both may be cut there."""
-        if length := self._state.copy(donor, slot, _at_border(shared, sequence, self.active[donor])):
-            sequence.read, sequence.handling = length, Handling.COPIED
-            self._copied += length
 
     def _enter(self) -> bool:
         """Give the next waiting sequence the slot behind all others; False if there is none, no slot or no memory."""
-        slot = len(self.active) + len(self.entering)
+        slot = len(self.in_slots)
         sequence = self.waiting.first(self.in_slots) if slot < self.limit.most else None
         if sequence is None:
             return False
-        while self._parked and (slot == self._lowest_parked or not self._state.has_room(sequence.length + 1, slot)):
-            self._drop(len(self._parked) - 1)
+        self._vacate(slot)
         # None overtakes one that does not fit.
-        if not self._state.has_room(sequence.length + 1, slot):
-            return False
+        while not self._has_room(sequence):
+            if not self._held:
+                return False
+            self._drop(next(reversed(self._held)))
         self.waiting.remove(sequence)
+        self._waited = 0
         # It is in a list before anything can fail, so that a failure finds it.
-        self.entering.append(sequence)
+        self._append(sequence)
         sequence.enter()
         self._state.reserve(slot, sequence.length + 1)
         self._state.enter(slot, sequence.prefilled, sequence.handle.request, sequence.limits)
@@ -176,113 +144,141 @@ class Scheduler:
     def next_spans(self) -> tuple[list[slice], int]:
         """Return the chunks of the first entering prompts for the next forward, of at most `chunk` tokens.
 
-        A prefix shared with an active sequence is copied from there, and a prompt waits for one that has more than
-        half of it. The number of copied tokens comes second. Some have forwards of their own; see `Sequence.apart`.
+        A prefix shared with an active sequence or a kept row is copied from there, and a prompt waits for one that has
+        more than half of it. The number of copied tokens comes second. Some have forwards of their own; see
+        `Sequence.apart`.
         """
         spans: list[slice] = []
+        copied = 0
         scored = bool(self.entering) and self.entering[0].handle.request.prompt_logprobs is not None
         room = _SCORED_CHUNK if scored else self.chunk
-        decoded, before = self._decoded(), _Keys()
+        donors, before = Donors(), Donors()
+        for slot, sequence in enumerate(self.active):
+            donors.add(slot, sequence, len(sequence.prefilled) - 1)
+        for row in self.kept:
+            donors.add(row.slot, row, len(row))
         for slot, sequence in enumerate(self.entering, len(self.active)):
-            donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence.key)
+            source, donor, shared = 0, None, 0
+            if not (sequence.read or sequence.alone):
+                source, donor, shared = donors.longest_shared(sequence)
             start = max(sequence.read, shared)
             rest = sequence.length - start
             if spans:
-                coming = 0 if sequence.alone else before.longest_shared(sequence.key)[1]
+                coming = 0 if sequence.alone else before.longest_shared(sequence)[2]
                 apart = sequence.apart or self.entering[0].apart
                 if apart or not room or not rest or coming - start > rest / 2:
                     break
-            if shared:
-                self._copy(sequence, slot, donor, shared)
-                start, rest = sequence.read, sequence.unread
+            if donor is not None:
+                shared = self._state.copy(source, slot, common_border(shared, sequence, donor))
+                start = max(sequence.read, shared)
+                rest = sequence.length - start
+                if shared:
+                    sequence.copied(shared)
+                if isinstance(donor, KeptRow):
+                    self.kept.use(donor)
+                copied += shared
             stop = sequence.cut(start, start + min(room, rest))
             spans.append(slice(start, stop))
-            before.add(slot, sequence.key)
+            before.add(slot, sequence, len(sequence.prefilled) - 1)
             room -= min(room, rest)
             if not rest:
                 break
-        copied, self._copied = self._copied, 0
         return spans, copied
 
     def activate(self, spans: Several[slice]) -> None:
         """Note that `spans` of the first entering sequences are read; those read in full become active."""
-        for sequence, span in zip(self.entering[: len(spans)], spans, strict=True):
+        first = len(self.active)
+        for slot, (sequence, span) in enumerate(zip(self.entering[: len(spans)], spans, strict=True), first):
             sequence.read = span.stop
             if not sequence.unread:
-                self._state.begin(len(self.active), sequence.length)
-                sequence.features = None
-                self.active.append(sequence)
-                self.entering.remove(sequence)
+                self._state.begin(slot, sequence.length)
+                sequence.features, sequence.status = None, Status.DECODED
         self._update_settings()
 
     def grow(self) -> bool:
         """Reserve memory for the next step of all active sequences, in order; False if it does not reach for all."""
         ahead = self._flights.ahead
         while not all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active)):
-            if not self._parked:
+            if self.kept.drop_oldest():
+                continue
+            if not self._held:
                 return False
-            self._drop(len(self._parked) - 1)
+            self._drop(next(reversed(self._held)))
         return True
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Return whether there is memory for a sequence to enter, once as many kept rows as it takes are dropped."""
+        while not (room := self._state.has_room(sequence.length + 1, len(self.in_slots))) and self.kept.drop_oldest():
+            pass
+        return room
 
     def park(self, sequence: Sequence) -> None:
         """Take an active sequence out of the steps, with its KV kept if a slot is free. No flight may be under way."""
-        slot, target = self.active.index(sequence), self._lowest_parked - 1
-        if slot < target < len(self.in_slots):
-            self.retire(sequence)
-            self._parked_unread.append(sequence)
-            return
-        if slot == target:  # the last of all
-            self.active.pop()
+        slot, free = self.in_slots.index(sequence), self._free
+        if slot == len(self.in_slots) - 1:  # the last of all stays where it is
+            self.in_slots.pop()
+            self._hold(sequence, slot)
             self._update_settings()
+        elif free:
+            self._move(sequence, slot, free[-1])
+            self.take_out(sequence)
+            self._hold(sequence, free[-1])
         else:
-            self._move(sequence, slot, target)
-            self.retire(sequence)
-        self._state.begin(target, self._state.max_length)  # it counts as full, like an empty slot
-        self._parked.append(sequence)
+            self.take_out(sequence)
+        sequence.status = Status.PARKED
+        self.parked.append(sequence)
 
     def unpark(self, sequence: Sequence) -> None:
         """Let a parked sequence enter: at once if its KV was kept, or else it waits, and reads its text again."""
         target = len(self.in_slots)
-        if sequence in self._parked:
-            if target >= self.limit.most:
-                self._drop(self._parked.index(sequence))
-            elif target == self._lowest_parked and sequence is not self._parked[-1]:
-                self._drop(len(self._parked) - 1)  # it is in the way
-        if sequence in self._parked_unread:
-            self._parked_unread.remove(sequence)
+        slot = next((slot for slot, one in self._held.items() if one is sequence), None)
+        if slot is not None and target >= self.limit.most:
+            self._drop(slot)
+            slot = None
+        self.parked.remove(sequence)
+        if slot is None:
+            sequence.status = Status.WAITING
             self.waiting.put_back([sequence])
             return
-        place = self._parked.index(sequence)
-        if target == self._lowest_parked:
-            self._parked.pop()
-        else:
-            self._move(sequence, self._slot_of_parked(place), target)
-            self._close_up(place)
+        if slot != target:
+            self._vacate(target)
+            self._move(sequence, slot, target)
+            self._state.end(slot)
+        del self._held[slot]
         sequence.read = sequence.length
-        self.entering.append(sequence)
+        self._append(sequence)
 
     @property
-    def _lowest_parked(self) -> int:
-        return self._state.slots - len(self._parked)
+    def _free(self) -> list[int]:
+        """Slots behind all sequences in which none is parked."""
+        return [slot for slot in range(len(self.in_slots), self._state.slots) if slot not in self._held]
 
-    def _slot_of_parked(self, place: int) -> int:
-        return self._state.slots - 1 - place
+    def _append(self, sequence: Sequence) -> None:
+        """Put a sequence that enters behind the others."""
+        sequence.status = Status.READ
+        self.in_slots.append(sequence)
 
-    def _drop(self, place: int) -> None:
+    def _hold(self, sequence: Sequence, slot: int) -> None:
+        self._state.begin(slot, self._state.max_length)  # it counts as full, like an empty slot
+        self._held[slot] = sequence
+
+    def _vacate(self, slot: int) -> None:
+        """Let a sequence that is parked in a slot go to another one, or lose its KV."""
+        if slot not in self._held:
+            return
+        if free := self._free:
+            sequence = self._held.pop(slot)
+            self._move(sequence, slot, free[-1])
+            self._state.end(slot)
+            self._hold(sequence, free[-1])
+        else:
+            self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
         """Give up the slot of a parked sequence."""
-        sequence = self._parked[place]
-        if not sequence.proven:
-            self._state.clear(self._slot_of_parked(place))
-        self._close_up(place)
-        self._parked_unread.append(sequence)
-
-    def _close_up(self, place: int) -> None:
-        """Forget a parked sequence, whose slot the last one takes."""
-        last = self._parked.pop()
-        if place < len(self._parked):
-            self._move(last, self._slot_of_parked(len(self._parked)), self._slot_of_parked(place))
-            self._parked[place] = last
-        self._state.end(self._slot_of_parked(len(self._parked)))
+        if not self._held.pop(slot).proven:
+            self._state.clear(slot)
+        self._state.end(slot)
 
     def over_share(self) -> Sequence | None:
         """Return the sequence to preempt for one that waits and has a right to its slot; None for none.
@@ -291,7 +287,7 @@ class Scheduler:
         """
         waiting = self.waiting.first(self.in_slots) if self.waiting.salted else None
         taken = len(self.in_slots)
-        if waiting is None or (taken < self.limit.most and self._state.has_room(waiting.length + 1, taken)):
+        if waiting is None or (taken < self.limit.most and self._has_room(waiting)):
             return None
         held = Counter(sequence.salt for sequence in self.in_slots)
         greediest = max(held, key=held.__getitem__, default="")
@@ -304,87 +300,80 @@ class Scheduler:
 
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence. No flight may be under way."""
-        if sequence in self.entering:
-            self.leave(sequence)
-        else:
-            self.retire(sequence)
+        self.take_out(sequence)
         self.waiting.put_back([sequence])
 
-    def retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Take an active sequence out: the last active one takes its slot, and those that enter move up.
+    def end(self, sequence: Sequence) -> None:
+        """Take an active sequence out whose text is over, and keep what its slot has."""
+        self.kept.keep(self.in_slots.index(sequence), sequence)
+        self.take_out(sequence)
+
+    def take_out(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Take a sequence out of its slot: the last active one takes the slot of one, and those that enter move up.
 
         A `poisoned` slot holds numbers that are not finite.
         """
-        slot, last = self.active.index(sequence), len(self.active) - 1
-        if poisoned or not sequence.proven:
+        slot = gap = self.in_slots.index(sequence)
+        rows, entering = list(self.in_slots), sequence.status is Status.READ
+        if entering or poisoned or not sequence.proven:
             self._state.clear(slot)
-        if slot != last:
-            self._move(self.active[last], last, slot)
-        self._move_up(0)
+        if not entering:
+            gap = len(self.active) - 1
+            rows[slot] = rows[gap]
+        moves = [(rows[slot], gap, slot)] if gap != slot else []
+        moves += [(one, place, place - 1) for place, one in enumerate(rows[gap + 1 :], gap + 1)]
+        for move in moves:
+            self._move(*move)
         # Last, so that a failure finds all of them if a move fails.
-        self.active[slot] = self.active[last]
-        self.active.pop()
-        self._state.end(last + len(self.entering))
+        self.in_slots = rows[:gap] + rows[gap + 1 :]
+        sequence.features, sequence.status = None, Status.WAITING
+        self._state.end(len(self.in_slots))
         self._update_settings()
 
     def read_again(self, sequence: Sequence) -> None:
         """Put a sequence back to wait, and read its text again with nothing copied from others."""
-        self.retire(sequence, poisoned=True)
+        self.take_out(sequence, poisoned=True)
         sequence.stay += 1
         self.waiting.put_back([sequence])
 
     def take_unwanted(self, now: float) -> list[Sequence]:
         """Take out all that are cancelled, or out of time at `now` (monotonic seconds)."""
-        unwanted = [sequence for sequence in self.active if sequence.handle.unwanted(now)]
+        unwanted = [sequence for sequence in self.in_slots if sequence.handle.unwanted(now)]
         for sequence in reversed(unwanted):
-            self.retire(sequence)
-        for sequence in reversed(self.entering):
-            if sequence.handle.unwanted(now):
-                self.leave(sequence)
-                unwanted.append(sequence)
+            if sequence.status is Status.DECODED:
+                self.end(sequence)
+            else:
+                self.take_out(sequence)
         for sequence in [one for one in self.parked if one.handle.unwanted(now)]:
-            if sequence in self._parked:
-                self._drop(self._parked.index(sequence))
-            self._parked_unread.remove(sequence)
+            for slot in [slot for slot, one in self._held.items() if one is sequence]:
+                self._drop(slot)
+            self.parked.remove(sequence)
             unwanted.append(sequence)
         return [*unwanted, *self.waiting.take_unwanted(now)]
 
     def preempt(self) -> int:
         """Put half of the sequences, and all that enter, back to wait; return how many. No flight may be under way."""
+        self.kept.clear()
         self.limit.ran_out(len(self.in_slots))
-        most = self.limit.most
-        back = self.in_slots[min(most, len(self.active)) :]
-        for slot in range(len(self.in_slots) - len(back), len(self.in_slots)):
+        left = self.active[: self.limit.most]
+        back = self.in_slots[len(left) :]
+        for slot, sequence in enumerate(back, len(left)):
             self._state.clear(slot)
-        for sequence in self.entering:
-            sequence.features = None
-        self.active, self.entering = self.active[:most], []
+            sequence.features, sequence.status = None, Status.WAITING
+        self.in_slots = left
         self._update_settings()
-        while self._parked:
-            self._state.clear(self._lowest_parked)
-            self._drop(len(self._parked) - 1)
-        self._state.restore([one.text for one in self.active], [one.handle.request for one in self.active])
+        for slot in tuple(self._held):
+            self._state.clear(slot)
+            self._drop(slot)
+        self._state.restore([one.text for one in left], [one.handle.request for one in left])
         self.waiting.put_back(back)
         return len(back)
 
     def clear(self) -> list[Sequence]:
         """Give up all slots; return the sequences that had one."""
         gone = [*self.in_slots, *self.parked]
-        self.active, self.entering, self._parked, self._parked_unread = [], [], [], []
+        self.in_slots, self.parked, self._held = [], [], {}
         return gone
-
-    def leave(self, sequence: Sequence) -> None:
-        """Take out a sequence that enters."""
-        sequence.features = None
-        place = self.entering.index(sequence)
-        self._state.clear(len(self.active) + place)
-        self._move_up(place + 1)
-        self._state.end(len(self.in_slots) - 1)
-        self.entering.remove(sequence)
-
-    def _move_up(self, place: int) -> None:
-        for slot, sequence in enumerate(self.entering[place:], len(self.active) + place):
-            self._move(sequence, slot, slot - 1)
 
     def _move(self, sequence: Sequence, source: int, target: int) -> None:
         self._state.move(source, target, sequence.length + 1 + self._flights.ahead)

@@ -28,6 +28,15 @@ from drafter.text.text_stream import TextStream
 from drafter.text.tokenizers import refuse_long
 
 
+class Status(Enum):
+    """Where a sequence is; see `Scheduler`."""
+
+    WAITING = auto()  # in the queue, or not yet there
+    READ = auto()  # in a slot, and its prompt is being read
+    DECODED = auto()  # in a slot, and in every step
+    PARKED = auto()  # in no step, as its handle is parked
+
+
 class Handling(Enum):
     """How a sequence is decoded, by whether its numbers have been finite so far."""
 
@@ -83,6 +92,7 @@ class Sequence:
         self.counts = DecodeCounts()
         self.versions: list[int] = []  # of the weights that have drafted for it, in order
         self.finish_reason: FinishReason | None = None
+        self.status = Status.WAITING
         self.entered: float | None = None  # when it first entered a slot, in monotonic seconds
         self.first_token: float | None = None  # when it got its first token
         self.stay = 0  # number of times that it left a slot to wait again: a step of an earlier stay does not count
@@ -90,11 +100,12 @@ class Sequence:
         self.salt = handle.request.salt
         self.key = TextKey(self.salt, self.prefilled)  # of these
         self.read = 0  # number of these that are read by now
+        self.cached = 0  # tokens of the prompt that were copied from other rows instead of read
         self.sees = sees  # its prompt is read by features
         self.features: Features | None = None  # of such a prompt, while it is being read
         self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
         self.handling = Handling.ALONE if scored else Handling.FREE
-        self._said = TextStream(tokenizer, prompt, sampling, self.salt)  # has the output's tokens, at the latest at its end
+        self._said = TextStream(tokenizer, prompt, sampling, self.salt)  # at its end it has all of the output
         self._heard = 0  # number of tokens that it has
         self._shown = 0  # characters of the answer that the caller has
         self._forced_parts: list[tuple[int, int]] = []  # (start, end) of the forced tokens' characters
@@ -119,6 +130,11 @@ class Sequence:
         return self.length >= len(self.prefilled)
 
     @property
+    def keepable(self) -> bool:
+        """True if others may use its state when it has ended: all of it is finite, and the target model's own."""
+        return self.proven and not self.lenient and self.handling in (Handling.FREE, Handling.ALONE)
+
+    @property
     def follows(self) -> bool:
         """True if the host must follow its steps stage by stage."""
         return self.handling is Handling.PLAIN or self.guide is not None or self.sampling.logprobs is not None
@@ -141,6 +157,8 @@ class Sequence:
         self.prefilled, self.read = self.text, 0
         self.features = self.borders = None
         self.key = self.handle.request.key(self.prefilled)
+        if not self.output:
+            self.cached = 0
         if self.handling is Handling.COPIED:
             self.handling = Handling.FREE
         if self.entered is None:
@@ -149,6 +167,12 @@ class Sequence:
     def look(self, features: Features) -> None:
         """Keep the features of its prompt until that is read."""
         self.features, self.borders = features, features.borders
+
+    def copied(self, length: int) -> None:
+        """Note that its first `length` tokens have been copied from another row."""
+        self.handling = Handling.COPIED
+        if not self.output:
+            self.cached = length
 
     def cut(self, start: int, stop: int) -> int:
         """Return where a forward from `start` ends, by `stop` if that is possible: features are not read with others,
@@ -285,6 +309,7 @@ class Sequence:
             text=said.text,
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=self.cached,
             counts=self.counts,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if request.prompt_logprobs is not None else None,

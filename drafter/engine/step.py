@@ -1,10 +1,12 @@
-"""The plan of a step and what came out of it, and the stages of a step on the device: draft, verify, accept, commit."""
+"""The plan of a step and what came out of it, and the stages of a step on the device: draft, verify, finish."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +15,12 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.acceptance.choices import are_sound
-from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, Verifier, token_logprobs
+from drafter.acceptance.contract import PathLogprobs, Verified, Verifier, token_logprobs
+from drafter.acceptance.guide import Guide
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
-from drafter.engine.sequence import Sequence
+from drafter.engine.sequence import Handling, Sequence
 from drafter.engine.shadows import Shadows
 from drafter.requests import TokenLogprob
 from drafter.target_model.attention import Packing
@@ -26,6 +29,7 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -67,40 +71,73 @@ class Clock:
         return self.since - before
 
 
-class Step:
-    """The plan of a step of B rows, in slots from `slot` on.
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """All that is decided about a step of B rows, in slots from `slot` on, before any of it runs."""
 
-    `load` is None if no budget planned it: it comes with a prompt's forward. `follows` means that the host follows it
-    stage by stage; otherwise it is queued as a whole.
-    """
+    sequences: list[Sequence]
+    slot: int
+    context: DraftContext | None  # what is drafted from; None for a prompt's step
+    ask: Ask
+    depth: int  # of the deepest draft token that a row may get
+    deepest: list[int]  # the same of each row
+    wanted: dict[int, int]  # row → number of most probable tokens whose log-probabilities it wants
+    stays: list[int]  # of the sequences
+    load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
+    follows: bool = True  # the host follows it stage by stage; otherwise it is queued as a whole
 
-    def __init__(
-        self,
+    @staticmethod
+    def of(
         sequences: list[Sequence],
         slot: int,
         state: BatchState,
         ask: Ask,
+        context: DraftContext | None = None,
+        useful: Several[int] | None = None,
         load: StepLoad | None = None,
-        clock: Clock | None = None,
         *,
         follows: bool = True,
-    ) -> None:
-        self.sequences, self.ask, self.load, self.follows, self.clock = sequences, ask, load, follows, clock or Clock()
-        self.stays = [sequence.stay for sequence in sequences]
-        self.depth = min(ask.most, state.drafter.spec.max_depth)  # draft tokens that a row may get at most
-        # Row → number of most probable tokens whose log-probabilities it wants.
-        self.wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
-        self.version = state.drafter.version
-        self.guided: TokenTree | None = None  # the trees on the host, where a guide had a say
-        # Draft tokens at the start of each tree that a guide forces; nobody drafted them.
-        self.forced = [0] * len(sequences)
+    ) -> StepPlan:
+        """Plan a step whose trees go no deeper than is `useful` `[B]`, where that is known."""
+        depth = min(ask.most, state.drafter.spec.max_depth)
+        deepest = [min(depth, most) for most in useful or [depth] * len(sequences)]
+        for row, sequence in enumerate(sequences):
+            if sequence.handling is Handling.PLAIN:
+                deepest[row] = 0
+        wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
+        stays = [sequence.stay for sequence in sequences]
+        return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, load, follows)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.slot, self.slot + len(self.sequences))
+
+    @property
+    def guides(self) -> list[Guide | None]:
+        """`[B]` guides of the rows."""
+        return [sequence.guide for sequence in self.sequences]
+
+    @property
+    def drafting_guides(self) -> list[Guide | None]:
+        """`[B]` the same, of rows that may have drafts."""
+        return [None if one.handling is Handling.PLAIN else one.guide for one in self.sequences]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step that has been done, or is under way on the device."""
+
+    plan: StepPlan
+    clock: Clock
+    version: int | None  # of the weights that have drafted
+    forced: list[int]  # draft tokens at the start of each row's tree that a guide forces; nobody drafted them
 
     @property
     def alive(self) -> list[int]:
         """Rows whose sequence is still in the slot of the step; the others have ended or left it."""
         return [
             row
-            for row, (sequence, stay) in enumerate(zip(self.sequences, self.stays, strict=True))
+            for row, (sequence, stay) in enumerate(zip(self.plan.sequences, self.plan.stays, strict=True))
             if not sequence.ended and sequence.stay == stay
         ]
 
@@ -143,21 +180,22 @@ class Outcome:
                 if sound[row]:
                     lenient[row].append(index)
         logprobs: dict[int, list[TokenLogprob]] = {}
+        wanted = step.plan.wanted
         if tensors.logprobs is not None:
-            found = tensors.logprobs.read([tokens[row] for row in step.wanted], list(step.wanted.values()))
-            logprobs = dict(zip(step.wanted, found, strict=True))
+            found = tensors.logprobs.read([tokens[row] for row in wanted], list(wanted.values()))
+            logprobs = dict(zip(wanted, found, strict=True))
         return Outcome(step, tokens, sound, accepted, drafted, on_path, lenient, logprobs)
 
     def hand_out(self, row: int) -> int:
         """Give a row's sequence its tokens; return how many it takes."""
-        sequence, drafted, version = self.step.sequences[row], self.drafted[row], self.step.version
+        sequence, drafted, version = self.step.plan.sequences[row], self.drafted[row], self.step.version
         if drafted and version is not None and version not in sequence.versions[-1:]:
             sequence.versions.append(version)
         return sequence.take(self.tokens[row], self.accepted[row], drafted, self.logprobs.get(row), self.lenient[row])
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
-        planned, ask, clock, forced = self.step.load, self.step.ask, self.step.clock, self.step.forced
+        planned, ask, clock, forced = self.step.plan.load, self.step.plan.ask, self.step.clock, self.step.forced
         # A budget learns nothing of drafts that it did not plan, and of a step with any the time is not its own.
         brought = ask.brought or (0,) * len(self.tokens)
         rows = [row for row in emitted if self.sound[row] and not brought[row]]
@@ -194,13 +232,13 @@ class Flights:
     @property
     def ahead(self) -> int:
         """Tokens that a sequence may have beyond those that the host knows."""
-        return sum(step.depth + 1 for step, _, _ in self._under_way)
+        return sum(step.plan.depth + 1 for step, _, _ in self._under_way)
 
     def add(self, step: Step, tensors: StepTensors) -> None:
         """Send a step's result to the host, without waiting."""
         arrived = None
         if self._device.type == "cuda":
-            tensors = tensors.to_host(len(step.sequences))
+            tensors = tensors.to_host(len(step.plan.sequences))
             arrived = torch.cuda.Event(blocking=True)
             arrived.record(torch.cuda.current_stream(self._device))
         self._under_way.append((step, tensors, arrived))
@@ -256,14 +294,14 @@ class DeviceStep:
         ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
         return Verified(tree, ancestors, depth, logits, ours, read)
 
-    def accept(self, verified: Verified, rows: slice) -> Accepted:
-        """Let the verifier decide on the trees of slots `rows`."""
-        return self.verifier.accept(verified, self.state.row_sampling(rows))
+    def finish(self, verified: Verified, rows: slice, wanted: Mapping[int, int] = _NOTHING) -> StepTensors:
+        """Let the verifier decide on the trees of slots `rows`, commit the accepted paths, and pack the result.
 
-    def commit(self, verified: Verified, accepted: Accepted, rows: slice) -> StepTensors:
-        """Commit the accepted paths of slots `rows`, and pack the result."""
+        `wanted` are numbers of log-probabilities by row.
+        """
+        accepted = self.verifier.accept(verified, self.state.row_sampling(rows))
         tree, logprobs = verified.tree, None
-        if wanted := self.state.wanted_logprobs(rows):
+        if wanted:
             row = devices.send(torch.tensor(list(wanted)), self.base.device)
             at_path = verified.logits[row[:, None], accepted.path[row]]
             logprobs = token_logprobs(at_path, accepted.tokens[row], max(wanted.values()))

@@ -33,6 +33,12 @@ class WaitingQueue:
     def salts(self) -> tuple[str, ...]:
         return tuple(self._waiting)
 
+    @property
+    def streamed(self) -> bool:
+        """True if one of them is streamed."""
+        with self._lock:
+            return any(sequence.handle.streams for sequence in self._all())
+
     def refuse_full(self, salt: str) -> None:
         """Raise `QueueFullError` if no further request of `salt` may wait, or why the queue is closed."""
         with self._lock:

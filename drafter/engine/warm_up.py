@@ -229,7 +229,7 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
         "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
         "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
         "verifier": step.verifier.name,
-        "state": [state.slots, state.max_length, state.cache.nbytes],
+        "state": [state.slots, state.max_length, state.cache.blocks.in_order],
     }
 
 
@@ -321,7 +321,7 @@ def generate_texts(step: DeviceStep) -> None:
     state.lengths[:count] = start
     for end in range(start + 1, length + 1):
         verified, rows = step.verify(root_only(state.tokens[:count, end - 1]), end), slice(0, count)
-        step.commit(verified, step.accept(verified, rows), rows)
+        step.finish(verified, rows)
     for slot in range(count, state.slots):
         state.copy(slot % count, slot, length + 1)  # the pending token, too
 

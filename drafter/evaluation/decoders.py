@@ -65,9 +65,12 @@ def decode_all(engine: Engine, requests: Sequence[Request]) -> Run:
 
 
 def room_for(requests: Sequence[Request], slots: int, **settings: Any) -> EngineConfig:
-    """Return an engine's settings with a queue for all `requests`, and the length of the longest."""
+    """Return an engine's settings with a queue for all `requests`, and the length of the longest.
+
+    Nothing is kept of rows that have ended: in each round the prompts are the same, and are read.
+    """
     longest = max(len(one.prompt_ids) + one.sampling.over().max_new_tokens for one in requests)
-    return EngineConfig(slots, longest, max_queue=len(requests), **settings)
+    return EngineConfig(slots, longest, kept_rows=0, max_queue=len(requests), **settings)
 
 
 def warm_up(decode: Decoder, requests: Sequence[Request], rows: int) -> None:

@@ -231,7 +231,8 @@ class VerifierTrials:
         """Prepare to decode `requests`, each `rounds` times."""
         self._plain: Decoder | None = None
         gc.collect()  # engines are cyclic: an unused one holds device memory until collected
-        config = EngineConfig(**{**asdict(engine), "max_queue": len(requests)})
+        # In each round the prompts are the same, and are read.
+        config = EngineConfig(**{**asdict(engine), "kept_rows": 0, "max_queue": len(requests)})
         nodes = useful_nodes(self._base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
         self._load_drafter = partial(load_drafter, drafter, self._base, nodes)
         self._config, self._requests, self._rounds = config, requests, rounds

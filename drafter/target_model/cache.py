@@ -264,12 +264,15 @@ class TargetCache:
         for layer in self.layers:
             layer.commit(lengths, path, rows)
 
+    def shareable(self, source: int, length: int) -> int:
+        """Return the greatest number of a slot's first positions, up to `length`, that can be copied; 0 for none."""
+        while length and (least := min(layer.shareable(source, length) for layer in self.layers)) < length:
+            length = least  # which not all of the others may know
+        return length
+
     def copy(self, source: int, target: int, length: int) -> int:
         """Copy the first positions of a slot, up to `length`; return how many the two share now."""
-        shared = length
-        while shared and (least := min(layer.shareable(source, shared) for layer in self.layers)) < shared:
-            shared = least  # which not all of the others may know
-        if shared:
+        if shared := self.shareable(source, length):
             for layer in self.layers:
                 layer.copy(source, target, shared)
         return shared

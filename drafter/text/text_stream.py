@@ -49,13 +49,14 @@ class TextStream:
 
     Args:
         prompt: The prompt's tokens.
+        salt: Whose output it is.
 
     Attributes:
         searches: There are stop strings, so that each token must come before the next one is chosen.
         length: Characters of the answer that are sure.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], sampling: SamplingParams, salt: str = "") -> None:
         asked, self._tokenizer = sampling.structured_outputs, tokenizer
         self._guided, exact = asked is not None, asked is not None and asked.kind != "calls"
         self._calls: CallMarks | None = None

@@ -168,6 +168,7 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
     `generations` has `n` of each prompt, one prompt after the other.
     """
     prompt = sum(generation.num_prompt_tokens for generation in generations[::n])
+    cached = sum(generation.num_cached_tokens for generation in generations[::n])
     output = sum(len(generation.token_ids) for generation in generations)
     accepted = sum(generation.counts.num_accepted_draft_tokens for generation in generations)
     drafted = sum(generation.counts.num_draft_tokens for generation in generations)
@@ -175,6 +176,7 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,

@@ -135,6 +135,7 @@ def _generation_of(row: Row, request: ParsedRequest, tokenizer: Callable[[], Any
         lenient=row.get("lenient_positions", []),
         reasoning_content=row.get("reasoning_content"),
         marked=_marked(row, request, tokenizer),
+        num_cached_tokens=row.get("num_cached_tokens", 0),
     )
 
 

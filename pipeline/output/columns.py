@@ -102,6 +102,7 @@ COLUMNS = (
     OutputColumn("finish_reason", _TEXT, lambda g, r, run: g.finish_reason),
     OutputColumn("valid", pa.bool_(), lambda g, r, run: g.valid, wanted=_structured),
     OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r, run: g.num_prompt_tokens),
+    OutputColumn("num_cached_tokens", _INTEGER, lambda g, r, run: g.num_cached_tokens),
     OutputColumn("num_output_tokens", _INTEGER, lambda g, r, run: len(g.token_ids)),
     OutputColumn("seed", _INTEGER, lambda g, r, run: r.sampling.seed),
     OutputColumn("num_decode_steps", _INTEGER, lambda g, r, run: g.counts.num_decode_steps),

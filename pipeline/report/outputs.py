@@ -37,6 +37,7 @@ _COLUMNS = (
     "finished_at",
 )
 _LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
+_CACHED = "num_cached_tokens"  # which outputs of an earlier version have not
 _MOST_CATEGORIES = 10_000
 _SHORTEST_SECONDS = 1e-3  # that a row counts as having taken
 
@@ -187,6 +188,7 @@ class RowSummary:
 
     rows: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, that were not read because other rows had left their state
     lenient_tokens: int = 0  # accepted ones that the target model would not have chosen
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     records: RecordSums = field(default_factory=RecordSums)
@@ -210,7 +212,7 @@ def read_rows(
         raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
     result = RowSummary()
     keys: list[tuple[int, str, str]] = []
-    some = [*([_LENIENT] if _LENIENT in dataset.schema.names else []), *record_columns(dataset)]
+    some = [*({_LENIENT, _CACHED} & set(dataset.schema.names)), *record_columns(dataset)]
     for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *some, *filter(None, [category])]))):
         ids = table["request_id"].to_pylist()
         _add_counts(result, table)
@@ -242,6 +244,8 @@ def _tables(dataset: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterato
 def _add_counts(result: RowSummary, table: pa.Table) -> None:
     result.rows += table.num_rows
     result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
+    if _CACHED in table.column_names:
+        result.cached_tokens += pc.sum(table[_CACHED]).as_py() or 0
     if _LENIENT in table.column_names:
         result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
     result.counts = total([result.counts, counts_of(table)])

@@ -160,7 +160,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-TIMING_COLUMNS = ("generation_seconds", "finished_at", "drafter", "drafter_version")
+TIMING_COLUMNS = ("generation_seconds", "finished_at", "num_cached_tokens", "drafter", "drafter_version")
 """Columns that differ when a row is generated again."""
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.operation_counts import OperationCounts
 from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.acceptance.guide import Guide
 from drafter.acceptance.limits import Limits
-from drafter.drafters.contract import Ask, Drafter
+from drafter.drafters.contract import Drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
@@ -113,14 +113,12 @@ class FakeStep:
         tree = TokenTree(*(fake(part, self.base.device) for part in vars(tree).values()))
         allowed = fake(allowed, self.base.device)
         context = step.state.bounded_context(self.rows, self.kv_length - self.nodes - 1)
-        return partial(
-            Engine.decode,
-            step,
-            context,
-            Ask(self.nodes),
-            lambda _: tree,
-            lambda verified: replace(verified, allowed=allowed),
-        )
+
+        def run() -> StepTensors:
+            verified = step.verify(tree, context.longest + tree.size)
+            return step.finish(replace(verified, allowed=allowed), slice(0, self.rows))
+
+        return run
 
 
 def on_gpu(module: nn.Module, device: torch.device) -> None:

@@ -64,10 +64,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @torch.inference_mode(False)  # a test may be in it: such weights are no parameters of a model as it is loaded
-def random_model(family: str, seed: int = 0) -> Any:
+def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of a family; large weights, so that its greedy text is not one token for ever."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {})})
+    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **changes})
     eager = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}
     with transformers_loading():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).to(DEVICE).eval()

@@ -18,12 +18,13 @@ from drafter.text.tokenizers import load_tokenizer
 def load(settings: Settings) -> Decode:
     """Load the base. The variant is the drafter's name.
 
-    Texts are isolated: in each round the prompts are the same, so what is kept of earlier texts has the answers.
+    Texts are isolated, and no rows are kept: in each round the prompts are the same, so what is kept of earlier texts
+    has the answers.
     """
     torch.set_num_threads(settings.threads)
     base = in_passing_thread(lambda: load_base(settings.model, dtype=settings.dtype, device="cpu"))
     drafter = load_drafter(settings.variant, base, useful_nodes(base.device), isolated=True)
-    config = EngineConfig(settings.batch, settings.longest)
+    config = EngineConfig(settings.batch, settings.longest, kept_rows=0)
     engine = Engine(base, drafter, load_tokenizer(settings.model), config)
     return lambda work: decode_all(engine, requests_of(work)).outputs
 

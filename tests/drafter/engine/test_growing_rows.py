@@ -79,6 +79,7 @@ def check_tokens(family: str) -> None:
             most = max(most, len(engine.scheduler.active))
         assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
         assert most >= 3
+        engine.scheduler.kept.clear()
         assert not engine.batch.cache.blocks.table.any()  # all memory has been given back
 
 
@@ -96,6 +97,7 @@ def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monke
     while not engine.idle:
         engine.step()
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    engine.scheduler.kept.clear()
     assert not engine.batch.cache.blocks.table.any()
 
 
@@ -123,6 +125,7 @@ def test_unwanted_rows_give_their_memory_back(tiny_base: BaseModel) -> None:
     while not engine.idle:
         engine.step()
     assert [len(handle.result(0).token_ids) for handle in handles[4:]] == [60, 60]
+    engine.scheduler.kept.clear()
     assert not engine.batch.cache.blocks.table.any()
 
 

@@ -192,6 +192,25 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
     check_alone(tiny_base, handles)
 
 
+@pytest.mark.parametrize(
+    ("new", "stream", "active"), [(1, False, [8, 8, 9]), (1, True, [9, 9, 9]), (4, False, [12, 12, 12])]
+)
+def test_sequences_wait_for_others_to_enter_with_them(
+    tiny_base: BaseModel, new: int, stream: bool, active: list[int]
+) -> None:
+    engine, settings = engine_of(tiny_base, max_num_seqs=16), SamplingParams(20, ignore_eos=True)
+    handles = [engine.submit(Request(prompt, settings)) for prompt in random_prompts(8)]
+    engine.step()
+    handles += [engine.submit(Request(prompt, settings), stream=stream) for prompt in random_prompts(new, seed=1)]
+    found = []
+    for _ in active:
+        engine.step()
+        found.append(engine.state().active)
+    assert found == active
+    finish(engine)
+    check_alone(tiny_base, handles)
+
+
 def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 8)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)

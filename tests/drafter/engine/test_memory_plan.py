@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from drafter.engine.batch import BatchState
 from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import step_shape
 from drafter.engine.engine import Engine
-from drafter.engine.memory import MemoryPlan, plan_memory, slot_length, what_would_fit
+from drafter.engine.memory import MemoryPlan, plan_memory, rows_to_keep, slot_length, what_would_fit
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import _DEAREST
 from drafter.statistics import StageTimes
@@ -121,6 +122,22 @@ def test_what_would_fit_in_words(llama: BaseModel) -> None:
     )
 
 
+def test_rows_that_have_ended_get_half_of_what_is_left(llama: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_num_seqs=8)
+
+    def found(left: int, **settings: Any) -> int:
+        monkeypatch.setattr("drafter.devices.free_bytes", lambda device: total(0) + left)
+        return rows_to_keep(llama, SPEC, replace(config, **settings), 2022, 0)
+
+    def total(kept: int) -> int:
+        return plan_memory(llama, SPEC, replace(config, kept_rows=kept), 2022, 0).total
+
+    assert [found(-GIB), found(2 * (total(5) - total(0))), found(1 << 50)] == [0, 5, 16]
+    assert found(-GIB, kept_rows=7) == 7
+    # Beside all rows of full length; where these share blocks, what is kept takes those that nobody needs.
+    assert [found(1 << 50, kv_gib=2.5), found(1 << 50, kv_gib=1)] == [2, 16]
+
+
 SHAPES = [(64, 2048, 15), (1, 8192, 63), (256, 2048, 7)]
 
 
@@ -132,9 +149,9 @@ def test_steps_and_prompts_take_no_more_than_planned(shape: tuple[int, int, int]
     shape_of_model.num_hidden_layers = 2  # all are alike, and give back what they took
     with large_base(shape_of_model) as base:
         drafter = AdversarialDrafter(0, nodes)
-        state = BatchState(base, drafter, slots, max_length, StageTimes())
+        state = BatchState(base, drafter, slots, max_length, StageTimes(), kept=3)
         step = DeviceStep(base, ExactVerifier(), state, packs=False)
-        config = EngineConfig(max_num_seqs=slots, max_model_len=max_length)
+        config = EngineConfig(max_num_seqs=slots, max_model_len=max_length, kept_rows=3)
         items = plan_memory(base, drafter.spec, config, max_length, 0).items
         assert items["KV cache"] == state.cache.nbytes
         assert items["texts"] == state.tokens.nbytes

@@ -91,6 +91,21 @@ def test_a_prompt_is_cut_where_its_tokens_do_not_see_each_other(family: str, mon
     assert tokens(family, oracle(family)) == expected(family)
 
 
+@pytest.mark.parametrize("family", slow_but(["qwen3_vl"], QUICK[:3]))
+def test_rows_with_images_that_have_ended_are_continued_from(family: str) -> None:
+    config = EngineConfig(max_num_seqs=4, num_draft_tokens=7)
+    engine = Engine(base(family), oracle(family), SpellingTokenizer(), config)
+    for copied in (False, True):
+        handles = [engine.submit(request) for request in requests(family)]
+        while not engine.idle:
+            engine.step()
+        found = [handle.result(0) for handle in handles]
+        assert [one.token_ids for one in found] == expected(family)
+        assert not copied or sum(one.num_cached_tokens for one in found) > 0
+    if family == "qwen3_vl":  # whose prompts may be cut anywhere
+        assert [one.num_cached_tokens for one in found] == [len(prompt.ids) - 1 for prompt in prompts(family)]
+
+
 @pytest.mark.parametrize("family", slow_but(["qwen2_vl"], FAMILIES))
 def test_preempted_rows_see_their_images_again(family: str) -> None:
     longest = max(len(prompt.ids) for prompt in prompts(family)) + NEW

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int)
 def test_a_chat_of_two_choices() -> None:
     request = ParsedRequest("gpt", (Conversation([{"role": "user", "content": "x"}]),), {}, n=2)
     made = [generation("a", 4, 10, 2, 9), generation("b", 3, 10, 1, 5)]
+    made = [replace(one, num_cached_tokens=cached) for one, cached in zip(made, (8, 9), strict=True)]
     body = response(request, made, "chatcmpl-1", 1700000000, str)
     parsed = ChatCompletion.model_validate(body, strict=True)
     assert [(choice.index, choice.message.content) for choice in parsed.choices] == [(0, "a"), (1, "b")]
@@ -44,6 +46,8 @@ def test_a_chat_of_two_choices() -> None:
     details = parsed.usage.completion_tokens_details
     assert details is not None
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 11)
+    assert parsed.usage.prompt_tokens_details is not None
+    assert parsed.usage.prompt_tokens_details.cached_tokens == 8  # of the prompt, which counts once
 
 
 def test_a_completion_of_two_prompts_with_two_choices_each() -> None:

@@ -37,6 +37,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "finish_reason",
         "valid",
         "num_prompt_tokens",
+        "num_cached_tokens",
         "num_output_tokens",
         "seed",
         *statistics_columns(DecodeCounts()),
@@ -59,7 +60,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
     logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
     generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
     generation = dataclasses.replace(
-        generation, drafter_versions=[3, 5], forced=[0], valid=True, reasoning_content="hm"
+        generation, drafter_versions=[3, 5], forced=[0], valid=True, reasoning_content="hm", num_cached_tokens=1
     )
     prompt = Prompt([1, 2], (Span(0, 1, b"\x01\xff"),))
     values = column_values(generation, Request(prompt, SamplingParams(seed=2**63 - 1)), PLAIN)
@@ -73,6 +74,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
         "finish_reason": "stop",
         "valid": True,
         "num_prompt_tokens": 2,
+        "num_cached_tokens": 1,
         "num_output_tokens": 1,
         "seed": 2**63 - 1,
         **statistics_columns(counts),

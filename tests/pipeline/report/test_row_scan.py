@@ -19,7 +19,16 @@ def test_the_pass_adds_up_all_files(tmp_path: Path) -> None:
     output = write_output(
         tmp_path / "out",
         [
-            [{"id": "a", "accepted": [2, 0], "category": "x", "at": 0.9, "seconds": 3.0}],
+            [
+                {
+                    "id": "a",
+                    "accepted": [2, 0],
+                    "category": "x",
+                    "at": 0.9,
+                    "seconds": 3.0,
+                    "marks": {"num_cached_tokens": 1},
+                }
+            ],
             [
                 {"id": "b", "accepted": [1], "category": "y", "at": 1.2, "seconds": 9.0},
                 {"id": "c", "accepted": [4, 4], "category": "x", "at": 0.1, "seconds": 1.0},
@@ -28,7 +37,7 @@ def test_the_pass_adds_up_all_files(tmp_path: Path) -> None:
         [{"request_id": f"e{n}", "input": "{}", "error_type": "Bad" + "XY"[n % 2], "message": "m"} for n in range(7)],
     )
     rows = read_rows(open_rows(output), "category", by_file=False, slowest=2, drawn=2)
-    assert (rows.rows, rows.prompt_tokens) == (3, 6)
+    assert (rows.rows, rows.prompt_tokens, rows.cached_tokens) == (3, 6, 1)
     assert rows.counts.num_output_tokens == 4 + 2 + 10
     assert rows.counts.acceptance_histogram == [1, 1, 1, 0, 2]
     assert rows.counts.num_draft_tokens == 20
