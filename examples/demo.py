@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--hybrid", action="store_const", dest="name", const="demo-hybrid", help="the embedded hybrid")
     parser.set_defaults(name=_FETCHED)
     name = parser.parse_args(arguments).name
-    return run_job(lambda _: demonstrate(name), None)
+    return run_job(lambda _: demonstrate(name), None, resumes=False)
 
 
 def demonstrate(name: str) -> None:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
     parser.add_argument("--sheets", type=int, default=_NUMBER, help="images (default: %(default)s)")
     number = parser.parse_args(arguments).sheets
-    return run_job(lambda _: demonstrate(number), None)
+    return run_job(lambda _: demonstrate(number), None, resumes=False)
 
 
 def demonstrate(number: int) -> None:

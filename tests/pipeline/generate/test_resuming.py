@@ -267,10 +267,21 @@ def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:
     job.source.write_text("\n".join(["{x", *lines[:2], "[1]", *lines[2:], "x", "y"]) + "\n")
     (tmp_path / "new").mkdir()
     told = str(dry_run(replace(job.job, output=OutputFolder(locate(str(tmp_path / "new"))))))
-    assert told.startswith("10 rows: 0 kept, 0 changed, 10 new; 0 removed, whose results go; 4 cannot be read")
+    assert told.startswith("10 rows: 0 kept, 0 changed, 10 new; 0 removed, whose results go; 4 cannot be generated")
     assert "go to errors/: in.jsonl:1: " in told
     assert "; in.jsonl:4: " in told
     assert told.endswith("; and 1 more")
+
+
+def test_a_dry_run_counts_chats_that_the_model_cannot_take(tmp_path: Path) -> None:
+    short, long = ([{"role": "user", "content": "word " * times}] for times in (1, 3000))
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = [{"messages": short}, {"messages": short, "tools": tools}, {"messages": long}, {"messages": 5}]
+    told = str(dry_run(MadeUpJob(tmp_path, rows).job))
+    assert "; 3 cannot be generated and go to errors/: in.jsonl:2: " in told
+    assert "chat template" in told
+    assert "in.jsonl:3: the prompt has 6004 tokens" in told
+    assert "in.jsonl:4: " in told
 
 
 def test_whatever_moment_a_driver_ends_at_the_rows_are_the_same(tmp_path: Path) -> None:
