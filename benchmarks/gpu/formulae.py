@@ -1,6 +1,6 @@
 """What a decoding step reads and runs, by formula: bytes and kernels, kernel by kernel as PyTorch dispatches them.
 
-`docs/speed.md` has the formulae. `tests/benchmarks/gpu` holds them to what is counted on tensors without numbers.
+`docs/gpu.md` has the formulae. `tests/benchmarks/gpu` holds them to what is counted on tensors without numbers.
 """
 
 from __future__ import annotations
