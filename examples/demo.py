@@ -105,11 +105,19 @@ def run_twice(output: Path, settings: Sequence[str]) -> None:
 
 
 def show(
-    output: Path, summary: dict[str, Any], counts: DecodeCounts, answers: Sequence[Example], more: Sequence[str] = ()
+    output: Path,
+    summary: dict[str, Any],
+    counts: DecodeCounts,
+    answers: Sequence[Example],
+    more: Sequence[str] = (),
+    settings: str = "",
 ) -> None:
-    """Write the summary and what the runs have shown, and print the latter, with `more` lines before its end."""
+    """Write the summary and what the runs have shown, and print the latter, with `more` lines before its end.
+
+    `settings` are those that the next command needs beside the model.
+    """
     (output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    end = [*more, *closing(output, summary["model"])]
+    end = [*more, *closing(output, summary["model"], settings)]
     print("\n".join([*screen(summary, counts, answers, colour=in_colour(sys.stdout)), *end]), flush=True)
     plain_text = [*screen(summary, counts, answers, colour=False), *end]
     (output / SCREEN).write_text("\n".join(plain_text) + "\n", encoding="utf-8")
@@ -237,7 +245,7 @@ def answer_text(answer: Example, *, colour: bool) -> str:
     return text + " …" * (length > _SHOWN)
 
 
-def closing(output: Path, model: str | None) -> list[str]:
+def closing(output: Path, model: str | None, settings: str = "") -> list[str]:
     """Return where everything is, and what to type next."""
     drafter = Path(sys.executable).with_name("drafter")
     command = drafter.relative_to(Path.cwd()) if drafter.is_relative_to(Path.cwd()) else drafter
@@ -248,8 +256,8 @@ def closing(output: Path, model: str | None) -> list[str]:
         f"report      {output / REPORT}",
         f"figures     {output / SUMMARY}",
         "",
-        "Next, a file of your own (JSONL, Parquet or CSV with a column `prompt`, or lines of text):",
-        f"  {command} generate --input FILE --output results" + (f" --model {model}" if model else ""),
+        "Next, a file of your own (JSONL, Parquet or CSV with a column `prompt`, or lines of text; docs/dataset.md):",
+        f"  {command} generate --input FILE --output results" + (f" --model {model}" if model else "") + settings,
     ]
 
 

@@ -49,7 +49,8 @@ def demonstrate(number: int) -> None:
     run_twice(OUTPUT, ["--config", CONFIG])
     summary, counts, answers = read_runs(OUTPUT, _COMMAND)
     summary["accuracy"] = accuracy(OUTPUT)
-    show(OUTPUT, summary, counts, answers, [f"Right answers: {summary['accuracy']:.1%} of {summary['rows']:,}.", ""])
+    right = [f"Right answers: {summary['accuracy']:.1%} of {summary['rows']:,}.", ""]
+    show(OUTPUT, summary, counts, answers, right, " --reading.images_column image")
 
 
 def draw(folder: Path, number: int) -> None:

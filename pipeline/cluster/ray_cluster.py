@@ -132,7 +132,7 @@ def _join_or_start() -> bool:
         failed, advice = "joined", "see whether one runs there, or set RAY_ADDRESS=local to start one here"
         if starts:  # Ray reads the variable when it is imported: here it would be set too late
             failed, advice = "started", "on a busy machine, try again with RAY_raylet_start_wait_time_s=120 set"
-        raise NoClusterError(f"no Ray cluster could be {failed}: {one_line(error)}: {advice}") from error
+        raise NoClusterError(f"no Ray cluster could be {failed}: {one_line(error).rstrip('.')}: {advice}") from error
     return True
 
 

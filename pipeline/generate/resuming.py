@@ -137,11 +137,12 @@ class Changes:
     def __str__(self) -> str:
         new = self.rows - self.kept - self.open - self.changed
         counts = {"kept": self.kept, "still to generate": self.open, "changed": self.changed, "new": new}
-        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count or what != "still to generate")
+        counts["removed, whose results go"] = self.removed
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         left = len(self.broken) - _SHOWN
         shown = [*self.broken[:_SHOWN], *([f"and {left:,} more"] if left > 0 else [])]
-        broken = f"; {len(self.broken):,} cannot be generated and go to errors/: {'; '.join(shown)}" if shown else ""
-        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go{broken}"
+        broken = f"; {len(self.broken):,} of them will be errors: {'; '.join(shown)}" if shown else ""
+        return f"{self.rows:,} rows: {said}{broken}"
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
