@@ -11,7 +11,6 @@ import contextlib
 import copy
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,10 +45,14 @@ def run(notebook: dict[str, Any]) -> dict[str, Any]:
 
 def _run_cell(source: str, names: dict[str, Any]) -> tuple[str, Any]:
     code = ast.parse(source)
-    last = code.body.pop() if code.body and isinstance(code.body[-1], ast.Expr) else None
+    last = code.body[-1] if code.body else None
+    if isinstance(last, ast.Expr):
+        del code.body[-1]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "cell", "exec", dont_inherit=True), names)
-        value = eval(compile(ast.Expression(last.value), "cell", "eval"), names) if last is not None else None
+        value = None
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
     return printed.getvalue(), value
 
 
@@ -58,4 +61,4 @@ def _lines(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
