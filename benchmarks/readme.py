@@ -1,4 +1,4 @@
-"""Write into README what the demo prints, how fast engines are, and trees beside chains, from committed results.
+"""Write into README what the demo prints, what drafts gain, and how fast engines are, from committed results.
 
 make demo && python -m benchmarks.readme --demo build/demo    # take over a run of the demo first
 python -m benchmarks.readme                                   # write README again
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import never_slower
 from benchmarks.peers.cells import Cell, standings
 from benchmarks.peers.tables import contenders_of
-from benchmarks.trees import comparisons
-from drafter.evaluation.results import Results
+from drafter.evaluation.results import Results, figures
 from drafter.evaluation.tables import markdown_table
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = Path(__file__).parent / "results"
 README = _ROOT / "README.md"
-DEMO, PEERS, TREES = _RESULTS / "demo", _RESULTS / "peers-smollm2-epyc", _RESULTS / "trees-smollm2"
+DEMO, PEERS = _RESULTS / "demo", _RESULTS / "peers-smollm2-epyc"
+NEVER_SLOWER, TEXTS = _RESULTS / "never-slower-smollm2", _RESULTS / "drafters-smollm2"
 _FILES = ("screen.txt", "summary.json")
 _ENGINES = {
     "this engine, none": "this engine, plain decoding",
@@ -33,6 +34,14 @@ _ENGINES = {
     "OpenVINO GenAI, prompt lookup": "OpenVINO GenAI, its own speculation",
 }
 """Rows of the table of speed: contenders by what README calls them."""
+_TEXTS = {
+    "arithmetic": ("questions of arithmetic", "questions"),
+    "chat": ("chat", "chat"),
+    "records": ("records of one kind", "records"),
+    "code": ("edits of code", "edits"),
+}
+"""Rows of the table of gains: a kind of text in the one record, what README calls it, and its name in the other."""
+_BATCHES = (1, 4, 16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +62,7 @@ def filled(text: str) -> str:
     record = json.loads((PEERS / "peers.json").read_text(encoding="utf-8"))
     first, *_, last = screen.split("\n\n> ")
     shown = f"{first}\n\n> {last}".partition("\n\nrows ")[0]  # one answer of several, and no paths: README is short
-    blocks = {"demo": f"````\n{shown}\n````", "speed": speed_table(record), "trees": trees_table(Results.load(TREES))}
+    blocks = {"demo": f"````\n{shown}\n````", "gains": gains_table(), "speed": speed_table(record)}
     for name, block in blocks.items():
         mark = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         assert mark.search(text), f"README has no block {name}"
@@ -73,24 +82,26 @@ def speed_table(record: dict[str, Any]) -> str:
     return markdown_table(list(rows.values()))
 
 
-def trees_table(results: Results) -> str:
-    """Return trees beside chains of one row, greedy, over all kinds of text."""
+def gains_table() -> str:
+    """Return γ by kind of text and rows at a time: of `auto` with the head that ships, and of `memory` alone."""
+    record = json.loads((NEVER_SLOWER / "never-slower.json").read_text(encoding="utf-8"))
+    cells = [never_slower.Cell(**cell) for cell in record["cells"]]
+    texts = {
+        one.cell.setting: one.gamma for one in figures(Results.load(TEXTS).cells) if one.cell.arm.drafter == "memory"
+    }
     rows = []
-    for one in comparisons(results.cells)[0.0, 1]:
-        if one.kind == "all":
-            row = one.row
-            shown = {
-                "draft tokens, at most": row["draft tokens"],
-                "acceptance length: chain": row["acceptance length, chain"],
-                "tree": row["tree "],
-                "tokens/s: none": row["tokens/s, none"],
-                "chain": row["chain"],
-                "tree ": row["tree  "],
-                "tree ÷ chain": row["tree ÷ chain"],
-                "runs in which it is faster": row["tree faster"],
-            }
-            rows.append(shown)
+    for kind, (label, questions) in _TEXTS.items():
+        row = {"text": label}
+        for batch in _BATCHES:
+            found = never_slower.ratios([cell for cell in cells if (cell.kind, cell.batch) == (kind, batch)])
+            row[f"`auto`, with a head: {_rows(batch)}"] = f"{found['auto']:.2f}"
+        row |= {f"`memory`, without: {_rows(batch)}": f"{texts[0.0, batch, questions]:.2f}" for batch in _BATCHES}
+        rows.append(row)
     return markdown_table(rows)
+
+
+def _rows(batch: int) -> str:
+    return "1 row" if batch == 1 else f"{batch} rows"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import comb
 from pathlib import Path
 from statistics import median
 
@@ -24,11 +23,12 @@ from benchmarks.never_slower import DATA, KINDS
 from drafter.devices import in_passing_thread
 from drafter.drafters.registry import shipped_head
 from drafter.embedded import EMBEDDED_BASE
+from drafter.evaluation.intervals import sign_test
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import PLAIN, RESULTS_FILE, Arm, Cell, Plan, Results, Setting
 from drafter.evaluation.tables import circumstances, markdown_table
-from drafter.statistics import mean_acceptance_length, per_second, total
+from drafter.statistics import mean_acceptance_length, total
 from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
@@ -129,25 +129,13 @@ def _acceptance_length(cells: Sequence[Cell]) -> float:
 
 def _rates(cells: Sequence[Cell]) -> list[float]:
     """Tokens per second of each run of all rounds."""
-    return [
-        per_second(made, taken)
-        for cell in cells
-        for tokens, seconds in zip(cell.tokens, cell.seconds, strict=True)
-        for made, taken in zip(tokens, seconds, strict=True)
-    ]
+    return [rate for cell in cells for rates in cell.rates for rate in rates]
 
 
 def _draft_ms(cells: Sequence[Cell]) -> float:
     stages = [cell.stages for cell in cells if cell.stages is not None]
     spent = sum(one.seconds["draft"] + one.seconds["tree"] for one in stages)
     return float(1e3 * spent / sum(one.tokens for one in stages))
-
-
-def sign_test(successes: int, trials: int) -> float:
-    """Return the two-sided probability of a count as far from the half or farther, if either side is as likely."""
-    fewer = min(successes, trials - successes)
-    ways: int = sum(comb(trials, count) for count in range(fewer + 1))
-    return min(1.0, 2 * ways / (1 << trials))
 
 
 def comparisons(cells: Sequence[Cell]) -> dict[tuple[float, int], list[Comparison]]:

@@ -4,6 +4,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from drafter.source_commit import VERSION
+
 if TYPE_CHECKING:
     from drafter.engine.config import EngineConfig
     from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 # this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Conversation",

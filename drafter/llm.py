@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -133,7 +134,8 @@ class SpeculativeLM:
             learning: Initial state of a head that learns from the rows. `samples` then yields these, and
                 `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
             brought: Draft tokens of the largest draft that `Handle.draft` may bring. Rows with one are not drafted for.
-            on_stage: Called with a message before each slow part of the start; by default logged at level INFO.
+            on_stage: Called with a message before each slow part of the start; by default printed on a terminal, and
+                logged at level INFO elsewhere.
             engine: Fields of `EngineConfig` to change, such as `max_num_seqs=4`.
 
         Raises:
@@ -153,6 +155,7 @@ class SpeculativeLM:
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 generation_config=generation_config,
+                on_stage=tell,
             )
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
             load = load_drafter if learning is None else learning.drafter
@@ -164,7 +167,7 @@ class SpeculativeLM:
                 f"a head learns from what its target model says itself, and the verifier {decides.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
-        tell = on_stage or logger.info
+        tell = on_stage or _tell
         tell(f"loading {model or 'the embedded model'}")
         base, loaded, processor = in_passing_thread(load_both)
         if loaded.withheld and chosen.num_draft_tokens != "auto":
@@ -178,7 +181,7 @@ class SpeculativeLM:
         if chosen.compile:
             tell("compiling the model")
         elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
-            tell("timing decode steps")
+            tell("timing decode steps, once for each machine and model")
         kept_by = None if learning is not None else str(drafter)
         more: dict[str, Any] = {"verifier": decides, "samples": samples, "processor": processor}
         lm = cls(base, loaded, tokenizer, chosen, drafter_name=kept_by, **more)
@@ -407,6 +410,14 @@ class SpeculativeLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _tell(stage: str) -> None:
+    """Say what the start does, which may take a minute, to whoever waits for it: at a terminal or in a notebook."""
+    if (sys.stderr.isatty() or hasattr(sys, "ps1")) and not logger.isEnabledFor(logging.INFO):
+        print(f"{stage} …", file=sys.stderr, flush=True)
+    else:
+        logger.info(stage)
 
 
 def _images_apart(prompt: Any, images: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -121,7 +121,7 @@ class SamplingParams:
             as which it is kept.
         logprobs: Return the target model's log-probability of each token, and of so many most probable alternatives: 0
             to 20, or None for neither. They are taken from its logits before all of the above.
-        seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
+        seed: Tokens are a function of (model, prompt, seed) alone: see `docs/research/method.md`.
         stop: Strings (or one) that end the text, which is cut before the first one. Up to 16, of up to 1000 characters
             each.
         stop_token_ids: Tokens that end the text as the end-of-sequence token does, also with `ignore_eos`. Up to 256.

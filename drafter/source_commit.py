@@ -1,4 +1,4 @@
-"""Commit of the running code: the checkout's own or, in a copy without git, the one given in the environment."""
+"""Version and commit of the running code: the checkout's or, in a copy without git, that of the environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
+VERSION = "0.1.0"
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT, CHANGED = "DRAFTER_COMMIT", "DRAFTER_COMMIT_CHANGED"
 """Environment variables of a copy: its commit, and, if not empty, that its files differ from the commit."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from math import sqrt
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 
@@ -249,11 +249,6 @@ def _ratio(part: float, whole: float) -> float:
 def per_second(number: float, seconds: float) -> float:
     """Divide new tokens (or rows) by seconds of generation, without loading and warm-up; 0.0 in no time."""
     return number / seconds if seconds > 0 else 0.0
-
-
-def mean_rate(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Mean over runs of tokens per second. A run is one prompt, or the whole batch at larger batch sizes."""
-    return mean(per_second(made, taken) for made, taken in zip(tokens, seconds, strict=True))
 
 
 def speedup(rates: Sequence[float], reference: Sequence[float]) -> float:

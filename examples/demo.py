@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 
 from drafter.evaluation.environment import surroundings, without_folders
-from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speculated_share
+from drafter.statistics import DecodeCounts, mean_acceptance_length, speculated_share
 from pipeline.command_line import run_job
 from pipeline.engines.models import model_name
 from pipeline.generate.checks import SPECULATION
@@ -31,7 +31,7 @@ from pipeline.output.folder import read_status
 from pipeline.output.summary import histogram_lines, read_totals
 from pipeline.report.compare import compare_rows
 from pipeline.report.config import parse_report
-from pipeline.report.outputs import open_output, read_run_of, rows_of
+from pipeline.report.outputs import cost_of, open_output, read_run_of, rows_of, times_as_fast
 from pipeline.report.page import Example, make_examples, report
 from recipes.smollm2.__main__ import cache_folder
 from recipes.smollm2.fetch import fetch, is_fetched
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--hybrid", action="store_const", dest="name", const="demo-hybrid", help="the embedded hybrid")
     parser.set_defaults(name=_FETCHED)
     name = parser.parse_args(arguments).name
-    return run_job(lambda _: demonstrate(name), None)
+    return run_job(lambda _: demonstrate(name), None, resumes=False)
 
 
 def demonstrate(name: str) -> None:
@@ -105,11 +105,19 @@ def run_twice(output: Path, settings: Sequence[str]) -> None:
 
 
 def show(
-    output: Path, summary: dict[str, Any], counts: DecodeCounts, answers: Sequence[Example], more: Sequence[str] = ()
+    output: Path,
+    summary: dict[str, Any],
+    counts: DecodeCounts,
+    answers: Sequence[Example],
+    more: Sequence[str] = (),
+    settings: str = "",
 ) -> None:
-    """Write the summary and what the runs have shown, and print the latter, with `more` lines before its end."""
+    """Write the summary and what the runs have shown, and print the latter, with `more` lines before its end.
+
+    `settings` are those that the next command needs beside the model.
+    """
     (output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    end = [*more, *closing(output, summary["model"])]
+    end = [*more, *closing(output, summary["model"], settings)]
     print("\n".join([*screen(summary, counts, answers, colour=in_colour(sys.stdout)), *end]), flush=True)
     plain_text = [*screen(summary, counts, answers, colour=False), *end]
     (output / SCREEN).write_text("\n".join(plain_text) + "\n", encoding="utf-8")
@@ -139,8 +147,13 @@ def read_runs(output: Path, command: str) -> tuple[dict[str, Any], DecodeCounts,
     plain, speculative = (open_output(str(output / run)) for run in (PLAIN, SPECULATIVE))
     columns = ("request_id", "token_ids")
     compared = compare_rows(rows_of(plain, columns), rows_of(speculative, columns), None, 0)
-    plain_rate, rate = (float(read_status(run.status_file)["tokens_per_second"]) for run in (plain, speculative))
-    counts = read_totals(speculative).counts
+    totals = [read_totals(run) for run in (plain, speculative)]
+    costs = [
+        cost_of(read_status(run.status_file)["submissions"], found.rows + found.errors, found.counts.num_output_tokens)
+        for run, found in zip((plain, speculative), totals, strict=True)
+    ]
+    rates = [0.0 if isinstance(cost, str) else round(cost.tokens_per_second or 0.0, 1) for cost in costs]
+    counts = totals[1].counts
     run = read_run_of(speculative)
     config, chosen = run["config"], run.get(SPECULATION) or {}
     answers, _ = make_examples(list(islice(rows_of(speculative, None), _ANSWERS)), model_name(config["model"]))
@@ -148,9 +161,9 @@ def read_runs(output: Path, command: str) -> tuple[dict[str, Any], DecodeCounts,
     summary = {
         "rows": compared.rows,
         "rows_differing": compared.differing + compared.only_first + compared.only_second,
-        "plain_tokens_per_second": plain_rate,
-        "tokens_per_second": rate,
-        "speedup": round(per_second(rate, plain_rate), 3),
+        "plain_tokens_per_second": rates[0],
+        "tokens_per_second": rates[1],
+        "speedup": round(times_as_fast(costs[1], costs[0]) or 0.0, 3),
         "acceptance_length": round(mean_acceptance_length(counts), 3),
         "speculated_share": round(speculated_share(counts), 3),
         "choice": chosen.get("sentences", []),
@@ -232,7 +245,7 @@ def answer_text(answer: Example, *, colour: bool) -> str:
     return text + " …" * (length > _SHOWN)
 
 
-def closing(output: Path, model: str | None) -> list[str]:
+def closing(output: Path, model: str | None, settings: str = "") -> list[str]:
     """Return where everything is, and what to type next."""
     drafter = Path(sys.executable).with_name("drafter")
     command = drafter.relative_to(Path.cwd()) if drafter.is_relative_to(Path.cwd()) else drafter
@@ -243,8 +256,8 @@ def closing(output: Path, model: str | None) -> list[str]:
         f"report      {output / REPORT}",
         f"figures     {output / SUMMARY}",
         "",
-        "Next, a file of your own (JSONL, Parquet or CSV with a column `prompt`, or lines of text):",
-        f"  {command} generate --input FILE --output results" + (f" --model {model}" if model else ""),
+        "Next, a file of your own (JSONL, Parquet or CSV with a column `prompt`, or lines of text; docs/dataset.md):",
+        f"  {command} generate --input FILE --output results" + (f" --model {model}" if model else "") + settings,
     ]
 
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
     parser.add_argument("--sheets", type=int, default=_NUMBER, help="images (default: %(default)s)")
     number = parser.parse_args(arguments).sheets
-    return run_job(lambda _: demonstrate(number), None)
+    return run_job(lambda _: demonstrate(number), None, resumes=False)
 
 
 def demonstrate(number: int) -> None:
@@ -49,7 +49,8 @@ def demonstrate(number: int) -> None:
     run_twice(OUTPUT, ["--config", CONFIG])
     summary, counts, answers = read_runs(OUTPUT, _COMMAND)
     summary["accuracy"] = accuracy(OUTPUT)
-    show(OUTPUT, summary, counts, answers, [f"Right answers: {summary['accuracy']:.1%} of {summary['rows']:,}.", ""])
+    right = [f"Right answers: {summary['accuracy']:.1%} of {summary['rows']:,}.", ""]
+    show(OUTPUT, summary, counts, answers, right, " --reading.images_column image")
 
 
 def draw(folder: Path, number: int) -> None:

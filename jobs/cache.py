@@ -5,7 +5,7 @@ import sys
 from pipeline.cacheback.config import parse_config
 from pipeline.command_line import job_main
 
-main = job_main(parse_config, "pipeline.cacheback.job:make_table")
+main = job_main(parse_config, "pipeline.cacheback.job:make_table", resumes=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@ import sys
 from pipeline.command_line import job_main
 from pipeline.report.config import parse_report
 
-main = job_main(parse_report, "pipeline.report.page:report")
+main = job_main(parse_report, "pipeline.report.page:report", resumes=False)
 
 if __name__ == "__main__":
     sys.exit(main())

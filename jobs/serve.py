@@ -5,7 +5,7 @@ import sys
 from pipeline.command_line import job_main
 from pipeline.serving.config import parse_config
 
-main = job_main(parse_config, "pipeline.serving.job:serve_until_signal")
+main = job_main(parse_config, "pipeline.serving.job:serve_until_signal", resumes=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,13 +34,14 @@ _ALIKE = 0.7  # similarity (see `difflib`) from which an unknown name counts as 
 
 
 def job_main(
-    parse: Callable[[Sequence[str] | None], Any], job: str, *, command: str | None = None
+    parse: Callable[[Sequence[str] | None], Any], job: str, *, command: str | None = None, resumes: bool = True
 ) -> Callable[..., int]:
     """Return the `main` of a job's module, which takes the command line (`sys.argv` by default); see `run_job`.
 
     Args:
         job: The job as `module:function`. Its import takes seconds, so the command line is parsed before.
         command: The job's name, if its function takes the command that repeats it as well.
+        resumes: See `run_job`.
     """
 
     def run(arguments: Sequence[str] | None) -> int | None:
@@ -50,17 +51,20 @@ def job_main(
         return result
 
     def main(arguments: Sequence[str] | None = None) -> int:
-        return run_job(run, arguments)
+        return run_job(run, arguments, resumes=resumes)
 
     return main
 
 
-def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
+def run_job(
+    job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None, *, resumes: bool = True
+) -> int:
     """Run a job, print errors on one line, and return the exit code.
 
     The code is the job's result or 0 on success; 2 for a mistake in the configuration or the input; 1 for a failure;
-    143 or 130 after SIGTERM or SIGINT.
+    143 or 130 after SIGTERM or SIGINT. Only of a job that `resumes` is it said that the same command goes on.
     """
+    goes_on = "; submit the job again to go on" if resumes else ""
     try:
         return job(arguments) or 0
     except InputError as error:
@@ -70,18 +74,18 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
         say(f"error: {one_line(error)}")
         return 1
     except (JobError, OSError) as error:  # the latter is storage that is full, or cannot be reached
-        say(failure_line(error))
+        say(failure_line(error) if resumes else f"error: {one_line(error)}")
         return 1
     except JobStopped as stopped:
-        print(f"stopped: {one_line(stopped)}; submit the job again to go on", file=sys.stderr)
+        print(f"stopped: {one_line(stopped)}{goes_on}", file=sys.stderr)
         return 143
     except KeyboardInterrupt:
-        print("interrupted; submit the job again to go on", file=sys.stderr)
+        print(f"interrupted{goes_on}", file=sys.stderr)
         return 130
 
 
 def failure_line(error: Exception | str) -> str:
-    """Return the last line of a job that failed on the way: exit code 1."""
+    """Return the last line of a job that failed on the way and can go on: exit code 1."""
     return f"error: the job failed: {one_line(error)}; submit it again to go on"
 
 

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks import costs
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
-from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, step_bytes
+from benchmarks.gpu.formulae import NO_DRAFT, step_bytes
 from drafter.drafters.contract import Drafter, Loan
+from drafter.evaluation.base_sizes import BaseSizes
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 

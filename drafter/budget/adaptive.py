@@ -338,9 +338,12 @@ class AdaptiveBudget:
             plain = step.seconds.rest
         else:
             plain *= step.tokens / step.rows
-        speculated = 0 if step.trees is None else int(np.count_nonzero(step.trees.drafted))
-        timed = step.seconds is not None
-        band.sums.add(step.rows, speculated, seconds, plain, timed=timed, plain=step.trees is None)
+        if step.trees is None:  # what is beyond a token for each row was forced: drafted, whatever was asked for
+            speculated = min(max(step.tokens - step.rows, 0), step.rows)
+        else:
+            speculated = int(np.count_nonzero(step.trees.drafted))
+        is_plain = step.trees is None and not speculated
+        band.sums.add(step.rows, speculated, seconds, plain, timed=step.seconds is not None, plain=is_plain)
 
     # ---- for people
 

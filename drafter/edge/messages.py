@@ -1,4 +1,4 @@
-"""Messages between a device and a server, one JSON object each; `docs/edge.md` describes them.
+"""Messages between a device and a server, one JSON object each; `docs/research/edge.md` describes them.
 
 They are read strictly: whatever is missing, unknown or out of range is refused by its name.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafter import __version__, devices
+from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.contract import Choosing, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
@@ -23,7 +23,7 @@ from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
 from drafter.native.build import processor
 from drafter.requests import SamplingParams
-from drafter.source_commit import source_commit
+from drafter.source_commit import VERSION, source_commit
 from drafter.tree.token_tree import bare_trees, root_only
 
 _DEAREST = SamplingMode(*[True] * len(fields(SamplingMode)))
@@ -225,7 +225,7 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
     base, state = step.base, step.state
     return {
         "machine": [processor(), torch.get_num_threads(), str(base.device)],
-        "versions": [torch.__version__, __version__, source_commit()],
+        "versions": [torch.__version__, VERSION, source_commit()],
         "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
         "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
         "verifier": step.verifier.name,

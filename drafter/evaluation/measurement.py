@@ -171,13 +171,15 @@ def _stage_sums(runs: Sequence[Run]) -> StageSums:
 def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompts: Sequence[Prompt]) -> Cell:
     temperature, batch, questions = setting
     counts: dict[str, list[DecodeCounts]] = {}
+    by_prompt = [DecodeCounts() for _ in prompts]
     differing = 0
     for runs in rounds:
         outputs = [output for run in runs for output in run.outputs]
         differing += sum(differing_tokens(o, p.answer) for o, p in zip(outputs, prompts, strict=True))
         # transformers keeps no counts.
-        for prompt, one in zip(prompts, (c for run in runs for c in run.counts), strict=False):
-            counts.setdefault(prompt.category, []).append(one)
+        for place, one in enumerate(c for run in runs for c in run.counts):
+            counts.setdefault(prompts[place].category, []).append(one)
+            by_prompt[place] = total([by_prompt[place], one])
     same_draws = temperature == 0 or arm != TRANSFORMERS
     return Cell(
         questions,
@@ -189,6 +191,8 @@ def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompt
         differing_tokens=differing if same_draws else None,
         counts={category: total(some) for category, some in counts.items()},
         stages=None if arm == TRANSFORMERS else _stage_sums([run for runs in rounds for run in runs]),
+        tokens_by_prompt=[one.num_output_tokens for one in by_prompt if counts],
+        steps_by_prompt=[one.num_decode_steps for one in by_prompt if counts],
     )
 
 

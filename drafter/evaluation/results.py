@@ -8,12 +8,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal, get_args
 
+import numpy as np
+
+from drafter.evaluation.intervals import Interval, bootstrap
 from drafter.heads.config import Tree
 from drafter.json_fields import from_json
-from drafter.statistics import DecodeCounts, acceptance_by_depth, mean_acceptance_length, mean_rate, speedup, total
+from drafter.statistics import DecodeCounts, acceptance_by_depth, mean_acceptance_length, per_second, speedup, total
 
 RESULTS_FILE = "results.json"
 
@@ -123,6 +126,14 @@ class Cell:
     differing_tokens: int | None  # from plain decoding's, over all rounds; None if the arm draws other random numbers
     counts: dict[str, DecodeCounts] = field(default_factory=dict)  # sums over all rounds, by category
     stages: StageSums | None = None
+    tokens_by_prompt: list[int] = field(default_factory=list)  # new tokens of each prompt, summed over all rounds
+    steps_by_prompt: list[int] = field(default_factory=list)  # decode steps of the same prompts
+
+    @property
+    def rates(self) -> list[list[float]]:
+        """Tokens per second of each run, by round."""
+        rounds = zip(self.tokens, self.seconds, strict=True)
+        return [[per_second(*run) for run in zip(made, taken, strict=True)] for made, taken in rounds]
 
     @property
     def setting(self) -> Setting:
@@ -190,19 +201,40 @@ class Figures:
     """Derived figures of one cell."""
 
     cell: Cell
+    plain: Cell  # plain decoding at the same setting
     rate: float  # tokens per second, median over rounds
     gamma: float  # speed relative to plain decoding
     relative_to_transformers: float | None
     beta: float | None  # new tokens per decode forward of the target model; None for transformers
     by_depth: list[float]  # share of steps that accepted at least 1, 2, … draft tokens
 
+    @property
+    def beta_interval(self) -> Interval | None:
+        """95 % interval of `beta`; None where the prompts are few, or their counts are not known."""
+        tokens, steps = (np.array(one) for one in (self.cell.tokens_by_prompt, self.cell.steps_by_prompt))
+        return bootstrap(len(steps), lambda picked: float(tokens[picked].sum() / steps[picked].sum()))
+
+    @property
+    def gamma_interval(self) -> Interval | None:
+        """95 % interval of `gamma`; None where the prompts are few, or one run has them all."""
+        if self.cell.batch > 1:
+            return None
+        both = [np.array(one.rates) for one in (self.cell, self.plain)]  # [rounds, prompts]
+        return bootstrap(
+            both[0].shape[1], lambda picked: speedup(*(rates[:, picked].mean(axis=1).tolist() for rates in both))
+        )
+
+    @property
+    def faster(self) -> tuple[int, int]:
+        """Runs in which this was faster than plain decoding in the same round, and all runs."""
+        ours, theirs = ([rate for rates in one.rates for rate in rates] for one in (self.cell, self.plain))
+        return sum(one > other for one, other in zip(ours, theirs, strict=True)), len(ours)
+
 
 def figures(cells: Sequence[Cell]) -> list[Figures]:
     """Return the figures of all cells. Every setting must have a cell of plain decoding."""
-    rates = {
-        (cell.setting, cell.arm): [mean_rate(*one) for one in zip(cell.tokens, cell.seconds, strict=True)]
-        for cell in cells
-    }
+    rates = {(cell.setting, cell.arm): list(map(mean, cell.rates)) for cell in cells}
+    plain = {cell.setting: cell for cell in cells if cell.arm == PLAIN}
     found = []
     for cell in cells:
         ours, counts = rates[cell.setting, cell.arm], total(cell.counts.values())
@@ -210,6 +242,7 @@ def figures(cells: Sequence[Cell]) -> list[Figures]:
         found.append(
             Figures(
                 cell,
+                plain[cell.setting],
                 rate=median(ours),
                 gamma=speedup(ours, rates[cell.setting, PLAIN]),
                 relative_to_transformers=None if theirs is None else speedup(ours, theirs),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter.evaluation.environment import machine
+from drafter.evaluation.intervals import Interval, sign_test
 from drafter.evaluation.results import PLAIN, STAGES, TRANSFORMERS, Arm, Cell, Figures, Results, Setting, figures
 from drafter.statistics import mean_acceptance_length
 
@@ -35,8 +36,10 @@ def speed_table(found: Sequence[Figures]) -> str:
         row, cells = _named(arm), [one for one in found if one.cell.arm == arm]
         for one in cells:
             name = one.cell.questions
-            row[f"{name} β"] = "" if one.beta is None else f"{one.beta:.2f}"
-            row[f"{name} γ"] = f"{one.gamma:.2f}"
+            row[f"{name} β"] = "" if one.beta is None else with_interval(one.beta, one.beta_interval)
+            row[f"{name} γ"] = with_interval(one.gamma, one.gamma_interval)
+            faster, runs = one.faster
+            row[f"{name} faster"] = "" if arm == PLAIN else f"{faster} of {runs}, p {sign_test(faster, runs):.2g}"
             if one.relative_to_transformers is not None:
                 row[f"{name} × generate"] = f"{one.relative_to_transformers:.2f}"
         made = sum(sum(map(sum, one.cell.tokens)) for one in cells)
@@ -45,6 +48,13 @@ def speed_table(found: Sequence[Figures]) -> str:
         same_draws = len(known) == len(differing)
         rows.append(row | {"differing tokens": f"{sum(known)} of {made}" if same_draws else "draws of its own"})
     return markdown_table(rows)
+
+
+def with_interval(value: float, interval: Interval | None) -> str:
+    """Return a figure with its interval, if there is one that says anything."""
+    if interval is None or interval[0] == interval[1]:
+        return f"{value:.2f}"
+    return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 def category_table(cells: Sequence[Cell]) -> str:
@@ -136,6 +146,8 @@ def _heading(results: Results) -> str:
         f"{where['date']}.\n\n"
         "β: new tokens per forward of the target model. γ: speed relative to plain decoding in the same engine and "
         "run. "
+        "In brackets are 95 % intervals over prompts, by the bootstrap. Faster: runs in which it was faster than plain "
+        "decoding, and how probable so uneven a count is if neither is faster (sign test). "
         f"{theirs}Differing tokens: tokens that are not plain decoding's at the same positions."
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -44,6 +44,7 @@ def load_base(
     trust_remote_code: bool = False,
     generation_config: Literal["auto", "ignore"] = "auto",
     example: Prompt | None = None,
+    on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
     """Load a target model; its weights must be safetensors.
 
@@ -55,6 +56,7 @@ def load_base(
         generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`; its
             end-of-sequence tokens stay.
         example: A prompt with an image, if such prompts are to be read; see `BaseModel`.
+        on_stage: Called with a message before the proof, which may take longer than reading the weights.
 
     Raises:
         LoadError: Not found, not readable, or not a model that can verify draft trees.
@@ -94,6 +96,7 @@ def load_base(
     if generation_config == "ignore":
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         model.generation_config = GenerationConfig(**tokens)
+    on_stage("proving that draft trees have the model's own logits")
     return BaseModel(model, name, example=example)
 
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drafter.errors import one_line
 from drafter.source_commit import ROOT
 from pipeline.command_line import say
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError, NoClusterError
 from pipeline.settings import ResourcesConfig
 
 LOOPBACK = "127.0.0.1"
@@ -62,7 +62,11 @@ class ActorResources:
 
 
 def connect() -> Cluster:
-    """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here; `JobError` if neither."""
+    """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here.
+
+    Raises:
+        NoClusterError: Neither works.
+    """
     may_grow = _join_or_start()
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return Cluster(tuple(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive), may_grow)
@@ -112,8 +116,8 @@ def _join_or_start() -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": _own_packages()}
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
+    starts = will_start()
     try:
-        starts = will_start()
         say("starting Ray on this machine" if starts else "joining the Ray cluster")
         with _held_back_stderr():
             if starts:
@@ -125,7 +129,10 @@ def _join_or_start() -> bool:
                 return False
             ray.init(address="auto", **quiet)
     except Exception as error:  # Ray raises bare ones
-        raise JobError(f"no Ray cluster could be reached or started: {one_line(error)}") from error
+        failed, advice = "joined", "see whether one runs there, or set RAY_ADDRESS=local to start one here"
+        if starts:  # Ray reads the variable when it is imported: here it would be set too late
+            failed, advice = "started", "on a busy machine, try again with RAY_raylet_start_wait_time_s=120 set"
+        raise NoClusterError(f"no Ray cluster could be {failed}: {one_line(error).rstrip('.')}: {advice}") from error
     return True
 
 

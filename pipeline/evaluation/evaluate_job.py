@@ -31,7 +31,7 @@ from drafter.evaluation.results import (
     figures,
     write_json,
 )
-from drafter.evaluation.tables import speed_tables, write_report
+from drafter.evaluation.tables import speed_tables, with_interval, write_report
 from drafter.evaluation.verifiers import (
     VerifierFigures,
     fastest_that_keeps,
@@ -147,7 +147,8 @@ def _gains(results: Results) -> str:
     drafted = (one for one in figures(results.cells) if one.cell.arm.tree is not None)
     for (temperature, batch, name), some in groupby(sorted(drafted, key=of_setting), of_setting):
         best = max(some, key=attrgetter("gamma"))
-        gain = f"{best.cell.arm.method} is {best.gamma:.2f} times as fast as plain decoding"
+        times = with_interval(best.gamma, best.gamma_interval)
+        gain = f"{best.cell.arm.method} is {times} times as fast as plain decoding"
         lines.append(f"{name}, temperature {temperature:g}, batch {batch}: {gain}, with {best.rate:,.0f} tokens/s")
     return "\n".join(lines)
 

@@ -51,7 +51,8 @@ class GenerateConfig:
         resources: Cluster resources of the job.
         limits: Limits on rows, steps and draining.
         writing: Format of the results.
-        dry_run: Print how many rows of an earlier submission are kept and how many are to be generated, and do no more.
+        dry_run: Print how many rows of an earlier submission are kept, how many are new, and which cannot be generated;
+            do no more.
     """
 
     input: str
@@ -113,9 +114,7 @@ COMMON = (
     "engine.max_model_len",
     "engine.num_draft_tokens",
     "engine.kv_gib",
-    "engine.compile",
     "loading.dtype",
-    "loading.device",
     "resources.max_actors",
     "resources.gpus_per_actor",
     "resources.cpus_per_actor",

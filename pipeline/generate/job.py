@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from pipeline.cluster.ray_cluster import (
 )
 from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
-from pipeline.engines.models import engine_spec, longest_request, model_name
+from pipeline.engines.models import engine_spec, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
@@ -246,20 +245,9 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     # Late, because they import torch, which no check waits for.
     from pipeline.engines.engine_actor import EngineActor, engine_stage
     from pipeline.engines.shared_texts import OtherTexts
-    from pipeline.generate.row_requests import PromptSettings, to_requests
+    from pipeline.generate.row_requests import settings_of, to_requests
 
-    config, date, resources = job.config, job.meaning["reading"]["date"], work.resources
-    name = model_name(config.model)
-    prompts = PromptSettings(
-        name,
-        config.loading.trust_remote_code,
-        job.prompts,
-        config.reading,
-        config.sampling,
-        longest_request(name, config.engine.longest, trust_remote_code=config.loading.trust_remote_code),
-        None if date is None else datetime.fromisoformat(date),
-        job.images,
-    )
+    config, resources = job.config, work.resources
     engine = {
         "spec": engine_spec(
             config.model,
@@ -287,7 +275,7 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         StagedParts(work.staged, parts), override_num_blocks=len(parts), num_cpus=HELPER_CPUS
     )
     requests = staged.map_batches(
-        to_requests, batch_format="pyarrow", fn_kwargs={"settings": prompts}, num_cpus=HELPER_CPUS
+        to_requests, batch_format="pyarrow", fn_kwargs={"settings": settings_of(job)}, num_cpus=HELPER_CPUS
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
     engines = (resources.min_actors, work.most_engines)

@@ -18,11 +18,13 @@ from itertools import chain
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from drafter.errors import one_line
 from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
+from pipeline.generate.row_images import IMAGES
 from pipeline.generate.staging import StagingPlan, content_hash, read_rows, refuse_shared_ids, repeats
 from pipeline.io.files import Location
 from pipeline.io.listing import read_apart
@@ -32,7 +34,7 @@ from pipeline.output.columns import OutputColumn, columns_type
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.part_files import commit_part, discard_torn, is_whole
 
-_SHOWN = 3  # broken rows that a dry run names
+_SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
 _PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
@@ -119,7 +121,6 @@ class AskedRow:
     name: str
     seed_name: str | None
     key: bytes
-    problem: str | None = None  # why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,17 @@ class Changes:
     open: int
     changed: int
     removed: int
-    broken: tuple[str, ...] = ()  # which rows cannot be read, and why
+    broken: tuple[str, ...] = ()  # which rows cannot be generated, and why
 
     def __str__(self) -> str:
         new = self.rows - self.kept - self.open - self.changed
         counts = {"kept": self.kept, "still to generate": self.open, "changed": self.changed, "new": new}
-        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count or what != "still to generate")
+        counts["removed, whose results go"] = self.removed
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         left = len(self.broken) - _SHOWN
         shown = [*self.broken[:_SHOWN], *([f"and {left:,} more"] if left > 0 else [])]
-        broken = f"; {len(self.broken):,} cannot be read and go to errors/: {'; '.join(shown)}" if shown else ""
-        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go{broken}"
+        broken = f"; {len(self.broken):,} of them will be errors: {'; '.join(shown)}" if shown else ""
+        return f"{self.rows:,} rows: {said}{broken}"
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
@@ -149,7 +151,7 @@ def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
     for name, seed_name, asked, problem in zip(*columns, strict=True):
         sample = name.rpartition("#")[2] if several else ""
         text = f"{sample} {json.dumps(problem) if asked is None else asked}"
-        yield AskedRow(name, seed_name, content_hash(text), None if problem is None else problem["message"])
+        yield AskedRow(name, seed_name, content_hash(text))
 
 
 def match(before: Sequence[AskedRow], now: Sequence[AskedRow], *, drawn: bool) -> list[int | None]:
@@ -322,12 +324,15 @@ def _carry(
 
 
 def dry_run(job: Job) -> Changes:
-    """Compare the input with the output's, without writing anything."""
+    """Compare the input with the output's, and find rows without a valid request, without writing anything.
+
+    Images are not opened.
+    """
     rows_per_part = job.config.writing.rows_per_file
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows_per_part, images=job.images)
     read_apart(job.listing)
-    now = _read_asked(job, plan)
-    broken = tuple(f"{row.name}: {one_line(row.problem)}" for row in now if row.problem is not None)
+    tables = list(read_rows(job.listing, plan))
+    now, broken = _asked_of(job, plan, tables), tuple(_refused(job, tables))
     before = StagedInput.load(job.output.staged)
     if before is None:
         return replace(compare([], now, [None] * len(now), ()), broken=broken)
@@ -338,8 +343,22 @@ def dry_run(job: Job) -> Changes:
     return replace(compare(rows, now, matched, Results(job.output, before).done), broken=broken)
 
 
-def _read_asked(job: Job, plan: StagingPlan) -> list[AskedRow]:
-    tables = list(read_rows(job.listing, plan))
+def _refused(job: Job, tables: Sequence[pa.Table]) -> Iterator[str]:
+    """Yield the names of rows of which no request can be made, with the reasons."""
+    from pipeline.generate.row_requests import make_requests, settings_of  # late: they import torch
+
+    settings = settings_of(job)
+    for table in tables:
+        if IMAGES in table.column_names:
+            readable, seen = pc.is_null(table["problem"]), pc.is_valid(table[IMAGES])
+            table = table.filter(pc.invert(pc.and_(readable, seen)))
+        found = make_requests(table.combine_chunks(), settings)
+        for name, problem in zip(found["request_id"].to_pylist(), found["problem"].to_pylist(), strict=True):
+            if problem is not None:
+                yield f"{name}: {one_line(problem['message'])}"
+
+
+def _asked_of(job: Job, plan: StagingPlan, tables: Sequence[pa.Table]) -> list[AskedRow]:
     asked = [row for table in tables for row in asked_rows(table, several=job.several)]
     if job.prompts.id_column is not None:
         refuse_shared_ids(pa.concat_tables(table.select(["request_id", "place"]) for table in tables), plan)

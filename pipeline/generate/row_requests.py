@@ -23,7 +23,9 @@ from drafter.requests import SEEDS, SamplingParams, hashed_seed, sample_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
+from pipeline.engines.models import longest_request, model_name
 from pipeline.errors import RowError
+from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES, ImageReading, images_key, staged_images, with_marks, with_places
 from pipeline.generate.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.io.column_types import whole
@@ -116,6 +118,22 @@ class PromptSettings:
     max_length: int
     now: datetime | None = None
     images: ImageReading | None = None
+
+
+def settings_of(job: Job) -> PromptSettings:
+    """Return the settings by which a job makes requests of its rows."""
+    config, date = job.config, job.meaning["reading"]["date"]
+    name, trusted = model_name(config.model), config.loading.trust_remote_code
+    return PromptSettings(
+        name,
+        trusted,
+        job.prompts,
+        config.reading,
+        config.sampling,
+        longest_request(name, config.engine.longest, trust_remote_code=trusted),
+        None if date is None else datetime.fromisoformat(date),
+        job.images,
+    )
 
 
 Rendered = str | list[int] | Chat | ReadPrompt

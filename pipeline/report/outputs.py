@@ -101,6 +101,15 @@ def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) ->
     return Cost(unit, seconds, generating, generated, tokens, tuple(devices))
 
 
+def times_as_fast(mine: Cost | str, theirs: Cost | str) -> float | None:
+    """Return how many times as many new tokens a second an output has as another; None where one is unknown.
+
+    Loading is left out, of which a short job has as much as a long one.
+    """
+    rates = [None if isinstance(one, str) else one.tokens_per_second for one in (mine, theirs)]
+    return rates[0] / rates[1] if rates[0] is not None and rates[1] else None
+
+
 def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
     """Open the files of finished rows.
 

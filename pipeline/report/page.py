@@ -45,6 +45,7 @@ from pipeline.report.outputs import (
     read_full,
     read_rows,
     read_run_of,
+    times_as_fast,
     tokens_by_second,
 )
 
@@ -68,7 +69,8 @@ def report(config: ReportConfig) -> None:
     rows = read_rows(dataset, column, by_file, _SLOWEST, number)
     errors, drawn = read_errors(output, _ERRORS_EACH), read_full(output, rows)
     status = read_status(output.status_file)
-    other = None if config.against is None else _other_output(config.against, run, rows, drawn)
+    cost = cost_of(status.get("submissions", ()), rows.rows + errors.rows, rows.counts.num_output_tokens)
+    other = None if config.against is None else _other_output(config.against, run, rows, drawn, cost)
     examples, not_shown = make_examples(drawn[: config.examples], model_name(run["config"]["model"]))
     pictures = pictures_of(output, run, drawn[: config.examples])
     examples = [replace(one, pictures=pictures.get(one.row["request_id"], ())) for one in examples]
@@ -79,7 +81,7 @@ def report(config: ReportConfig) -> None:
         status=status,
         rows=rows,
         errors=errors,
-        cost=_cost(status, rows, errors.rows),
+        cost=cost,
         other=other,
         category=column or "source file",
         groups=_groups(rows),
@@ -130,10 +132,6 @@ def write_page(uri: str, text: str) -> str:
     return page.path
 
 
-def _cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cost | str:
-    return cost_of(status.get("submissions", ()), rows.rows + errors, rows.counts.num_output_tokens)
-
-
 def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
     ordered = sorted(rows.groups.items(), key=lambda one: (-one[1].rows, one[0]))
     shown, rest = ordered[:_MOST_GROUPS], [group for _, group in ordered[_MOST_GROUPS:]]
@@ -146,7 +144,9 @@ def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
 # Another output beside this one.
 
 
-def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Row]) -> dict[str, Any]:
+def _other_output(
+    uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Row], cost: Cost | str
+) -> dict[str, Any]:
     """Compare an output with another one, token by token on the drawn rows that both have.
 
     `differences` are sentences on others, because of which drafting alone does not explain the costs.
@@ -156,10 +156,14 @@ def _other_output(uri: str, run: Mapping[str, Any], rows: RowSummary, drawn: Seq
     other_rows = read_rows(open_rows(output), None, False, 0, _COMPARED_ROWS)
     tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
     both = [row for row in drawn if row["request_id"] in tokens]
+    submissions = read_status(output.status_file).get("submissions", ())
+    found = other_rows.rows + read_errors(output, 0).rows
+    other_cost = cost_of(submissions, found, other_rows.counts.num_output_tokens)
     return {
         "name": without_secrets(uri),
         "rows": other_rows,
-        "cost": _cost(read_status(output.status_file), other_rows, read_errors(output, 0).rows),
+        "cost": other_cost,
+        "times_as_fast": times_as_fast(cost, other_cost),
         "same_tokens": sum(row["token_ids"] == tokens[row["request_id"]] for row in both),
         "compared": len(both),
         "differences": _differences(run, rows, other_run, other_rows),

@@ -263,7 +263,9 @@ def _add_generation(
 def _add_edge(app: FastAPI, edge: EdgeRoute, keyed: list[Any], connections: Connections, agreement: Agreement) -> None:
     @app.get(PATH, dependencies=keyed, include_in_schema=False)
     async def no_web_socket() -> Response:
-        raise OpenAIError(426, "Sessions of devices go over a WebSocket: see docs/edge.md.", code="upgrade_required")
+        raise OpenAIError(
+            426, "Sessions of devices go over a WebSocket: see docs/research/edge.md.", code="upgrade_required"
+        )
 
     @app.websocket(PATH)
     async def session(socket: WebSocket) -> None:

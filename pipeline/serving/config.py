@@ -84,7 +84,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """Devices that draft for themselves and have the endpoint verify; see `docs/edge.md`.
+    """Devices that draft for themselves and have the endpoint verify; see `docs/research/edge.md`.
 
     Args:
         sessions: Sessions that a key may have; without keys all clients are one. With 0 there is no such route.

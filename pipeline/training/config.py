@@ -92,7 +92,7 @@ class TrainConfig:
         output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
         model: The target model that generated the texts, as a hub id or folder; by default the one that they name.
         trust_remote_code: Run modeling code that comes with the target model.
-        algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3`, `specformer` or `exit`.
+        algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3`, `specformer` or `imitation`.
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
             drafts only the 8,192 most frequent tokens of the answers, which is much cheaper if the target model's
             vocabulary is large.

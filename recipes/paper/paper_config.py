@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.formulae import BaseSizes
+from drafter.evaluation.base_sizes import BaseSizes
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 

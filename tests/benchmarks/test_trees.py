@@ -2,17 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from benchmarks.trees import TABLE_FILE, comparisons, main, sign_test
+from benchmarks.trees import TABLE_FILE, comparisons, main
 from drafter.evaluation.results import Results
-
-
-@pytest.mark.parametrize(
-    ("successes", "trials", "probability"), [(0, 4, 0.125), (4, 4, 0.125), (2, 4, 1.0), (1, 8, 18 / 256), (0, 0, 1.0)]
-)
-def test_a_sign_test_is_two_sided(successes: int, trials: int, probability: float) -> None:
-    assert sign_test(successes, trials) == pytest.approx(probability)
 
 
 def test_a_tree_is_measured_beside_the_chain_of_the_same_head(tmp_path: Path) -> None:

@@ -175,10 +175,16 @@ def test_a_listener_whose_loop_closes_harms_nobody(lm: SpeculativeLM) -> None:
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 
-def test_what_takes_long_at_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_takes_long_at_the_start_is_logged_or_shown_on_a_terminal(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level("INFO", "drafter"), SpeculativeLM.from_pretrained(drafter="ngram", device="cpu"):
-        pass
-    assert [record.getMessage() for record in caplog.records] == ["loading the embedded model", "timing decode steps"]
+        said = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in said] == ["loading", "proving", "timing"]
+    assert "proving" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with SpeculativeLM.from_pretrained(drafter="ngram", device="cpu"):
+        assert capsys.readouterr().err.splitlines() == [f"{line} …" for line in said]
 
 
 def test_an_interrupted_call_leaves_nothing_in_the_engine(lm: SpeculativeLM) -> None:

@@ -42,7 +42,9 @@ def run(folder: Path, accepted: list[list[int]], tokens: list[list[int]], rate: 
     output = write_output(folder, [rows], [])
     config = {"model": "no/such-model", "drafter": "auto", "engine": {"max_num_seqs": 1, "num_draft_tokens": 7}}
     output.run_file.write_text(json.dumps({"config": config, "meaning": {}, "state": "finished"}))
-    output.status_file.write_text(json.dumps({"tokens_per_second": rate}))
+    made = sum(map(len, tokens))
+    took = {"rows": len(rows), "tokens": made, "seconds": made / rate, "gpu_seconds": 0.0, "cpu_seconds": 9.0}
+    output.status_file.write_text(json.dumps({"submissions": [took | {"device": "CPU"}]}))
 
 
 def test_two_runs_become_one_summary(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from benchmarks.gpu import formulae
-from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, DraftWork, sampling_bytes, step_bytes, step_kernels
+from benchmarks.gpu.formulae import NO_DRAFT, DraftWork, sampling_bytes, step_bytes, step_kernels
 from benchmarks.gpu.operation_counts import OperationCounts, Result
 from drafter.ctc.lattice import LATTICE_BEAM
 from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.evaluation.base_sizes import BaseSizes
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead
 from drafter.methods.ngram.drafter import NgramDrafter

@@ -124,6 +124,11 @@ def test_costs_that_are_learnt_at_one_load_hold_at_others() -> None:
     before = choice.sums.seconds
     budget.observe(observed)
     assert budget.choices()[0].sums.seconds - before == pytest.approx(2 * (1.0 + 20 * 0.1), rel=0.02)
+    # A step that forced tokens have made shorter is no plain one, though no tree was asked for.
+    before_it = budget.choices()[0].sums
+    budget.observe(replace(observed, tokens=3))
+    now = budget.choices()[0].sums
+    assert (now.plain - before_it.plain, now.spec_row_steps - before_it.spec_row_steps) == (0, 1)
 
 
 @pytest.mark.parametrize("shadows", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.report import main as make_again
 from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results, Skipped, StageSums, figures
 from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
-from drafter.statistics import DecodeCounts, mean_rate, speedup
+from drafter.statistics import DecodeCounts, speedup
 
 HEAD = Arm("build/heads/ctc", "exact", 16)
 
@@ -54,7 +55,7 @@ def results(some: list[Cell]) -> Results:
 
 
 def test_rates_and_speedups() -> None:
-    assert mean_rate([10, 20], [1.0, 4.0]) == 7.5
+    assert cells()[1].rates == [[10.0, 20.0], [20.0, 40.0]]
     assert speedup([30.0, 80.0, 10.0], [15.0, 20.0, 10.0]) == 2.0
 
 
@@ -79,18 +80,39 @@ def test_places_are_not_mixed() -> None:
 
 def test_the_speed_table() -> None:
     assert speed_table(figures(cells())).split("\n") == [
-        "| method | tree | draft nodes | chat β | chat γ | chat × generate | differing tokens |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| transformers.generate |  |  |  | 0.50 | 1.00 | 1 of 60 |",
-        "| plain decoding |  |  | 1.00 | 1.00 | 2.00 | 0 of 60 |",
-        "| ctc | exact | 16 | 1.67 | 3.00 | 6.00 | 0 of 60 |",
+        "| method | tree | draft nodes | chat β | chat γ | chat faster | chat × generate | differing tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| transformers.generate |  |  |  | 0.50 | 0 of 4, p 0.12 | 1.00 | 1 of 60 |",
+        "| plain decoding |  |  | 1.00 | 1.00 |  | 2.00 | 0 of 60 |",
+        "| ctc | exact | 16 | 1.67 | 3.00 | 4 of 4, p 0.12 | 6.00 | 0 of 60 |",
     ]
+
+
+def test_figures_of_several_prompts_have_intervals() -> None:
+    tokens, steps = [10, 20, 30, 40, 50], [10, 10, 15, 10, 20]
+    plain, head = (
+        Cell("chat", 1, 0.0, arm, [tokens], [seconds], 0, {"": counts(150, [65])}, None, tokens, made_in)
+        for arm, seconds, made_in in ((PLAIN, [1.0] * 5, tokens), (HEAD, [0.5, 0.5, 1.25, 0.5, 0.5], steps))
+    )
+    found = figures([plain, head])[1]
+    assert found.beta_interval is not None
+    assert found.gamma_interval is not None
+    assert found.beta_interval == pytest.approx((1.6, 3.2), abs=0.3)
+    assert found.gamma_interval == pytest.approx((1.4, 2.0), abs=0.2)
+    assert found.faster == (4, 5)
+    (row,) = [line for line in speed_table([found]).split("\n") if line.startswith("| ctc")]
+    assert re.search(r"\| 2\.31 \(1\.\d\d to [23]\.\d\d\) \| 1\.\d\d \(1\.\d\d to 2\.00\) \| 4 of 5, p 0\.38 \|", row)
+    together = replace(head, batch=8, tokens=[[150]], seconds=[[2.0]])
+    assert figures([replace(plain, batch=8, tokens=[[150]], seconds=[[4.0]]), together])[1].gamma_interval is None
 
 
 def test_transformers_may_be_left_out(tmp_path: Path) -> None:
     found = figures(cells()[1:])
     assert [(one.gamma, one.relative_to_transformers) for one in found] == [(1.0, None), (3.0, None)]
-    assert speed_table(found).split("\n")[0] == "| method | tree | draft nodes | chat β | chat γ | differing tokens |"
+    assert (
+        speed_table(found).split("\n")[0]
+        == "| method | tree | draft nodes | chat β | chat γ | chat faster | differing tokens |"
+    )
     assert "× generate" not in page(results(cells()[1:]))
     assert len(write_report(results(cells()[1:]), tmp_path)) == 5
 

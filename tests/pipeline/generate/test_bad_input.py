@@ -239,7 +239,7 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     import ray
 
     import pipeline.cluster.ray_cluster
-    from pipeline.errors import JobError
+    from pipeline.errors import NoClusterError
 
     def unreachable(**_: Any) -> None:
         raise ConnectionError("ray:// nobody\nanswers")
@@ -247,7 +247,10 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", unreachable)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    with pytest.raises(JobError, match="no Ray cluster could be reached or started: ray:// nobody answers"):
+    with pytest.raises(NoClusterError, match="could be joined: ray:// nobody answers: see whether one runs there"):
+        pipeline.cluster.ray_cluster.connect()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(NoClusterError, match=r"could be started: ray:// .*RAY_raylet_start_wait_time_s=120"):
         pipeline.cluster.ray_cluster.connect()
 
 

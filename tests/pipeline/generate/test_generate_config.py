@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from drafter.acceptance.settings import VerifierSettings
 from pipeline.errors import InputError
 from pipeline.generate.checks import checked_job
-from pipeline.generate.config import GenerateConfig, parse_config
+from pipeline.generate.config import GenerateConfig, generate_parser, parse_config
 from tests.support.paths import ROOT
 
 
@@ -161,6 +162,7 @@ def test_the_command_explains_itself_and_fails_with_code_2_and_one_line() -> Non
     for field in GenerateConfig.__dataclass_fields__:
         assert f"--{field}" in done.stdout
     assert "--reading.prompt_column" in done.stdout
+    assert len(re.findall(r"^ +(?:-h, )?--\w", generate_parser().format_help(), re.MULTILINE)) <= 35
     failed = subprocess.run([*command, "--input", "nowhere", "--output", "x"], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == "checking nowhere and the model\nerror: input nowhere does not exist\n"

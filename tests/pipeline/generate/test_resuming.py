@@ -53,13 +53,13 @@ def test_a_row_takes_the_result_of_its_seed_and_otherwise_of_what_it_asks_for() 
     assert found == [1, 0, 2, None, None]
     assert match(before, now, drawn=True) == [None, None, 2, None, None]
     assert str(compare(before, now, found, {"1", "2", "3", "4"})) == (
-        "5 rows: 3 kept, 0 changed, 2 new; 1 removed, whose results go"
+        "5 rows: 3 kept, 2 new, 1 removed, whose results go"
     )
     changed = [asked("4", "other")]
     counts = compare(before, changed, match(before, changed, drawn=False), {"1"})
     assert (counts.kept, counts.changed, counts.removed) == (0, 1, 3)
     some = compare(before, before, match(before, before, drawn=True), {"1", "3"})
-    assert str(some) == "4 rows: 2 kept, 2 still to generate, 0 changed, 0 new; 0 removed, whose results go"
+    assert str(some) == "4 rows: 2 kept, 2 still to generate"
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc")), unique_by=lambda row: row[0])
@@ -255,9 +255,7 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
     job.generate(0, 1)
     job.restage(prompts(*"abxdefgh"), 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert str(dry_run(job.job)) == (
-        "8 rows: 5 kept, 1 still to generate, 1 changed, 1 new; 0 removed, whose results go"
-    )
+    assert str(dry_run(job.job)) == ("8 rows: 5 kept, 1 still to generate, 1 changed, 1 new")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -267,10 +265,20 @@ def test_a_dry_run_names_rows_that_cannot_be_read(tmp_path: Path) -> None:
     job.source.write_text("\n".join(["{x", *lines[:2], "[1]", *lines[2:], "x", "y"]) + "\n")
     (tmp_path / "new").mkdir()
     told = str(dry_run(replace(job.job, output=OutputFolder(locate(str(tmp_path / "new"))))))
-    assert told.startswith("10 rows: 0 kept, 0 changed, 10 new; 0 removed, whose results go; 4 cannot be read")
-    assert "go to errors/: in.jsonl:1: " in told
+    assert told.startswith("10 rows: 10 new; 4 of them will be errors: in.jsonl:1: ")
     assert "; in.jsonl:4: " in told
     assert told.endswith("; and 1 more")
+
+
+def test_a_dry_run_counts_chats_that_the_model_cannot_take(tmp_path: Path) -> None:
+    short, long = ([{"role": "user", "content": "word " * times}] for times in (1, 3000))
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = [{"messages": short}, {"messages": short, "tools": tools}, {"messages": long}, {"messages": 5}]
+    told = str(dry_run(MadeUpJob(tmp_path, rows).job))
+    assert "; 3 of them will be errors: in.jsonl:2: " in told
+    assert "chat template" in told
+    assert "in.jsonl:3: the prompt has 6004 tokens" in told
+    assert "in.jsonl:4: " in told
 
 
 def test_whatever_moment_a_driver_ends_at_the_rows_are_the_same(tmp_path: Path) -> None:
@@ -329,7 +337,7 @@ def test_a_job_whose_input_has_changed(run: Run, tmp_path: Path) -> None:
     write_jsonl(source, changed(rows, remove=1, change=1, add=2))
     grown = run(source, *settings, drafter="none")
     assert grown.code == 0, grown.stderr
-    assert "the input has changed: 8 rows: 5 kept, 1 changed, 2 new; 1 removed, whose results go" in grown.stderr
+    assert "the input has changed: 8 rows: 5 kept, 1 changed, 2 new, 1 removed, whose results go" in grown.stderr
     drafters = {row["request_id"]: row["drafter"] for row in grown.rows}
     assert [name for name, drafter in drafters.items() if drafter == "none"] == ["row 1", "new 0", "new 1"]
     # With ids of their own, all rows are those of a job that never saw the other input.

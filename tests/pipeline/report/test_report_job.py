@@ -111,7 +111,9 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys:
     status = json.loads((drafted / "status.json").read_text())
     seconds = sum(one["cpu_seconds"] for one in status["submissions"])
     assert f"CPU-seconds for 1,000 new tokens {1000 * seconds / tokens:.3g}" in page.text
-    assert re.search(r"this output was made [\d.]+ times as fast as", page.text)
+    rates = [json.loads((one / "status.json").read_text())["tokens_per_second"] for one in outputs]
+    (said,) = re.findall(r"This output was made ([\d.]+) times as fast as", page.text)
+    assert float(said) == pytest.approx(rates[0] / rates[1], abs=0.006)  # as the terminal says
     assert "7 of 7 rows that were drawn from both have the same tokens" in page.text
     assert "Not the same in both" not in page.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from pyarrow import fs
 from transformers import AutoConfig
 
 from drafter.embedded import EMBEDDED_BASE
+from drafter.heads.checkpoint import HEADS
 from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError
 from pipeline.training.config import TrainConfig, parse_config
@@ -48,6 +50,13 @@ def test_settings_that_cannot_be_are_refused(settings: str, message: str) -> Non
     with pytest.raises(InputError, match=message) as refused:
         parse_config(settings.split())
     assert "\n" not in str(refused.value)
+
+
+def test_the_help_names_the_heads_that_can_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    (said,) = re.findall(r"Kind of draft head: (.*?)\.", " ".join(capsys.readouterr().out.split()))
+    assert set(re.findall(r"`(\w+)`", said)) == HEADS.keys()
 
 
 def test_a_printed_configuration_can_be_given_back(tmp_path: Path) -> None:
