@@ -86,13 +86,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@# No build isolation, so that the build tool is locked like everything else.
 	@echo "  torch"
 	@$(PIP) install --no-compile -c constraints.txt setuptools torch
-	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
-	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
-	@command -v c++ >/dev/null || echo "No C++ compiler: drafter train will not run on CPUs, and the rest slowly"
-	@echo "  DeepSpeed"
-	@DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
-	    $(PIP) install --no-compile --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
+	@command -v c++ >/dev/null || echo "No C++ compiler: models that run on this CPU will be slower"
 	@echo "  Ray, transformers and the others"
+	@# DeepSpeed's set-up imports torch.
 	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --editable '.[dev,train]'
 	@echo "  the native library"
 	@$(BIN)/python -m drafter.native.build
