@@ -87,11 +87,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "  torch"
 	@$(PIP) install --no-compile -c constraints.txt setuptools torch
 	@command -v c++ >/dev/null || echo "No C++ compiler: models that run on this CPU will be slower"
-	@echo "  Ray, transformers and the others"
-	@# DeepSpeed's set-up imports torch.
-	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --editable '.[dev,train]'
-	@echo "  the native library"
-	@$(BIN)/python -m drafter.native.build
+	@echo "  Ray, transformers and the others, and beside them the native library"
+	@# DeepSpeed's set-up, too, imports torch.
+	@$(BIN)/python -W ignore -m drafter.native.build & \
+	    $(PIP) install --no-compile -c constraints.txt --no-build-isolation --editable '.[dev,train]' && wait
 	@# The model of the demonstration, so that nothing is downloaded later. Its two settings keep bars and a warning away.
 	@TQDM_DISABLE=1 DS_ACCELERATOR=cpu $(BIN)/python -m recipes.smollm2 fetch
 	@touch $@
