@@ -70,7 +70,9 @@ def tables(folder: Path) -> str:
         else:
             places = [(fixtures, f"{cost['fixture']} ({cost['scope']}, {cost['of'] or 'plug-in'})")]
         for table, name in places:
-            table[name] = [one + more for one, more in zip(table[name], (cost["core"], cost["seconds"], 1), strict=True)]
+            table[name] = [
+                one + more for one, more in zip(table[name], (cost["core"], cost["seconds"], 1), strict=True)
+            ]
     text = []
     for title, table in (("file", files), ("test", tests), ("fixture", fixtures)):
         core, seconds, times = (sum(column) for column in zip(*table.values(), strict=True))
