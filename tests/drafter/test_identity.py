@@ -25,6 +25,7 @@ from tests.support.models import (
     OracleDrafter,
     SpellingTokenizer,
     generate_reference,
+    plainly,
     random_model,
     random_prompts,
     run_engine,
@@ -118,7 +119,7 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
         Request(beginning + end, SamplingParams(8 + row, temperature=row % 2, seed=row, presence_penalty=0.5))
         for row, end in enumerate(ends)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)  # alone: nobody to share with
+    expected = plainly(base, requests)  # alone: nobody to share with
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
     handles = [engine.submit(request) for request in requests]
@@ -141,7 +142,7 @@ def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, m
         Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
         for row, prompt in enumerate(prompts)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
     for name in ("oracle", "heads"):
         engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
@@ -175,7 +176,7 @@ def check_sampled(family: str, drafters: MakeDrafters) -> None:
         Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **SETTINGS[seed % len(SETTINGS)]))
         for seed, prompt in enumerate(prompts)
     ]
-    expected = [run_engine(base, PlainDecoding(), [request], max_num_seqs=1)[0].token_ids for request in requests]
+    expected = [plainly(base, [request])[0].token_ids for request in requests]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for number, (name, drafter) in enumerate(drafters(base, texts).items()):
         some = slice(number % 4, None, 4)  # alone takes long: each request is, with a part of the drafters
@@ -198,7 +199,7 @@ def check_log_probabilities(drafters: MakeDrafters) -> None:
         Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
         for row, p in enumerate(prompts)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
     for name, drafter in drafters(base, texts).items():
         for found, plain in zip(
@@ -236,7 +237,7 @@ def test_the_end_cuts_where_plain_decoding_ends() -> None:
         short = SamplingParams(max_new_tokens=cut, ignore_eos=True)
         for settings in (stop, [short] * len(prompts)):
             requests = [Request(p, s) for p, s in zip(prompts, settings, strict=True)]
-            expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+            expected = plainly(base, requests)
             found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=3, num_draft_tokens=10)
             for one, other, text in zip(found, expected, texts, strict=True):
                 assert one.token_ids == other.token_ids == text[: len(one.token_ids)]
@@ -251,7 +252,7 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
     base = base_of("llama")
     prompt = random_prompts(8, seed=9)[3]
     free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    (whole,) = run_engine(base, PlainDecoding(), [Request(prompt, free)], max_num_seqs=1)
+    (whole,) = plainly(base, [Request(prompt, free)])
     ids = whole.token_ids
     end = [place for place, token in enumerate(ids) if place and token not in ids[:place]][which]
 
@@ -282,7 +283,7 @@ def test_a_row_ends_at_the_slots_last_position() -> None:
     base = base_of("gpt2")  # learned positions: reading past the table would raise
     prompts = [[5, 6, 7] * 40, [8] * 126, [9]]
     requests = [Request(prompt, SamplingParams(max_new_tokens=500, ignore_eos=True)) for prompt in prompts]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
     found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=2, num_draft_tokens=10)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]

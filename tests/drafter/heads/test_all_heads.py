@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead
-from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Loan
 from drafter.heads.checkpoint import HEADS, load_head, save_head
 from drafter.heads.config import Tree
 from drafter.heads.contract import Provenance
@@ -27,20 +27,19 @@ from drafter.training.targets import draft_batch, simulated_beta
 from tests.support.heads import (
     DEPTH,
     KINDS,
+    MAIN_KINDS,
     STATIC,
-    VARIANTS,
     make_head,
     random_texts,
     sequence,
     text_loss,
     untrained_head,
 )
-from tests.support.marks import slow_but
-from tests.support.models import random_prompts, run_engine
+from tests.support.marks import slow_but, slow_but_tuples
+from tests.support.models import plainly, random_prompts, run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
-MAIN_KINDS = [kind for kind in KINDS if kind not in VARIANTS]
 every_kind = pytest.mark.parametrize("kind", slow_but(MAIN_KINDS, KINDS))
 CHAINS = [kind for kind, (algorithm, _) in KINDS.items() if algorithm == "ctc"]
 TREES: list[tuple[str, Tree]] = [
@@ -48,9 +47,8 @@ TREES: list[tuple[str, Tree]] = [
     *((kind, "static") for kind in STATIC),
     *((kind, "chain") for kind in CHAINS),
 ]
-every_tree = pytest.mark.parametrize(
-    ("kind", "tree"), [pytest.param(*one, marks=[pytest.mark.slow] if one[0] in VARIANTS else []) for one in TREES]
-)
+MAIN_TREES = [*((kind, "exact") for kind in MAIN_KINDS), ("ctc", "static"), ("medusa", "static"), ("ctc", "chain")]
+every_tree = pytest.mark.parametrize(("kind", "tree"), slow_but_tuples(MAIN_TREES, TREES))
 
 
 def test_every_algorithm_is_tested() -> None:
@@ -202,7 +200,7 @@ def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, k
         Request(prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (i % 2), seed=i), str(i))
         for i, prompt in enumerate(random_prompts(7))
     ]
-    plain = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
+    plain = plainly(tiny_base, requests, max_model_len=64)
     drafter = make_head(tiny_base, kind).drafter(tiny_base, 8, tree)
     drafted = run_engine(tiny_base, drafter, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
@@ -39,7 +39,7 @@ from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
-from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, plainly, random_model, random_prompts
 
 
 def test_two_sets_are_merged_by_their_sums() -> None:
@@ -333,7 +333,7 @@ def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
         Request(prompt, SamplingParams(20, temperature=row % 2, seed=row, presence_penalty=0.5 * (row % 3)))
         for row, prompt in enumerate(random_prompts(9, seed=4))
     ]
-    expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
+    expected = [one.token_ids for one in plainly(base, requests)]
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
     engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=9))
     handles = [engine.submit(request) for request in requests]
