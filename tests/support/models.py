@@ -7,12 +7,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafter import devices
 from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.engine.config import EngineConfig
@@ -167,6 +169,7 @@ def run_engine(
     return [handle.result(0) for handle in handles]
 
 
+is_asynchronous = devices.is_asynchronous
 _PLAIN: WeakKeyDictionary[BaseModel, dict[str, Generation]] = WeakKeyDictionary()
 
 
@@ -176,7 +179,10 @@ def plainly(base: BaseModel, requests: Sequence[Request], max_model_len: int | N
     for request in requests:
         key = f"{max_model_len} {replace(request, request_id='')}"
         if key not in known:
-            (known[key],) = run_engine(base, PlainDecoding(), [request], max_num_seqs=1, max_model_len=max_model_len)
+            with mock.patch.object(devices, "is_asynchronous", is_asynchronous):  # on a GPU that is only played, too
+                (known[key],) = run_engine(
+                    base, PlainDecoding(), [request], max_num_seqs=1, max_model_len=max_model_len
+                )
         found.append(replace(known[key], request_id=request.request_id))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +21,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import plainly, random_model, run_engine
+from tests.support.properties import examples
 
 
 @pytest.fixture
@@ -180,7 +181,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
     tiny_base: BaseModel, heads: dict[str, Path], data: st.DataObject

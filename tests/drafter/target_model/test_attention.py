@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +40,7 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, plainly, random_model, random_prompts
+from tests.support.properties import examples
 
 
 def test_two_sets_are_merged_by_their_sums() -> None:
@@ -100,7 +101,7 @@ def flash_by_hand(
     return mixed, lse, *(torch.zeros(0),) * 3
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     """Over random trees, lengths (zero too), groups of query heads, sizes of heads, and parts."""

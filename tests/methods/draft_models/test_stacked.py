@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
@@ -17,6 +17,7 @@ from drafter.tree.token_tree import TokenTree, root_only
 from tests.methods.draft_models.test_model_drafter import model_of
 from tests.support.marks import slow_but
 from tests.support.models import VOCABULARY, AdversarialDrafter, plainly, random_model, random_prompts, run_engine
+from tests.support.properties import examples
 from tests.support.tapes import queue_steps
 from tests.support.trees import FORK, check_slice_contract, nodes
 
@@ -35,7 +36,7 @@ def test_nodes_are_priced_anew_cut_and_extended() -> None:
     assert nodes(reprice(FORK, probabilities.log(), own=1, depth=2, size=3), 0, 3).keys() == {(5,), (5, 1)}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(2, 30))
 def test_a_priced_tree_is_a_tree(seed: int, own: int, size: int) -> None:
     """Of trees full of duplicates, padding and repeats."""
