@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet
 NEWER := 5.24.0
 NEWER_AT := $(abspath $(VENV))/transformers-$(NEWER)
 
-.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-newer lint format benchmark chaos clean
+.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-all test-threads test-newer lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
@@ -43,11 +43,24 @@ cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, 
 # what belongs together and what comes first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadgroup --no-loadscope-reorder
 
+# Files of tests whose subject has threads, without those of jobs.
+THREADS := $(addprefix tests/drafter/,drafters/test_text_queue.py engine/test_loop.py engine/test_parking.py test_llm.py test_threads.py) \
+    $(addprefix tests/pipeline/,cluster/test_cluster_watch.py engines/test_feeder.py engines/test_model_cache.py \
+    engines/test_watchdog.py io/test_fetching.py io/test_files.py learning/test_learning_feed.py output/test_lease.py) \
+    tests/methods/learning
+
 test: $(INSTALLED) ## Run the tests of every behaviour's main path: a few minutes.
 	$(PYTEST) -m "not slow"
 
-test-slow: $(INSTALLED) ## Run the other tests: processes killed everywhere, clusters of several nodes, all model families.
-	$(PYTEST) -m slow
+test-slow: $(INSTALLED) ## Run the other tests, and properties on more examples: killed processes, clusters, all model families.
+	$(PYTEST) --hypothesis-profile whole -m "slow or hypothesis"
+
+test-all: $(INSTALLED) ## Run all tests at once: what several share is started once.
+	$(PYTEST) --hypothesis-profile whole
+
+# One process, so that the pauses of one test's threads do not meet the work of another test.
+test-threads: $(INSTALLED) ## Run the tests of threads while these change at each lock, in an order of files by SEED.
+	$(BIN)/python -m pytest -p tests.support.jitter --jitter $(or $(SEED),$(shell date +%s)) -m "not slow" $(THREADS)
 
 test-newer: $(INSTALLED) $(NEWER_AT) ## Compare the tokens of each kind of model with those of a newer transformers.
 	@PYTHONPATH=$(NEWER_AT) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(NEWER)"'
