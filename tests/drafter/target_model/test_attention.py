@@ -39,6 +39,7 @@ from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
+from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, plainly, random_model, random_prompts
 from tests.support.properties import examples
 
@@ -290,7 +291,7 @@ def test_nodes_that_are_there_follow_one_another() -> None:
     assert packing.unpack(torch.randn(1, 6, 2)).shape == (3, 3, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["gemma2", "gpt2", "falcon", "gpt_oss", "llama4_text"], FAMILIES))
 def test_a_packed_forward_is_a_padded_one(family: str) -> None:
     base = BaseModel(random_model(family))
     assert base.allow_packing() == (family not in OWN_ATTENTION)
@@ -327,7 +328,9 @@ class CutDrafter(OracleDrafter):
         return tree.trimmed(sizes)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", slow_but(["gemma3_text", "gpt_oss"], ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
+)
 def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = [
