@@ -57,12 +57,12 @@ class Verdict:
 
     Args:
         fault: Its name.
-        suite: The first that noticed it, `fast` or `slow`; None if neither did.
-        test: The test that failed.
+        suite: The tests that ran, of its room: `fast` or `slow` ones.
+        test: The first that failed; None if they let it live.
     """
 
     fault: str
-    suite: str | None
+    suite: str
     test: str | None
 
 
@@ -88,13 +88,13 @@ def import_slow() -> None:
         import_module(module)
 
 
-def verdicts(root: Path, faults: Sequence[Fault], before: Sequence[Verdict] = ()) -> Iterator[Verdict]:
-    """Apply faults to a copy of the files that git tracks in `root`, and yield what became of each.
+def verdicts(root: Path, faults: Sequence[Fault], suite: str, before: Sequence[Verdict] = ()) -> Iterator[Verdict]:
+    """Apply faults to a copy of the files that git tracks in `root`, and yield what became of each in a suite.
 
     Args:
         before: Verdicts of an earlier time, whose tests run first.
     """
-    killers = {one.fault: one for one in before}
+    killers = {one.fault: one.test for one in before if one.suite == suite and one.test is not None}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
@@ -104,7 +104,9 @@ def verdicts(root: Path, faults: Sequence[Fault], before: Sequence[Verdict] = ()
                 shutil.copy2(root / name, copy / name)
         for number, fault in enumerate(faults, start=1):
             with _applied(copy / fault.file, fault, number):
-                yield _verdict(copy, fault, killers.get(fault.name))
+                killer = killers.get(fault.name)
+                test = None if killer is None else _first_failure(copy, suite, [killer])
+                yield Verdict(fault.name, suite, test or _first_failure(copy, suite, fault.tests))
 
 
 @contextmanager
@@ -115,16 +117,6 @@ def _applied(file: Path, fault: Fault, number: int) -> Iterator[None]:
     yield
     file.write_text(text, encoding="utf-8")
     os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))
-
-
-def _verdict(copy: Path, fault: Fault, killer: Verdict | None) -> Verdict:
-    runs = [("fast", fault.tests), ("slow", fault.tests)]
-    if killer is not None and killer.suite is not None and killer.test is not None:
-        runs.insert(0, (killer.suite, (killer.test,)))
-    for suite, tests in runs:
-        if (test := _first_failure(copy, suite, tests)) is not None:
-            return Verdict(fault.name, suite, test)
-    return Verdict(fault.name, None, None)
 
 
 def _first_failure(copy: Path, suite: str, tests: Sequence[str]) -> str | None:

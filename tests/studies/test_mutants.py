@@ -31,10 +31,10 @@ def test_a_fault_is_noticed_by_the_first_test_that_fails_or_by_none(tmp_path: Pa
     test = "test_sums.py::test_sum"
     expected = [
         Verdict(faults[0].name, "fast", test),
-        Verdict(faults[1].name, None, None),
+        Verdict(faults[1].name, "fast", None),
         Verdict(faults[2].name, "fast", test),
     ]
-    assert list(verdicts(tmp_path, faults)) == expected
+    assert list(verdicts(tmp_path, faults, "fast")) == expected
     assert "a + b" in (tmp_path / "sums.py").read_text()
     gone = Verdict(faults[0].name, "fast", "test_sums.py::test_gone")
-    assert list(verdicts(tmp_path, faults[:1], [gone])) == expected[:1]
+    assert list(verdicts(tmp_path, faults[:1], "fast", [gone])) == expected[:1]
