@@ -48,12 +48,12 @@ class _Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         with self._counted(test=item.nodeid):
-            return (yield)  # type: ignore[return-value]
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
         with self._counted(fixture=fixturedef.argname, of=fixturedef.baseid, scope=str(fixturedef.scope)):
-            return (yield)  # type: ignore[return-value]
+            return (yield)
 
 
 def _core_seconds() -> float:

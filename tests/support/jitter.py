@@ -60,8 +60,10 @@ def jitter() -> None:
         if draws.random() < _SHARE:
             time.sleep(_LONGEST * draws.random())
 
-    threading.Lock = lambda: _PausingLock(_LOCK(), pause)  # type: ignore[assignment, misc]
-    threading.RLock = lambda: _PausingLock(_RLOCK(), pause)  # type: ignore[assignment, misc]
+    vars(threading).update(
+        Lock=lambda: _PausingLock(_LOCK(), pause),
+        RLock=lambda: _PausingLock(_RLOCK(), pause),
+    )
 
 
 _LOCK, _RLOCK = threading.Lock, threading.RLock

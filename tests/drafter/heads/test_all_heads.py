@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead
 from drafter.drafters.contract import Ask, DraftContext, Loan
+from drafter.drafters.merged import MergedDrafter
 from drafter.heads.checkpoint import HEADS, load_head, save_head
 from drafter.heads.config import Tree
 from drafter.heads.contract import Provenance
@@ -23,7 +24,8 @@ from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import draft_batch, simulated_beta
+from drafter.training.targets import base_hidden_states, draft_batch, simulated_beta
+from drafter.tree.token_tree import TokenTree
 from tests.support.heads import (
     DEPTH,
     KINDS,
@@ -36,7 +38,7 @@ from tests.support.heads import (
     untrained_head,
 )
 from tests.support.marks import slow_but, slow_but_tuples
-from tests.support.models import plainly, random_prompts, run_engine
+from tests.support.models import OracleDrafter, plainly, random_prompts, run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
@@ -94,6 +96,35 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
         check_slice_contract(tree)
         check_same_trees(tree, head.trees_at(tiny_base, tokens[rows], hidden[rows], pending, size), DEPTH)
         lengths = [min(at + rng.choice([1, 2, 5, 9]), length - 1) for at in lengths]
+
+
+@pytest.mark.parametrize("kind", ["ctc", "eagle3", "hydra++"])
+def test_in_an_engine_a_head_sees_what_training_saw(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Rows commit long paths, end, and move to other slots; each tree equals the one of the training forward."""
+    head = make_head(tiny_base, kind)
+    drafter = head.drafter(tiny_base, 8)
+    propose = drafter.propose
+
+    def checked(context: DraftContext, ask: Ask) -> TokenTree:
+        tree = propose(context, ask)
+        lengths = context.lengths[:, None]
+        tokens = torch.where(torch.arange(context.tokens.shape[1]) > lengths, 1, context.tokens)
+        hidden = base_hidden_states(tiny_base, tokens, head.hidden_layers)
+        check_same_trees(tree, head.trees_at(tiny_base, tokens, hidden, lengths, ask.nodes + 1), DEPTH)
+        return tree
+
+    monkeypatch.setattr(drafter, "propose", checked)
+    requests = [
+        Request(prompt, SamplingParams(26 - 4 * row, ignore_eos=True)) for row, prompt in enumerate(random_prompts(6))
+    ]
+    expected = [one.token_ids for one in plainly(tiny_base, requests)]
+    texts = [[*one.prompt_ids, *text] for one, text in zip(requests, expected, strict=True)]
+    both = MergedDrafter(drafter, OracleDrafter(texts, DEPTH))
+    found = run_engine(tiny_base, both, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
+    assert [one.token_ids for one in found] == expected
+    assert sum(one.counts.num_accepted_draft_tokens for one in found) > 40
 
 
 @every_tree
