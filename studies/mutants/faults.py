@@ -29,6 +29,8 @@ LIST = Path(__file__).with_name("faults.yaml")
 _SLOW = ("torch", "transformers.models.auto", "hypothesis", "pyarrow.dataset", "fastapi", "ray.data", "ray.serve")
 _CPU_SECONDS, _SECONDS = 900, 600  # of a run, and of a test: a fault may never end
 _BYTES = 24 << 30
+_OUTPUT = "output.txt"  # of the last run
+_BROKEN = 99  # exit code of a run that is neither a failure nor a success
 _FAILED, _COLLECTION_FAILED = pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED
 
 
@@ -129,11 +131,13 @@ def _first_failure(copy: Path, suite: str, tests: Sequence[str]) -> str | None:
             _run(copy, suite, tests, progress)
         except BaseException:
             traceback.print_exc()
-        os._exit(2)  # neither a test's failure nor its success
+        os._exit(_BROKEN)
     _, status = os.waitpid(child, 0)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what its tests have started and not ended
     ended = os.waitstatus_to_exitcode(status)
+    if ended == _BROKEN:
+        raise RuntimeError(f"no test ran: {(copy / _OUTPUT).read_text()[-2000:]}")
     there: str | None = json.loads(progress.read_text())
     return there if ended in (_FAILED, _COLLECTION_FAILED) or ended < 0 else None
 
@@ -145,7 +149,7 @@ def _run(copy: Path, suite: str, tests: Sequence[str], progress: Path) -> None:
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path[:1] = [str(copy)]
-    output = os.open(copy / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(copy / _OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     chosen = "slow" if suite == "slow" else "not slow"
