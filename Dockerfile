@@ -6,7 +6,7 @@ FROM python:3.11-slim-bookworm
 
 ARG TORCH_INDEX=https://pypi.org/simple
 
-# DeepSpeed and the native decoder are compiled for CPUs; Ray's health checks in Kubernetes use wget.
+# The native decoder is compiled for CPUs; Ray's health checks in Kubernetes use wget.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential wget \
     && rm -rf /var/lib/apt/lists/*
@@ -24,7 +24,7 @@ COPY --chown=ray constraints.txt .
 RUN python -m venv .venv \
     && python -m pip install --constraint constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch \
     && python -m pip install --constraint constraints.txt setuptools \
-    && DS_BUILD_SHM_COMM=1 python -m pip install --constraint constraints.txt --no-build-isolation deepspeed
+    && python -m pip install --constraint constraints.txt --no-build-isolation deepspeed
 
 COPY --chown=ray . .
 RUN python -m pip install --constraint constraints.txt --no-build-isolation '.[train]' \

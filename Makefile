@@ -14,7 +14,7 @@ NEWER := 5.24.0
 NEWER_HASH := sha256:ff5ebedf9359f94bb63772b6380eba6e7104d010cbbb2cb82c788817ea7486f6
 NEWER_AT := $(abspath $(VENV))/transformers-$(NEWER)
 
-.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-newer lint format benchmark chaos clean
+.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-all test-threads test-newer lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
@@ -44,11 +44,24 @@ cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, 
 # what belongs together and what comes first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadgroup --no-loadscope-reorder
 
+# Files of tests whose subject has threads, without those of jobs.
+THREADS := $(addprefix tests/drafter/,drafters/test_text_queue.py engine/test_loop.py engine/test_parking.py test_llm.py test_threads.py) \
+    $(addprefix tests/pipeline/,cluster/test_cluster_watch.py engines/test_feeder.py engines/test_model_cache.py \
+    engines/test_watchdog.py io/test_fetching.py io/test_files.py learning/test_learning_feed.py output/test_lease.py) \
+    tests/methods/learning
+
 test: $(INSTALLED) ## Run the tests of every behaviour's main path: a few minutes.
 	$(PYTEST) -m "not slow"
 
-test-slow: $(INSTALLED) ## Run the other tests: processes killed everywhere, clusters of several nodes, all model families.
-	$(PYTEST) -m slow
+test-slow: $(INSTALLED) ## Run the other tests, and properties on more examples: killed processes, clusters, all model families.
+	$(PYTEST) --hypothesis-profile whole -m "slow or hypothesis"
+
+test-all: $(INSTALLED) ## Run all tests at once: what several share is started once.
+	$(PYTEST) --hypothesis-profile whole
+
+# One process, so that the pauses of one test's threads do not meet the work of another test.
+test-threads: $(INSTALLED) ## Run the tests of threads while these change at each lock, in an order of files by SEED.
+	$(BIN)/python -m pytest -p tests.support.jitter --jitter $(or $(SEED),$(shell date +%s)) -m "not slow" $(THREADS)
 
 test-newer: $(INSTALLED) $(NEWER_AT) ## Compare the tokens of each kind of model with those of a newer transformers.
 	@PYTHONPATH=$(NEWER_AT) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(NEWER)"'
@@ -87,16 +100,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@# No build isolation, so that the build tool is locked like everything else.
 	@echo "  torch"
 	@$(PIP) install --no-compile -c constraints.txt setuptools torch
-	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
-	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
-	@command -v c++ >/dev/null || echo "No C++ compiler: drafter train will not run on CPUs, and the rest slowly"
-	@echo "  DeepSpeed"
-	@DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
-	    $(PIP) install --no-compile --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
-	@echo "  Ray, transformers and the others"
-	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --editable '.[dev,train]'
-	@echo "  the native library"
-	@$(BIN)/python -m drafter.native.build
+	@command -v c++ >/dev/null || echo "No C++ compiler: models that run on this CPU will be slower"
+	@echo "  Ray, transformers and the others, and beside them the native library"
+	@# DeepSpeed's set-up, too, imports torch.
+	@$(BIN)/python -W ignore -m drafter.native.build & \
+	    $(PIP) install --no-compile -c constraints.txt --no-build-isolation --editable '.[dev,train]' && wait
 	@# The model of the demonstration, so that nothing is downloaded later. Its two settings keep bars and a warning away.
 	@TQDM_DISABLE=1 DS_ACCELERATOR=cpu $(BIN)/python -m recipes.smollm2 fetch
 	@touch $@

@@ -13,14 +13,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hypothesis import settings
 
 from drafter.target_model.model import BaseModel
 from tests.support.latencies import give_latencies, measure_latencies
 from tests.support.models import random_model
+from tests.support.properties import register_profiles
 
-settings.register_profile("busy", deadline=None)  # on a busy machine an example takes as long as it takes
-settings.load_profile("busy")
+register_profiles()
 
 # Tiny models gain nothing from more threads, and lose much where cores are shared.
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import deepspeed
+import deepspeed.ops
 import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -29,6 +29,9 @@ from pipeline.training.config import ShardingConfig
 from pipeline.training.folder import MOMENTS, SavedRun
 
 T = TypeVar("T")
+# Of DeepSpeed's extensions only that for sums in shared memory is found on a CPU. The first job would compile it, for
+# inference that we do not use, and one that is killed meanwhile leaves a lock at which all later ones wait for ever.
+deepspeed.ops.__compatible_ops__ = {}
 
 
 class _Root(nn.Module):

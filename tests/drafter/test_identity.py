@@ -18,13 +18,14 @@ from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_but_tuples
 from tests.support.models import (
     FAMILIES,
     AdversarialDrafter,
     OracleDrafter,
     SpellingTokenizer,
     generate_reference,
+    plainly,
     random_model,
     random_prompts,
     run_engine,
@@ -33,6 +34,7 @@ from tests.support.models import (
 NEW_TOKENS = 24
 MAIN_FAMILIES = ("llama", "gemma2", "gpt2", "gpt_oss", "llama4_text")
 """Families that differ most: full, sliding and chunked attention, learned positions, attention sinks, experts."""
+SOME_FAMILIES = ("llama", "gemma2", "gpt2", "mistral")
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -70,14 +72,32 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     }
 
 
-def check_greedy(family: str, drafters: MakeDrafters, rarely_right: Container[str]) -> None:
+every_family = pytest.mark.parametrize(
+    ("family", "whole"),
+    slow_but_tuples(product(MAIN_FAMILIES, [False]), [*product(MAIN_FAMILIES, [False]), *product(FAMILIES, [True])]),
+)
+some_families = pytest.mark.parametrize(
+    ("family", "whole"), slow_but_tuples([("llama", False)], [("llama", False), *product(SOME_FAMILIES, [True])])
+)
+"""In the fast suite a drafter meets two of the main families, and one batch size; all of them in the whole one."""
+
+
+@cache
+def greedy(family: str, count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what `generate` says to them."""
+    prompts = random_prompts(count, seed)
+    return prompts, [generate_reference(base_of(family).model, prompt, NEW_TOKENS) for prompt in prompts]
+
+
+def check_greedy(family: str, drafters: MakeDrafters, rarely_right: Container[str], *, whole: bool) -> None:
     """Check greedy tokens against `generate`; all drafters but those that are `rarely_right` have some accepted."""
     base = base_of(family)
-    prompts = random_prompts(6, seed=len(family))
-    expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
+    prompts, expected = greedy(family, 6, len(family))
     requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for name, drafter in drafters(base, texts).items():
+    for number, (name, drafter) in enumerate(drafters(base, texts).items()):
+        if not whole and (number - MAIN_FAMILIES.index(family)) % len(MAIN_FAMILIES) not in (0, 2):
+            continue
         # Three slots for six requests: slots are refilled while others decode.
         found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
         assert [one.token_ids for one in found] == expected, name
@@ -85,9 +105,9 @@ def check_greedy(family: str, drafters: MakeDrafters, rarely_right: Container[st
         assert accepted > 0 or name in rarely_right
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
-def test_greedy_equals_generate(family: str) -> None:
-    check_greedy(family, drafters, rarely_right=("none", "adversarial", "heads", "choosing"))
+@every_family
+def test_greedy_equals_generate(family: str, whole: bool) -> None:
+    check_greedy(family, drafters, rarely_right=("none", "adversarial", "heads", "choosing"), whole=whole)
 
 
 @pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
@@ -118,7 +138,7 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
         Request(beginning + end, SamplingParams(8 + row, temperature=row % 2, seed=row, presence_penalty=0.5))
         for row, end in enumerate(ends)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)  # alone: nobody to share with
+    expected = plainly(base, requests)  # alone: nobody to share with
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
     handles = [engine.submit(request) for request in requests]
@@ -141,7 +161,7 @@ def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, m
         Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
         for row, prompt in enumerate(prompts)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
     for name in ("oracle", "heads"):
         engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
@@ -155,12 +175,10 @@ SIZES = list(product([1, 2, 5, 16], [0, 3, 10, "auto"]))
 """Slots, and draft nodes a step."""
 
 
-@pytest.mark.parametrize("sizes", slow_but([(1, 10), (2, 0), (5, "auto"), (16, 3)], SIZES), ids=str)
-def test_greedy_is_the_same_at_every_batch_and_tree_size(sizes: tuple[int, Any]) -> None:
-    slots, nodes = sizes
+@pytest.mark.parametrize(("slots", "nodes"), slow_but_tuples([(1, 10), (2, 0), (5, "auto"), (16, 3)], SIZES))
+def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any) -> None:
     base = base_of("llama")
-    prompts = random_prompts(17, seed=3)
-    expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
+    prompts, expected = greedy("llama", 17, 3)
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
     for drafter in (OracleDrafter(texts), AdversarialDrafter(seed=2)):
@@ -168,27 +186,28 @@ def test_greedy_is_the_same_at_every_batch_and_tree_size(sizes: tuple[int, Any])
         assert [one.token_ids for one in found] == expected
 
 
-def check_sampled(family: str, drafters: MakeDrafters) -> None:
+def check_sampled(family: str, drafters: MakeDrafters, *, whole: bool) -> None:
     base = base_of(family)
     prompts = random_prompts(14, seed=5)
     requests = [
         Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **SETTINGS[seed % len(SETTINGS)]))
         for seed, prompt in enumerate(prompts)
     ]
-    expected = [run_engine(base, PlainDecoding(), [request], max_num_seqs=1)[0].token_ids for request in requests]
+    expected = [plainly(base, [request])[0].token_ids for request in requests]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for number, (name, drafter) in enumerate(drafters(base, texts).items()):
         some = slice(number % 4, None, 4)  # alone takes long: each request is, with a part of the drafters
         alone = run_engine(base, drafter, requests[some], max_num_seqs=1, num_draft_tokens=10)
         assert [one.token_ids for one in alone] == expected[some], name
-        for slots, order in ((6, 1), (14, -1)):
+        batches = [(6, 1), (14, -1)]
+        for slots, order in batches if whole else batches[number % 2 :][:1]:
             found = run_engine(base, drafter, requests[::order], max_num_seqs=slots, num_draft_tokens=10)[::order]
             assert [one.token_ids for one in found] == expected, (name, slots)
 
 
-@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gemma2", "gpt2", "mistral"]))
-def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
-    check_sampled(family, drafters)
+@some_families
+def test_sampled_tokens_are_a_function_of_the_seed(family: str, whole: bool) -> None:
+    check_sampled(family, drafters, whole=whole)
 
 
 def check_log_probabilities(drafters: MakeDrafters) -> None:
@@ -198,7 +217,7 @@ def check_log_probabilities(drafters: MakeDrafters) -> None:
         Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
         for row, p in enumerate(prompts)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
     for name, drafter in drafters(base, texts).items():
         for found, plain in zip(
@@ -236,7 +255,7 @@ def test_the_end_cuts_where_plain_decoding_ends() -> None:
         short = SamplingParams(max_new_tokens=cut, ignore_eos=True)
         for settings in (stop, [short] * len(prompts)):
             requests = [Request(p, s) for p, s in zip(prompts, settings, strict=True)]
-            expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+            expected = plainly(base, requests)
             found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=3, num_draft_tokens=10)
             for one, other, text in zip(found, expected, texts, strict=True):
                 assert one.token_ids == other.token_ids == text[: len(one.token_ids)]
@@ -251,7 +270,7 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
     base = base_of("llama")
     prompt = random_prompts(8, seed=9)[3]
     free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    (whole,) = run_engine(base, PlainDecoding(), [Request(prompt, free)], max_num_seqs=1)
+    (whole,) = plainly(base, [Request(prompt, free)])
     ids = whole.token_ids
     end = [place for place, token in enumerate(ids) if place and token not in ids[:place]][which]
 
@@ -282,7 +301,7 @@ def test_a_row_ends_at_the_slots_last_position() -> None:
     base = base_of("gpt2")  # learned positions: reading past the table would raise
     prompts = [[5, 6, 7] * 40, [8] * 126, [9]]
     requests = [Request(prompt, SamplingParams(max_new_tokens=500, ignore_eos=True)) for prompt in prompts]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
     found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=2, num_draft_tokens=10)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]

@@ -19,12 +19,18 @@ from drafter.methods.draft_models.drafter import StackedDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target_model.model import BaseModel
-from tests.drafter.engine.test_cuda_graph import plainly, recorder, requests_of, run, same
+from tests.drafter.engine.test_cuda_graph import recorder, requests_of, run, same
 from tests.drafter.engine.test_not_finite import check_innocent_rows, device
-from tests.drafter.test_identity import MAIN_FAMILIES, check_greedy, check_log_probabilities, check_sampled
+from tests.drafter.test_identity import (
+    check_greedy,
+    check_log_probabilities,
+    check_sampled,
+    every_family,
+    some_families,
+)
 from tests.support.heads import COUNTS, make_head
 from tests.support.marks import slow_but
-from tests.support.models import FAMILIES, random_model
+from tests.support.models import plainly, random_model
 from tests.support.tapes import TapeRecorder
 
 __all__ = ["device", "recorder"]  # fixtures
@@ -69,14 +75,14 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     }
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
-def test_greedy_equals_generate(family: str) -> None:
-    check_greedy(family, drafters, rarely_right=("heads", "models", "choosing"))
+@every_family
+def test_greedy_equals_generate(family: str, whole: bool) -> None:
+    check_greedy(family, drafters, rarely_right=("heads", "models", "choosing"), whole=whole)
 
 
-@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gemma2", "gpt2", "mistral"]))
-def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
-    check_sampled(family, drafters)
+@some_families
+def test_sampled_tokens_are_a_function_of_the_seed(family: str, whole: bool) -> None:
+    check_sampled(family, drafters, whole=whole)
 
 
 def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
@@ -102,9 +108,7 @@ def test_rows_that_are_not_finite_cost_no_other_row_its_tokens(device: str, name
     check_innocent_rows(MAKE[name])
 
 
-@pytest.mark.parametrize(
-    "name", ["ngram", "memory", "medusa", "eagle3, in part", "specformer", "hydra", "imitation", "ctc + ngram"]
-)
+@pytest.mark.parametrize("name", slow_but(["eagle3, in part", "imitation", "ctc + ngram"], MAKE))
 def test_steps_that_are_queued_as_a_whole(tiny_base: BaseModel, recorder: TapeRecorder, name: str) -> None:
     """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
     requests = requests_of(11, [{}])

@@ -46,8 +46,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Algorithm and settings of every kind of head, by a name for people."""
 
-VARIANTS = ("ctc, causal", "eagle3, normed", "specformer, in part", "hydra, own outputs")
-"""Kinds that differ little from others."""
+MAIN_KINDS = (
+    "ctc",
+    "ctc, paper's loss",
+    "parallel + markov",
+    "context 2, in part",
+    "medusa",
+    "hydra++",
+    "eagle3, in part",
+    "specformer",
+)
+"""Kinds that differ most: each algorithm, loss and module, with and without a draft vocabulary."""
 
 STATIC = tuple(
     kind

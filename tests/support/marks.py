@@ -10,5 +10,11 @@ import pytest
 
 def slow_but(fast: Iterable[Any], every: Iterable[Any]) -> list[Any]:
     """Return the parameters `every`, all of them marked slow but those in `fast`."""
-    chosen = list(fast)
-    return [one if one in chosen else pytest.param(one, marks=pytest.mark.slow) for one in every]
+    return slow_but_tuples([(one,) for one in fast], [(one,) for one in every])
+
+
+def slow_but_tuples(fast: Iterable[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the same for tuples, of several parameters each."""
+    chosen, values = list(fast), list(every)
+    assert all(one in values for one in chosen)
+    return [pytest.param(*one, marks=() if one in chosen else pytest.mark.slow) for one in values]

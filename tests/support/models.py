@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafter import devices
 from drafter.acceptance.contract import Verifier
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Generation, Request
@@ -162,6 +167,24 @@ def run_engine(
     while not engine.idle:
         engine.step()
     return [handle.result(0) for handle in handles]
+
+
+is_asynchronous = devices.is_asynchronous
+_PLAIN: WeakKeyDictionary[BaseModel, dict[str, Generation]] = WeakKeyDictionary()
+
+
+def plainly(base: BaseModel, requests: Sequence[Request], max_model_len: int | None = None) -> list[Generation]:
+    """Decode requests plainly, each alone: what any drafter must give. Each is decoded once for a target model."""
+    known, found = _PLAIN.setdefault(base, {}), []
+    for request in requests:
+        key = f"{max_model_len} {replace(request, request_id='')}"
+        if key not in known:
+            with mock.patch.object(devices, "is_asynchronous", is_asynchronous):  # on a GPU that is only played, too
+                (known[key],) = run_engine(
+                    base, PlainDecoding(), [request], max_num_seqs=1, max_model_len=max_model_len
+                )
+        found.append(replace(known[key], request_id=request.request_id))
+    return found
 
 
 def generate_reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:

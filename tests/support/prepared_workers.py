@@ -42,6 +42,7 @@ from unittest import mock
 
 import psutil
 
+from tests.support.jitter import jitter
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -350,6 +351,7 @@ def _be_a_worker(worker: _Worker) -> None:
 
 
 if __name__ == "__main__":
+    jitter()
     for slow in _SLOW:
         import_module(slow)
     _serve(socket.socket(fileno=int(sys.argv[1])))

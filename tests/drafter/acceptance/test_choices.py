@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -16,6 +16,7 @@ from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.models import SpellingTokenizer
+from tests.support.properties import examples
 
 CPU = torch.device("cpu")
 EOS, VOCABULARY = (0,), 8
@@ -134,7 +135,7 @@ PENALTIES = [
 ]
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     seed=st.integers(0, 10_000), lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), nodes=st.integers(1, 9)
 )
@@ -193,7 +194,7 @@ def test_greedy_rows_and_random_rows_share_a_batch() -> None:
 )
 def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
-    draws = 20_000
+    draws = 5_000
     # A row for each place of one output.
     sampling = replace(sampling_of([params] * draws, [[0]] * draws, [1] * draws), lengths=torch.arange(draws))
     chosen = choose(logits.expand(draws, 1, -1), root_only(torch.zeros(draws, dtype=torch.long)), sampling)[:, 0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +18,7 @@ from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable,
 from drafter.acceptance.contract import ExactVerifier, Verified, descend, walk
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
+from tests.support.properties import examples
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
@@ -89,7 +90,7 @@ def test_padding_and_duplicates_change_nothing() -> None:
 
 
 @both_ways
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
@@ -116,7 +117,7 @@ def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), rows=st.integers(1, 4), nodes=st.integers(1, 9))
 def test_a_descent_goes_where_the_walk_goes(
     asynchronous: bool, seed: int, rows: int, nodes: int, monkeypatch: pytest.MonkeyPatch

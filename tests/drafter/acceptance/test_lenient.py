@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from drafter.acceptance.contract import walk
 from drafter.acceptance.lenient import lenient_walk
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 from tests.drafter.acceptance.test_contract import random_trees, tree_of
+from tests.support.properties import examples
 
 FORK = tree_of([7, 3, 5, 4], [0, 0, 0, 1])
 """Root 7 with children 3 and 5, and 4 below 3."""
@@ -59,7 +60,7 @@ def marks_of(tree: TokenTree, seed: int, share: float) -> Tensor:
     return torch.rand(tree.tokens.shape, generator=torch.Generator().manual_seed(seed)) < share
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 10_000), few=st.floats(0, 1), more=st.floats(0, 1))
 def test_without_leniency_it_is_the_exact_walk_and_with_more_of_it_no_path_is_shorter(
     seed: int, few: float, more: float

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
@@ -37,6 +37,7 @@ from drafter.acceptance.sampling import (
     penalise,
     seed_key,
 )
+from tests.support.properties import examples
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -119,7 +120,7 @@ def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seeds: int, 
                     assert chi2_contingency(pairs).pvalue > 1e-5
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 1 << 70),
     rows=st.integers(1, 6),
@@ -244,7 +245,7 @@ def test_noise_and_draws_are_the_same_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -300,7 +301,7 @@ def test_ties_at_a_threshold_are_kept(asynchronous: bool, monkeypatch: pytest.Mo
     assert kept(0, 1.0) == kept(5, 1.0) == kept(9, 1.0) == [True] * 5
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     seed=st.integers(0, 10_000),
     spread=st.sampled_from([1e-9, 0.01, 1.0, 30.0]),
@@ -368,7 +369,7 @@ def test_thresholds_by_hand() -> None:
         assert least_reaching(numbers, weights, torch.tensor([[1]])).tolist() == [[large]]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_a_threshold_reaches_and_none_below_it_does(data: st.DataObject) -> None:
     values = st.integers(0, LARGEST) | st.integers(0, 40) | st.sampled_from([2**50 - 1, 2**50, 2**62, 0x7FF0 << 48])

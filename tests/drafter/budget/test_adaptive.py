@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,13 +19,15 @@ from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, MeasuredWorth
 from drafter.statistics import PLAIN
+from tests.support.marks import slow_but_tuples
 
 # ---- one drafter
 
 
-@pytest.mark.parametrize("right", [0.02, 0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("shadows", [True, False])
+CASES = list(product([1, 3, 8], [0.02, 0.3, 0.5, 0.7, 0.9], [True, False]))
+
+
+@pytest.mark.parametrize(("rows", "right", "shadows"), slow_but_tuples(CASES[::7], CASES))
 def test_it_is_about_as_fast_as_the_best_fixed_number_of_draft_tokens(rows: int, right: float, shadows: bool) -> None:
     world = World([right])
     rate = world.run(world.budget(shadows=shadows), rows, 1500)
@@ -155,18 +158,17 @@ def test_one_step_that_was_held_up_changes_little() -> None:
 # ---- several drafters
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("shadows", [True, False])
-@pytest.mark.parametrize(
-    ("right", "costs"),
-    [
-        ([0.8, 0.3, 0.2], [0.1, 0.01, 0.01]),  # the first is the best
-        ([0.3, 0.2, 0.8], [0.3, 0.01, 0.01]),  # the last
-        ([0.8, 0.7], [1.5, 0.01]),  # the more accurate one is too dear
-        ([0.02, 0.02, 0.02], [0.1, 0.05, 0.05]),  # none pays
-        ([0.6, 0.6, 0.6, 0.6], [0.05, 0.05, 0.05, 0.05]),
-    ],
-)
+DRAFTERS = [
+    ([0.8, 0.3, 0.2], [0.1, 0.01, 0.01]),  # the first is the best
+    ([0.3, 0.2, 0.8], [0.3, 0.01, 0.01]),  # the last
+    ([0.8, 0.7], [1.5, 0.01]),  # the more accurate one is too dear
+    ([0.02, 0.02, 0.02], [0.1, 0.05, 0.05]),  # none pays
+    ([0.6, 0.6, 0.6, 0.6], [0.05, 0.05, 0.05, 0.05]),
+]
+CHOICES = [(rows, *drafters, shadows) for drafters in DRAFTERS for rows in (1, 8, 3) for shadows in (True, False)]
+
+
+@pytest.mark.parametrize(("rows", "right", "costs", "shadows"), slow_but_tuples(CHOICES[::4], CHOICES))
 def test_it_settles_on_the_best_and_exploring_costs_little(
     rows: int, right: list[float], costs: list[float], shadows: bool
 ) -> None:
@@ -180,8 +182,10 @@ def test_it_settles_on_the_best_and_exploring_costs_little(
     assert world.alone(rows, int(choice.chosen.split()[-1])) > 0.9 * world.alone(rows, best)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
-@pytest.mark.parametrize("steps", [100, 200, 400])
+RUNS = list(product([1, 2, 4, 8], [100, 200, 400]))
+
+
+@pytest.mark.parametrize(("rows", "steps"), slow_but_tuples(RUNS[::5], RUNS))
 def test_a_short_run_is_not_spent_on_finding_out(rows: int, steps: int) -> None:
     costs = [0.2, 0.05, 0.05, 0.25]
     lost, kept = [], []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from drafter.ctc.losses import ctc_loss, lattice_prefix_loss, lattice_prefixes, prefix_loss, reachable
 from drafter.heads.losses import Labels, hard_labels
 from tests.support.enumeration import lattice_text_probabilities, prefix_probabilities, text_probabilities
+from tests.support.properties import examples
 from tests.support.trees import Prefix
 
 Choices = list[dict[int, float]]
@@ -58,7 +59,7 @@ def soft(length: int, vocabulary: int) -> st.SearchStrategy[Choices]:
     return st.lists(place, min_size=length, max_size=length)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=st.integers(0, 9999), frames=st.integers(1, 5), targets=st.lists(st.integers(0, 2), min_size=1, max_size=4))
 def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) -> None:
     """Also for repeats and for targets longer than the frames."""
@@ -78,7 +79,7 @@ def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) ->
         assert prefix.weight.item() == pytest.approx(weight)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data(), seed=st.integers(0, 9999), frames=st.integers(1, 5), length=st.integers(1, 4))
 def test_prefix_loss_of_soft_labels_equals_enumeration(
     data: st.DataObject, seed: int, frames: int, length: int
@@ -185,7 +186,7 @@ def lattice_table(seed: int, frames: int, vocabulary: int) -> Tensor:
     return torch.randn(frames, vocabulary + 1, vocabulary + 1, generator=generator, dtype=torch.double).log_softmax(-1)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     data=st.data(),
     seed=st.integers(0, 9999),

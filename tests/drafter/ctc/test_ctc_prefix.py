@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.ctc.prefix_search import best_trie
 from tests.support.enumeration import prefix_probabilities, text_probabilities
+from tests.support.properties import examples
 from tests.support.trees import check_best, check_slice_contract, nodes
 
 
@@ -22,7 +23,7 @@ def random_frames(seed: int, batch: int, frames: int, vocabulary: int, sharpness
     return logits.log_softmax(-1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     frames=st.integers(1, 5),
@@ -94,7 +95,7 @@ def test_probabilities_fall_along_a_path_of_sure_tokens(certain: float) -> None:
     assert tree.depths[0, :7].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 10_000), sharpness=st.sampled_from([0.0, 1.0, 8.0, 60.0, 300.0]))
 def test_slice_contract_at_any_sharpness(seed: int, sharpness: float) -> None:
     log_probs = random_frames(seed, 3, 16, 50, sharpness)
@@ -111,7 +112,7 @@ def test_impossible_frames_leave_padding() -> None:
     assert tree.log_probs.tolist() == [[0.0, -math.inf, -math.inf, -math.inf]]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 10_000), sharpness=st.sampled_from([1.0, 3.0]), candidates=st.integers(1, 40))
 def test_candidates_miss_only_what_the_bound_allows(seed: int, sharpness: float, candidates: int) -> None:
     log_probs = random_frames(seed, 1, 6, 40, sharpness)

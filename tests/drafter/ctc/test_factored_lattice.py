@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,10 +14,11 @@ from drafter.drafters.target import OutputLayer
 from drafter.target_model.model import BaseModel
 from tests.drafter.ctc.test_native_search import KINDS_WITH_CONTEXT, sharp_head
 from tests.support.heads import DEPTH, make_head
+from tests.support.properties import examples
 from tests.support.trees import check_same_trees
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     kind=st.sampled_from(KINDS_WITH_CONTEXT),
     seed=st.integers(0, 1000),

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.ctc.lattice import best_lattice_trie
 from tests.support.enumeration import lattice_text_probabilities, prefix_probabilities
+from tests.support.properties import examples
 from tests.support.trees import Prefix, check_best, check_same_trees, check_slice_contract, nodes
 
 
@@ -40,7 +41,7 @@ def last_labels(seed: int, frames: int, vocabulary: int, before: Tensor) -> Last
     return LastLabels((2 * torch.randn(shape, generator=generator)).log_softmax(-1), before)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     frames=st.integers(1, 5),
@@ -114,7 +115,7 @@ def test_what_is_less_probable_than_asked_for_is_not_extended() -> None:
     check_slice_contract(tree)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 3),

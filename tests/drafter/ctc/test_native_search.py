@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead, FrameLattice, NativeSearch
@@ -14,6 +14,7 @@ from drafter.ctc.lattice import best_lattice_trie
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
+from tests.support.properties import examples
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
 KINDS_WITH_CONTEXT = sorted(kind for kind, (_, own) in KINDS.items() if own.get("label_context"))
@@ -28,7 +29,7 @@ def sharp_head(base: BaseModel, kind: str, seed: int) -> CTCHead:
     return head
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     kind=st.sampled_from(KINDS_WITH_CONTEXT),
     seed=st.integers(0, 1000),

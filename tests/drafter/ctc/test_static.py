@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.ctc.prefix_search import collapse, rank_paths, static_tree
 from tests.support.enumeration import prefix_probabilities, text_probabilities
+from tests.support.properties import examples
 from tests.support.trees import check_slice_contract, nodes
 
 
@@ -36,7 +37,7 @@ def test_rank_paths_are_distinct_and_start_with_the_best() -> None:
     assert len(paths) == len({tuple(path) for path in paths}) == 8
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 9999), size=st.integers(2, 30), frames=st.integers(1, 5))
 def test_static_tree_is_a_trie_worth_no_more_than_its_prefixes(seed: int, size: int, frames: int) -> None:
     """Depth is the position, duplicates are merged, and one alignment is never likelier than all of them."""
@@ -69,7 +70,7 @@ def test_without_a_blank_a_frame_is_a_depth() -> None:
     assert tree.log_probs.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.42, 0.3, 0.21, 0.12])
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 9999), size=st.integers(2, 30), frames=st.integers(1, 5))
 def test_without_a_blank_probabilities_are_products(seed: int, size: int, frames: int) -> None:
     log_probs = torch.randn(2, frames, 6, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)

@@ -16,7 +16,7 @@ from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_prompts, run_engine
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, plainly, random_prompts, run_engine
 
 DRAFTED = 6
 
@@ -62,7 +62,7 @@ def test_rows_with_drafts_and_without_give_the_tokens_of_plain_decoding(
     tiny_base: BaseModel, kind: str, slots: int
 ) -> None:
     requests = requests_of(9)
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(tiny_base, requests)
     engine = engine_of(tiny_base, PlainDecoding() if kind == "plain" else AdversarialDrafter(1, nodes=4), slots)
     handles = [engine.submit(request, stream=row % 3 > 0) for row, request in enumerate(requests)]
     devices = [Device(handles[row], expected[row], row) for row in range(9) if row % 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,8 +26,15 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
-from tests.support.marks import slow_but
-from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
+from tests.support.marks import slow_but, slow_but_tuples
+from tests.support.models import (
+    VOCABULARY,
+    AdversarialDrafter,
+    SpellingTokenizer,
+    plainly,
+    random_model,
+    random_prompts,
+)
 from tests.support.tapes import TapeRecorder, queue_steps
 
 SETTINGS: list[dict[str, Any]] = [
@@ -64,13 +72,6 @@ def run(
     while not engine.idle:
         engine.step()
     return [handle.result(0) for handle in handles]
-
-
-def plainly(base: BaseModel, requests: list[Request], **config: Any) -> list[Generation]:
-    """One at a time, and without graphs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "is_asynchronous", lambda device: False)
-        return run(base, PlainDecoding(), requests, max_num_seqs=1, **config)
 
 
 def same(found: list[Generation], expected: list[Generation]) -> None:
@@ -127,25 +128,15 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def eleven(tiny_base: BaseModel) -> tuple[list[Request], list[Generation]]:
-    """Greedy requests, and plain decoding's answers."""
-    requests = requests_of(11, SETTINGS[:1])
-    return requests, plainly(tiny_base, requests)
-
-
-@pytest.mark.parametrize(("name", "slots"), [*((name, 5) for name in DRAFTERS), ("none", 1), ("merged", 1)])
-def test_the_same_tokens_as_plain_decoding(
-    tiny_base: BaseModel,
-    eleven: tuple[list[Request], list[Generation]],
-    recorder: TapeRecorder,
-    name: str,
-    slots: int,
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    slow_but_tuples([("ctc, static", 5), ("merged", 5), ("none", 1)], product(DRAFTERS, [1, 5])),
+)
+def test_the_same_tokens_as_plain_decoding(tiny_base: BaseModel, recorder: TapeRecorder, name: str, slots: int) -> None:
     """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
-    requests, expected = eleven
+    requests = requests_of(11, SETTINGS[:1])
     found = run(tiny_base, DRAFTERS[name](tiny_base), requests, max_num_seqs=slots, num_draft_tokens=8)
-    same(found, expected)
+    same(found, plainly(tiny_base, requests))
     assert recorder.recorded
     assert recorder.repeated > 20
 

@@ -21,9 +21,9 @@ from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
     SpellingTokenizer,
+    plainly,
     random_model,
     random_prompts,
-    run_engine,
 )
 from tests.support.tapes import queue_steps
 
@@ -48,7 +48,7 @@ def requests_of(count: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("family", slow_but(["llama", "gemma2"], FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["gemma2"], FAMILIES))
 def test_tokens_are_those_of_rows_alone(family: str) -> None:
     check_tokens(family)
 
@@ -65,7 +65,7 @@ def check_tokens(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = requests_of(10)
     max_length = min(MAX_LENGTH, base.max_positions or MAX_LENGTH)
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1, max_model_len=max_length)
+    expected = plainly(base, requests, max_model_len=max_length)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
     for drafter in (PlainDecoding(), OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
@@ -90,7 +90,7 @@ def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monke
         Request(prompt, SamplingParams(4 + 3 * row, temperature=row % 2, seed=row, ignore_eos=True))
         for row, prompt in enumerate(prompts)
     ]
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1, max_model_len=MAX_LENGTH)
+    expected = plainly(tiny_base, requests, max_model_len=MAX_LENGTH)
     config = EngineConfig(max_num_seqs=4, max_model_len=MAX_LENGTH, kv_gib=gib(tiny_base, 10))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
     handles = [engine.submit(request, stream=True) for request in requests]

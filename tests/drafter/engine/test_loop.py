@@ -30,6 +30,7 @@ from tests.support.models import (
     OracleDrafter,
     SpellingTokenizer,
     generate_reference,
+    plainly,
     random_prompts,
     run_engine,
 )
@@ -47,7 +48,7 @@ def finish(engine: Engine) -> None:
 def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
     """Every result is what the request by itself has."""
     for handle in handles:
-        alone = run_engine(base, PlainDecoding(), [handle.request], max_num_seqs=1)[0]
+        alone = plainly(base, [handle.request])[0]
         assert handle.result(0).token_ids == alone.token_ids
 
 
@@ -495,7 +496,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
     finish(engine)
     assert first.result(0).token_ids == generate_reference(tiny_base.model, [3, 4, 5], 8)
     for handle in late:
-        (alone,) = run_engine(tiny_base, PlainDecoding(), [handle.request], max_num_seqs=1)
+        (alone,) = plainly(tiny_base, [handle.request])
         assert handle.result(0).token_ids == alone.token_ids
 
 

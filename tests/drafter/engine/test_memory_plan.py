@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.acceptance.contract import ExactVerifier
@@ -26,6 +26,7 @@ from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
 from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter
+from tests.support.properties import examples
 
 SPEC = DraftSpec(max_nodes=15, max_depth=9, hidden_layers=(LM_HEAD_INPUT,), bytes_per_token=16_384)
 """A draft head with one layer of attention."""
@@ -100,7 +101,7 @@ def test_a_plan_is_a_table(llama: BaseModel) -> None:
     assert str(plan(llama)).startswith("KV cache 16.00 GiB, draft's own KV 2.00 GiB")
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(1, 400), st.integers(64, 8192), st.integers(0, 63), st.integers(1, 40))
 def test_what_would_fit_fits_and_one_more_would_not(
     llama: BaseModel, slots: int, max_length: int, nodes: int, free: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
@@ -16,8 +17,8 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.marks import slow_but
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_prompts, run_engine
+from tests.support.marks import slow_but_tuples
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, plainly, random_prompts, run_engine
 from tests.support.tapes import queue_steps
 
 LONG = SamplingParams(40, ignore_eos=True)
@@ -41,16 +42,18 @@ def finish(engine: Engine, handles: list[Handle]) -> list[Generation]:
     return [handle.result(0) for handle in handles]
 
 
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("slots", [1, 3, 7])
-@pytest.mark.parametrize("kind", slow_but(["ctc"], ["ctc", "eagle3", "adversarial"]))
+SITUATIONS = list(product(["ctc", "eagle3", "adversarial"], [1, 3, 7], [False, True], [False, True]))
+"""Drafter, slots, whether memory is short, and whether the host is behind."""
+PAIRS = [("ctc", 1, True, False), ("adversarial", 3, True, True), ("ctc", 7, False, True), ("eagle3", 3, False, False)]
+
+
+@pytest.mark.parametrize(("kind", "slots", "blocks", "behind"), slow_but_tuples(PAIRS, SITUATIONS))
 def test_tokens_are_those_of_plain_decoding(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, kind: str, slots: int, blocks: bool, behind: bool
 ) -> None:
     """Also in engines that read each step's outcome one step later, as on a GPU."""
     requests, chosen = requests_of(9), random.Random(slots)
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(tiny_base, requests)
     if behind:
         queue_steps(monkeypatch)
     drafter: Drafter = AdversarialDrafter(3, nodes=4)
@@ -79,7 +82,7 @@ def test_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize(("slots", "read_again"), [(3, 0), (2, 1)])
 def test_kv_is_kept_while_a_slot_is_free(tiny_base: BaseModel, slots: int, read_again: int) -> None:
     requests = [Request(prompt, LONG) for prompt in random_prompts(3, seed=4)]
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(tiny_base, requests)
     engine = engine_of(tiny_base, PlainDecoding(), slots)
     handles = [engine.submit(request) for request in requests[:2]]
     engine.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
+from tests.support.marks import slow_but, slow_but_tuples
 from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
     SpellingTokenizer,
+    plainly,
     random_model,
     random_prompts,
-    run_engine,
 )
 
 NEW_TOKENS = 24
@@ -83,11 +85,11 @@ def check_results(handles: list[Handle], expected: list[Generation]) -> None:
         assert found.counts.num_output_tokens == len(plain.token_ids)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2"]))
 def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = requests_of(11)
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
     for inner in (OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
@@ -107,7 +109,7 @@ def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypa
     """One by one, up to all slots; and where it never reaches for more, the engine lives on with what fits."""
     monkeypatch.setattr("drafter.engine.scheduler._BACKOFF", 2)
     requests = requests_of(24)
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(tiny_base, requests)
     monkeypatch.setitem(vars(tiny_base), "verify", run_out(tiny_base.verify, {3}))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))
     handles, most = submit_all(engine, requests), [6]
@@ -129,17 +131,18 @@ def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypa
     assert engine.state().preemptions > 4  # 6 rows, then 3, then 2, and later 3 again
 
 
-@pytest.mark.parametrize(
-    "stage", ["prefill", "prefill together", "prefill_last", "verify", "forward", "commit", "read"]
-)
-@pytest.mark.parametrize("late", [False, True])
+STAGES = ("prefill", "prefill together", "prefill_last", "verify", "forward", "commit", "read")
+FAILURES = list(product(STAGES, [False, True]))
+
+
+@pytest.mark.parametrize(("stage", "late"), slow_but_tuples(zip(STAGES, cycle([False, True]), strict=False), FAILURES))
 def test_memory_may_run_out_at_any_stage(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stage: str, late: bool
 ) -> None:
     if stage == "prefill":  # by models with an attention of their own, one after another
         monkeypatch.setitem(vars(tiny_base), "allow_packing", lambda: False)
     requests = requests_of(8)
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(tiny_base, requests)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     engine = Engine(
         tiny_base, OracleDrafter(texts, depth=2), SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=4)
@@ -171,7 +174,7 @@ def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monke
     requests = requests_of(6)
     requests[0] = replace(requests[0], prompt=[5])
     requests[1] = replace(requests[1], prompt=list(range(3, 33)))
-    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(tiny_base, requests)
     monkeypatch.setitem(vars(tiny_base), "prefill", run_out(tiny_base.prefill, {3}))  # of the long prompt
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))
     handles = submit_all(engine, requests)

@@ -6,14 +6,13 @@ from collections import Counter
 
 import pytest
 
-from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.models import SpellingTokenizer, random_prompts, run_engine
+from tests.support.models import SpellingTokenizer, plainly, random_prompts
 
 DIGITS = range(10, 20)  # their tokens
 BEFORE = list(range(20, 40))  # the prompt up to the secret, which both know
@@ -114,7 +113,7 @@ def test_one_salt_alone_has_all_slots_and_gives_others_their_share_at_once(tiny_
     assert sum(handle.future.done() for handle in handles[:20]) < 6
     while not engine.idle:
         engine.step()
-    alone = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
+    alone = plainly(tiny_base, requests)
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in alone]
 
 

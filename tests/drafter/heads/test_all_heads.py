@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.ctc.head import CTCHead
-from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Loan
+from drafter.drafters.merged import MergedDrafter
 from drafter.heads.checkpoint import HEADS, load_head, save_head
 from drafter.heads.config import Tree
 from drafter.heads.contract import Provenance
@@ -23,24 +24,24 @@ from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import draft_batch, simulated_beta
+from drafter.training.targets import base_hidden_states, draft_batch, simulated_beta
+from drafter.tree.token_tree import TokenTree
 from tests.support.heads import (
     DEPTH,
     KINDS,
+    MAIN_KINDS,
     STATIC,
-    VARIANTS,
     make_head,
     random_texts,
     sequence,
     text_loss,
     untrained_head,
 )
-from tests.support.marks import slow_but
-from tests.support.models import random_prompts, run_engine
+from tests.support.marks import slow_but, slow_but_tuples
+from tests.support.models import OracleDrafter, plainly, random_prompts, run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
-MAIN_KINDS = [kind for kind in KINDS if kind not in VARIANTS]
 every_kind = pytest.mark.parametrize("kind", slow_but(MAIN_KINDS, KINDS))
 CHAINS = [kind for kind, (algorithm, _) in KINDS.items() if algorithm == "ctc"]
 TREES: list[tuple[str, Tree]] = [
@@ -48,9 +49,8 @@ TREES: list[tuple[str, Tree]] = [
     *((kind, "static") for kind in STATIC),
     *((kind, "chain") for kind in CHAINS),
 ]
-every_tree = pytest.mark.parametrize(
-    ("kind", "tree"), [pytest.param(*one, marks=[pytest.mark.slow] if one[0] in VARIANTS else []) for one in TREES]
-)
+MAIN_TREES = [*((kind, "exact") for kind in MAIN_KINDS), ("ctc", "static"), ("medusa", "static"), ("ctc", "chain")]
+every_tree = pytest.mark.parametrize(("kind", "tree"), slow_but_tuples(MAIN_TREES, TREES))
 
 
 def test_every_algorithm_is_tested() -> None:
@@ -96,6 +96,35 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
         check_slice_contract(tree)
         check_same_trees(tree, head.trees_at(tiny_base, tokens[rows], hidden[rows], pending, size), DEPTH)
         lengths = [min(at + rng.choice([1, 2, 5, 9]), length - 1) for at in lengths]
+
+
+@pytest.mark.parametrize("kind", ["ctc", "eagle3", "hydra++"])
+def test_in_an_engine_a_head_sees_what_training_saw(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Rows commit long paths, end, and move to other slots; each tree equals the one of the training forward."""
+    head = make_head(tiny_base, kind)
+    drafter = head.drafter(tiny_base, 8)
+    propose = drafter.propose
+
+    def checked(context: DraftContext, ask: Ask) -> TokenTree:
+        tree = propose(context, ask)
+        lengths = context.lengths[:, None]
+        tokens = torch.where(torch.arange(context.tokens.shape[1]) > lengths, 1, context.tokens)
+        hidden = base_hidden_states(tiny_base, tokens, head.hidden_layers)
+        check_same_trees(tree, head.trees_at(tiny_base, tokens, hidden, lengths, ask.nodes + 1), DEPTH)
+        return tree
+
+    monkeypatch.setattr(drafter, "propose", checked)
+    requests = [
+        Request(prompt, SamplingParams(26 - 4 * row, ignore_eos=True)) for row, prompt in enumerate(random_prompts(6))
+    ]
+    expected = [one.token_ids for one in plainly(tiny_base, requests)]
+    texts = [[*one.prompt_ids, *text] for one, text in zip(requests, expected, strict=True)]
+    both = MergedDrafter(drafter, OracleDrafter(texts, DEPTH))
+    found = run_engine(tiny_base, both, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
+    assert [one.token_ids for one in found] == expected
+    assert sum(one.counts.num_accepted_draft_tokens for one in found) > 40
 
 
 @every_tree
@@ -202,7 +231,7 @@ def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, k
         Request(prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (i % 2), seed=i), str(i))
         for i, prompt in enumerate(random_prompts(7))
     ]
-    plain = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
+    plain = plainly(tiny_base, requests, max_model_len=64)
     drafter = make_head(tiny_base, kind).drafter(tiny_base, 8, tree)
     drafted = run_engine(tiny_base, drafter, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drafter.ctc.config import CTCHeadConfig
 from drafter.ctc.head import CTCHead
-from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.models import random_model, run_engine
+from tests.support.models import plainly, random_model, run_engine
+from tests.support.properties import examples
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
     tiny_base: BaseModel, heads: dict[str, Path], data: st.DataObject
@@ -205,7 +205,7 @@ def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
     if head is not None:
         requests = [Request([5, 6, 7], SamplingParams(3))]
         drafted = run_engine(tiny_base, head.drafter(tiny_base, 6), requests, max_num_seqs=1, max_model_len=24)
-        assert drafted[0].token_ids == run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)[0].token_ids
+        assert drafted[0].token_ids == plainly(tiny_base, requests)[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,15 @@ from drafter.heads.losses import DraftBatch, Labels
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states, draft_batch
-from tests.support.heads import DEPTH, KINDS, STATIC, VARIANTS, make_head, random_texts, sequence, text_loss
+from tests.support.heads import DEPTH, KINDS, MAIN_KINDS, STATIC, make_head, random_texts, sequence, text_loss
+from tests.support.marks import slow_but
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract
 
-WHOLE = [kind for kind in KINDS if "part" not in kind and kind not in VARIANTS]
+WHOLE = [kind for kind in KINDS if "part" not in kind]
+every_kind = pytest.mark.parametrize(
+    "kind", slow_but(["eagle3", *(kind for kind in MAIN_KINDS if kind in WHOLE)], WHOLE)
+)
 BASE_SIZE = 97
 
 
@@ -82,7 +86,7 @@ def permuted(base: BaseModel, head: DraftHead, seed: int) -> DraftHead:
     return other.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@every_kind
 @settings(max_examples=3)
 @given(seed=st.integers(0, 1000))
 def test_the_whole_vocabulary_in_another_order_changes_nothing(tiny_base: BaseModel, kind: str, seed: int) -> None:
@@ -99,7 +103,7 @@ def test_the_whole_vocabulary_in_another_order_changes_nothing(tiny_base: BaseMo
     )
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@every_kind
 @settings(max_examples=4)
 @given(size=st.integers(1, BASE_SIZE), seed=st.integers(0, 1000))
 def test_nothing_outside_is_drafted(tiny_base: BaseModel, kind: str, size: int, seed: int) -> None:
@@ -211,7 +215,7 @@ def test_a_damaged_map_is_refused(tiny_base: BaseModel, tmp_path: Path, token: i
         load_head(tmp_path, tiny_base)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@every_kind
 def test_a_head_without_one_is_as_it_was(tiny_base: BaseModel, kind: str) -> None:
     head = make_head(tiny_base, kind)
     assert head.vocabulary is None

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from drafter.errors import RequestError
 from drafter.images.opening import ImageLimits, image_digest, open_image
+from tests.support.properties import examples
 
 LIMITS = ImageLimits(bytes=1 << 20, pixels=1_000_000, images=4)
 RED = Image.new("RGB", (3, 2), (255, 0, 0))
@@ -161,7 +162,7 @@ def test_large_exif_data_and_many_passes_do_no_harm() -> None:
     assert "passes" in refusal(several[:end] + scan * 70 + several[end:])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(("PNG", "JPEG", "WEBP", "GIF", "BMP")), st.integers(0, 2**32))
 def test_a_damaged_file_is_an_image_or_an_error(kind: str, seed: int) -> None:
     random_ = random.Random(seed)

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
@@ -39,7 +39,9 @@ from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
-from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.marks import slow_but
+from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, plainly, random_model, random_prompts
+from tests.support.properties import examples
 
 
 def test_two_sets_are_merged_by_their_sums() -> None:
@@ -100,7 +102,7 @@ def flash_by_hand(
     return mixed, lse, *(torch.zeros(0),) * 3
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     """Over random trees, lengths (zero too), groups of query heads, sizes of heads, and parts."""
@@ -289,7 +291,7 @@ def test_nodes_that_are_there_follow_one_another() -> None:
     assert packing.unpack(torch.randn(1, 6, 2)).shape == (3, 3, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["gemma2", "gpt2", "falcon", "gpt_oss", "llama4_text"], FAMILIES))
 def test_a_packed_forward_is_a_padded_one(family: str) -> None:
     base = BaseModel(random_model(family))
     assert base.allow_packing() == (family not in OWN_ATTENTION)
@@ -326,14 +328,16 @@ class CutDrafter(OracleDrafter):
         return tree.trimmed(sizes)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", slow_but(["gemma3_text", "gpt_oss"], ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
+)
 def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = [
         Request(prompt, SamplingParams(20, temperature=row % 2, seed=row, presence_penalty=0.5 * (row % 3)))
         for row, prompt in enumerate(random_prompts(9, seed=4))
     ]
-    expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
+    expected = [one.token_ids for one in plainly(base, requests)]
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
     engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=9))
     handles = [engine.submit(request) for request in requests]

@@ -26,6 +26,7 @@ from tests.support.models import (
     OracleDrafter,
     SpellingTokenizer,
     generate_reference,
+    plainly,
     random_prompts,
     run_engine,
 )
@@ -81,7 +82,7 @@ def test_random_texts_are_those_of_plain_decoding(family: str) -> None:
         for row, prompt in enumerate(greedy(family)[0])
     ]
     base = base_of(family)
-    alone = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
+    alone = [one.token_ids for one in plainly(base, requests)]
     texts = OracleDrafter([[*one.prompt_ids, *text] for one, text in zip(requests, alone, strict=True)])
     for drafter in (texts, AdversarialDrafter(1)):
         found = run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10)

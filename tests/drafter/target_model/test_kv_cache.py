@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import Cache
 
 from drafter.target_model.cache import BLOCK, Blocks, GrowingBlocks, TargetCache, blocks_of
 from drafter.target_model.kv_cache import KVCache, LayerShape
 from drafter.target_model.nodes import PromptNodes
+from tests.support.properties import examples
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(heads=2, key_dim=3, value_dim=4, dtype=torch.float32, device=CPU)
@@ -115,7 +116,7 @@ def read_row(cache: TargetCache, slot: int, count: int) -> list[float]:
     return found[0][:, 0].tolist()  # type: ignore[no-any-return]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.integers(3, 9))
 def test_rows_hold_what_slots_of_their_own_would_hold(source: random.Random, blocks: int) -> None:
     """Whatever rows do, what they hold is what it would be in a cache with memory for all of them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from drafter.drafters.contract import Drafter, DraftSpec, PlainDecoding
+from drafter.drafters.contract import Drafter, DraftSpec
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.memory import plan_memory, slot_length
@@ -26,6 +26,7 @@ from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
     SpellingTokenizer,
+    plainly,
     random_model,
     random_prompts,
     run_engine,
@@ -180,7 +181,7 @@ def requests_of(count: int) -> list[Request]:
 def expected() -> list[list[int]]:
     """What each request's text is by the model itself, without a cache."""
     base, texts = summing_model(), []
-    found = run_engine(base, PlainDecoding(), requests_of(9), max_num_seqs=1)
+    found = plainly(base, requests_of(9))
     for request, one in zip(requests_of(9), found, strict=True):
         if request.sampling.temperature == 0:
             text = torch.tensor([[*request.prompt_ids, *one.token_ids]])

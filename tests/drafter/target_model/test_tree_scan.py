@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.target_model.tree_scan import TreePaths, TreeScan, convolution_windows, delta_values, path_sums
+from tests.support.properties import examples
 from tests.support.trees import random_paths
 
 HEADS, KEY, VALUE = 2, 3, 4
@@ -35,7 +36,7 @@ def test_the_depths_are_listed_from_the_roots_on() -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 10_000), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_scan_is_the_recurrence_of_each_path(nodes: int, seed: int, by_component: bool, delta: bool) -> None:
     rows = 2
     paths = random_paths(rows, nodes, seed)

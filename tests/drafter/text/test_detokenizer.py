@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.text.detokenizer import Detokenizer, StopSearch
+from tests.support.properties import examples
 
 TOKENS = [
     *(
@@ -81,13 +82,13 @@ def check(tokenizer: Any, ids: list[int]) -> None:
 
 @pytest.mark.parametrize("cleans", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ids=IDS)
 def test_what_settles_is_never_taken_back(name: str, cleans: bool, ids: list[int]) -> None:
     check(TOKENIZERS[name, cleans], ids)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ids=st.lists(st.integers(0, 2047), max_size=40))
 def test_nor_by_the_embedded_tokeniser(ids: list[int]) -> None:
     check(EMBEDDED, ids)
@@ -119,7 +120,7 @@ def ctrl(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(ids=st.lists(st.integers(0, 7), max_size=16))
 def test_a_decoder_in_python_that_joins_afterwards(ctrl: Any, ids: list[int]) -> None:
     check(ctrl, ids)

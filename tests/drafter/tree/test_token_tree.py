@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from drafter.tree.token_tree import (
     most_places,
     root_only,
 )
+from tests.support.properties import examples
 from tests.support.trees import FORK, Prefix, check_best, check_slice_contract, nodes
 
 
@@ -74,7 +75,7 @@ def table(seed: int, vocabulary: int) -> Tensor:
     return 2 * torch.randn(vocabulary, vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=st.integers(0, 10_000), vocabulary=st.integers(1, 4), depth=st.integers(1, 4), size=st.integers(1, 24))
 def test_with_a_whole_beam_it_finds_the_most_probable_prefixes(
     seed: int, vocabulary: int, depth: int, size: int
@@ -89,7 +90,7 @@ def test_with_a_whole_beam_it_finds_the_most_probable_prefixes(
         check_best(nodes(tree, row, depth), exact_prefixes(model, root, depth), size)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seed=st.integers(0, 10_000), depth=st.integers(1, 6), size=st.integers(2, 20), beam=st.integers(1, 4))
 def test_a_narrow_beam_keeps_the_contract_and_its_places(seed: int, depth: int, size: int, beam: int) -> None:
     model = LastTwo(table(seed, 5), 3)
@@ -254,7 +255,7 @@ def assert_contract(tree: TokenTree) -> None:
         assert len({(parents[i], tokens[i]) for i in real[1:]}) == len(real) - 1
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_from_paths_makes_the_trie_of_a_dictionary(data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 4))
@@ -295,7 +296,7 @@ def products(log_probs: Tensor) -> dict[Prefix, float]:
     }
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     depth=st.integers(1, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.drafters.contract import Ask, Committed, DraftContext, Loan, PlainDecoding
+from drafter.drafters.contract import Ask, Committed, DraftContext, Loan
 from drafter.methods.cacheback import drafter as cacheback
 from drafter.methods.cacheback.drafter import CachebackDrafter, LruTable, grow, side_by_side
 from drafter.methods.cacheback.frozen_table import NgramCounts, Table
@@ -19,7 +20,8 @@ from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
-from tests.support.models import run_engine
+from tests.support.marks import slow_but_tuples
+from tests.support.models import plainly, run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_slice_contract
 
@@ -178,11 +180,12 @@ def requests(count: int, temperature: float) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "isolated"), slow_but_tuples([(0.0, False), (0.8, True)], product([0.0, 0.8], [False, True]))
+)
 def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
     asked = requests(16, temperature)
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, max_num_seqs=1)]
+    expected = [one.token_ids for one in plainly(tiny_base, asked)]
     for slots, nodes in ((1, 7), (3, 5), (5, "auto")):
         drafter = CachebackDrafter(7, isolated=isolated)
         found = run_engine(tiny_base, drafter, asked, max_num_seqs=slots, num_draft_tokens=nodes)

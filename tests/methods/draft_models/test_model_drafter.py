@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.config import EngineConfig
@@ -20,7 +20,15 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of
 from tests.support.marks import slow_but
-from tests.support.models import FAMILIES, VOCABULARY, SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import (
+    FAMILIES,
+    VOCABULARY,
+    SpellingTokenizer,
+    plainly,
+    random_model,
+    random_prompts,
+    run_engine,
+)
 from tests.support.tapes import queue_steps
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 
@@ -168,7 +176,7 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
     """Prompts come in pieces of four tokens; rows enter while others decode."""
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
     base, requests = model_of(family, 0), requests_of(5)
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     for name, drafter in drafters(base, family).items():
         found = run_engine(base, drafter, requests[::-1], max_num_seqs=4, num_draft_tokens=10)[::-1]
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
@@ -183,7 +191,7 @@ def test_a_draft_model_can_be_part_of_a_graph(family: str, monkeypatch: pytest.M
         Request(prompt, SamplingParams(32, temperature=row % 2, seed=row, ignore_eos=True))
         for row, prompt in enumerate(random_prompts(5, seed=4))
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     recorder = queue_steps(monkeypatch)
     drafter = ModelDrafter(base, base, 3) if family == "llama" else ModelDrafter(base, base, 6)
     assert drafter.spec.graph_safe
@@ -202,7 +210,7 @@ def test_a_model_may_have_a_larger_or_smaller_output_than_the_base(vocabulary: i
     model = random_model("llama", seed=2)
     model.resize_token_embeddings(vocabulary)
     requests = requests_of(4)
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     found = run_engine(base, ModelDrafter(BaseModel(model), base, 10), requests, max_num_seqs=2, num_draft_tokens=10)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
@@ -217,7 +225,7 @@ def test_numbers_that_are_not_finite_cost_drafts_and_no_tokens() -> None:
         Request(prompt, SamplingParams(length, ignore_eos=True))
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     found = run_engine(base, ModelDrafter(draft, base, 6), requests, max_num_seqs=2, num_draft_tokens=6)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.counts.num_draft_tokens > 0 for one in found] == [True, False, True]

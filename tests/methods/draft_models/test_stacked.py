@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.draft_models.drafter import StackedDrafter, reprice
@@ -16,7 +16,8 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
 from tests.methods.draft_models.test_model_drafter import model_of
 from tests.support.marks import slow_but
-from tests.support.models import VOCABULARY, AdversarialDrafter, random_model, random_prompts, run_engine
+from tests.support.models import VOCABULARY, AdversarialDrafter, plainly, random_model, random_prompts, run_engine
+from tests.support.properties import examples
 from tests.support.tapes import queue_steps
 from tests.support.trees import FORK, check_slice_contract, nodes
 
@@ -35,7 +36,7 @@ def test_nodes_are_priced_anew_cut_and_extended() -> None:
     assert nodes(reprice(FORK, probabilities.log(), own=1, depth=2, size=3), 0, 3).keys() == {(5,), (5, 1)}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(2, 30))
 def test_a_priced_tree_is_a_tree(seed: int, own: int, size: int) -> None:
     """Of trees full of duplicates, padding and repeats."""
@@ -115,7 +116,7 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
     """Prompts come in pieces of four tokens; rows enter while others decode."""
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
     base, requests = model_of(family, 0), requests_of(5)
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     for name, drafter in stacks(base, family).items():
         found = run_engine(base, drafter, requests[::-1], max_num_seqs=4, num_draft_tokens=10)[::-1]
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
@@ -124,7 +125,7 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_stack_of_models_can_be_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     base, requests = model_of("llama", 0), requests_of(4)
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    expected = plainly(base, requests)
     recorder = queue_steps(monkeypatch)
     drafter = StackedDrafter(ModelDrafter(model_of("llama"), base, 8), base, base, 4)
     assert drafter.spec.graph_safe
@@ -143,7 +144,7 @@ def test_rows_may_run_out_of_memory(kv_gib: float | None) -> None:
         Request(prompt, SamplingParams(60 if row % 4 == 0 else 12, temperature=row % 2, seed=row, ignore_eos=True))
         for row, prompt in enumerate(random_prompts(10, seed=11))
     ]
-    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1, max_model_len=96)
+    expected = plainly(base, requests, max_model_len=96)
     for name, drafter in stacks(base, "llama").items():
         found = run_engine(
             base, drafter, requests, max_num_seqs=6, num_draft_tokens="auto", max_model_len=96, kv_gib=kv_gib

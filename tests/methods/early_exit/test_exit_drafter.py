@@ -26,7 +26,7 @@ from drafter.target_model.model import BaseModel
 from drafter.target_model.native_decoder import NativeDecoder
 from tests.support.caches import tree_nodes
 from tests.support.marks import slow_but
-from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
+from tests.support.models import FAMILIES, plainly, random_model, random_prompts, run_engine
 from tests.support.tapes import queue_steps
 from tests.support.trees import check_slice_contract, nodes
 
@@ -169,7 +169,7 @@ def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int
         "max_model_len": 96,
         "kv_gib": gib(base, blocks),
     }
-    plain = run_engine(base, PlainDecoding(), mixed(), max_num_seqs=1)
+    plain = plainly(base, mixed())
     for layers in (1, 2):
         for drafter in (FirstLayersDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
             found = run_engine(base, drafter, mixed(), **config)
@@ -246,7 +246,7 @@ def test_rows_may_be_as_long_as_the_engine_allows(monkeypatch: pytest.MonkeyPatc
     base = base_of("llama")
     prompts = [list(range(20, 20 + size)) for size in (33, 9, 9)]
     longest = [Request(prompt, SamplingParams(41 - len(prompt), ignore_eos=True)) for prompt in prompts]
-    plain = tokens_of(run_engine(base, PlainDecoding(), longest, max_num_seqs=1))
+    plain = tokens_of(plainly(base, longest))
     queue_steps(monkeypatch)
     found = run_engine(
         base, FirstLayersDrafter(base, 1, 15), longest, max_num_seqs=3, num_draft_tokens=15, max_model_len=41

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
@@ -18,6 +18,7 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import EOS, AdversarialDrafter, OracleDrafter, random_prompts, run_engine
+from tests.support.properties import examples
 
 VOCABULARY = 12
 WRONG = 11
@@ -111,7 +112,7 @@ def test_a_certain_base_is_not_contradicted() -> None:
     assert accepted_of(matches, [0.4, *[0.0] * 4], FlyVerifier(0.3, 3)).count.tolist() == [4]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     chain=st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 0.2, 0.4, 0.6])), min_size=1, max_size=9),
     theta=st.sampled_from([0.0, 0.3, 0.5, math.inf]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.acceptance.choices import bits
@@ -16,6 +16,7 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.methods.grammar.grammars import Grammars
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.tokenizers import load_tokenizer
+from tests.support.properties import examples
 
 SCHEMA = {
     "type": "object",
@@ -82,7 +83,7 @@ def test_what_is_taken_back_may_come_again() -> None:
     assert states == []
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.randoms(use_true_random=False), st.sampled_from(["json", "regex", "choice", "grammar"]))
 def test_masks_tokens_and_forced_runs_agree(random: Any, kind: str) -> None:
     """Along a random text, what is consumed is what the mask has, and what is forced may follow."""

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
@@ -27,6 +27,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import base, tokenizer
 from tests.methods.grammar.test_validity import grammars as shared
+from tests.support.properties import examples
 from tests.support.walks import walk
 
 
@@ -124,7 +125,7 @@ schemas = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.dictionaries(keywords, schemas, max_size=4))
 def test_whatever_is_asked_for_is_compiled_or_refused(schema: dict[str, Any]) -> None:
     with suppress(RequestError):

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -25,6 +25,7 @@ from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from tests.methods.grammar.record_schemas import SCHEMAS
+from tests.support.properties import examples
 from tests.support.walks import walk
 
 
@@ -69,7 +70,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.sampled_from(["integer", "number"]),
     st.sampled_from(["minimum", "exclusiveMinimum"]),

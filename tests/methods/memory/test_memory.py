@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,8 @@ from drafter.methods.memory.drafter import NOTHING, Matches, MemoryDrafter, Trus
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import from_nodes
-from tests.support.models import SpellingTokenizer, run_engine
+from tests.support.marks import slow_but_tuples
+from tests.support.models import SpellingTokenizer, plainly, run_engine
 from tests.support.trees import check_slice_contract, nodes
 
 
@@ -52,11 +55,12 @@ def requests(count: int, temperature: float = 0.0) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "isolated"), slow_but_tuples([(0.0, False), (0.8, True)], product([0.0, 0.8], [False, True]))
+)
 def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
     asked = requests(16, temperature)
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, max_num_seqs=1)]
+    expected = [one.token_ids for one in plainly(tiny_base, asked)]
     for slots, most in ((1, 7), (3, 5), (5, "auto")):
         drafter = MemoryDrafter(7, isolated=isolated)
         assert [

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.methods.memory.drafter import CONTEXT, NOTHING, SuffixIndex, Text
+from tests.support.properties import examples
 
 
 def written(index: SuffixIndex, *texts: list[int], group: int = 0) -> list[Text]:
@@ -107,7 +108,7 @@ def naive(texts: list[list[int]], tail: list[int], depth: int) -> tuple[int, set
     return best, paths
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=60), min_size=1, max_size=4),
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=60), max_size=6),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
@@ -28,6 +28,7 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.support.models import AdversarialDrafter, random_model, run_engine
+from tests.support.properties import examples
 
 WIDTH, VOCABULARY = 4, 6
 
@@ -84,7 +85,7 @@ def by_the_paper(folder: Path, tokens: list[int], logits: torch.Tensor, read: to
 CHAINS = st.tuples(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(chain=CHAINS)
 def test_a_chain_gives_the_tokens_of_the_paper(chain: tuple[int, int, float], folder: Path) -> None:
     seed, length, sigma = chain
@@ -101,7 +102,7 @@ def test_a_chain_gives_the_tokens_of_the_paper(chain: tuple[int, int, float], fo
     assert marked == [place for place in range(count) if tokens[place] != int(logits[place].argmax())]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 10_000), temperature=st.sampled_from([0.0, 0.8]))
 def test_a_larger_sigma_never_accepts_a_shorter_path(seed: int, temperature: float, folder: Path) -> None:
     random = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,10 +44,10 @@ class SlowEngine:
             self._entered.notify_all()
         return handle
 
-    def end(self, name: str, error: Exception | None = None) -> None:
-        """End a request, as soon as it is there."""
+    def end(self, name: str, error: Exception | None = None, beside: Iterable[str] = ()) -> None:
+        """End a request, as soon as it and those `beside` it are there."""
         with self._entered:
-            assert self._entered.wait_for(lambda: name in self._inside, timeout=PATIENCE)
+            assert self._entered.wait_for(lambda: self._inside.keys() >= {name, *beside}, timeout=PATIENCE)
             handle = self._inside.pop(name)
         if error is not None:
             handle.future.set_exception(error)
@@ -98,8 +98,8 @@ def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor
         ledger.exchange({}, [RowKey("p", "a"), RowKey("p", "b")])
     feeder = Feeder(engine.submit, columns, ledger, SLOTS)
     call = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1, "c": 1, "d": 1}), lambda outcomes: None)
-    for name in "abcd":
-        engine.end(name)
+    for name, beside in (("a", ""), ("b", ""), ("c", "d"), ("d", "")):
+        engine.end(name, beside=beside)
     assert set(call.result(PATIENCE)) == set("abcd")
     assert engine.company["a"] == {"a"}
     assert engine.company["b"] == {"b"}

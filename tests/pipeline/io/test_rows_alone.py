@@ -23,9 +23,10 @@ from pipeline.io.reading import without_nulls
 from pipeline.openai.batch import parse_line
 from pipeline.openai.errors import OpenAIError, parse_json
 from pipeline.openai.requests import parse_chat, parse_completion
+from tests.support.properties import examples
 from tests.support.staging import staged_table
 
-FEW, MANY = settings(max_examples=15), settings(max_examples=400)
+FEW, MANY = settings(max_examples=15), examples(400)
 
 
 @contextmanager
@@ -201,7 +202,7 @@ def check_table(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: in
 
 
 @given(columns, st.sampled_from([".parquet", ".arrow"]), st.integers(1, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_a_column_of_a_table_passes_through(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: int) -> None:
     check_table(drawn, suffix, rows_per_part)
 
@@ -216,14 +217,14 @@ def test_nulls_above_an_empty_dictionary(nested: Callable[[pa.DataType], pa.Data
 
 @pytest.mark.slow
 @given(columns, st.sampled_from([".parquet", ".arrow"]), st.integers(1, 3))
-@settings(max_examples=500)
+@examples(500)
 def test_many_columns_of_tables_pass_through(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: int) -> None:
     check_table(drawn, suffix, rows_per_part)
 
 
 @pytest.mark.slow
 @given(plain_columns, plain_columns)
-@settings(max_examples=400)
+@examples(400)
 def test_columns_of_two_files_change_no_value_or_are_refused(one: pa.Array, other: pa.Array) -> None:
     with folder() as place:
         for name, column in (("a", one), ("b", other)):
@@ -272,7 +273,7 @@ sampling_rows = st.fixed_dictionaries(
 
 
 @given(st.lists(sampling_rows, min_size=1, max_size=5), st.booleans())
-@settings(max_examples=30)
+@examples(30)
 def test_own_settings_in_a_table_are_those_of_the_row(rows: list[dict[str, Any]], as_maps: bool) -> None:
     """pyarrow makes one struct of all rows' settings, in which what a row has not is null; or keys are a map's."""
     sampling = pa.array([{"seed": None, **row} for row in rows])

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter import SpeculativeLM
@@ -23,6 +23,7 @@ from pipeline.serving.keys import ENVIRONMENT, read_keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import LocalEngines, listening
+from tests.support.properties import examples
 from tests.support.waiting import PATIENCE, wait_until
 
 KEY = {"Authorization": "Bearer right"}
@@ -136,7 +137,7 @@ def check(server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes,
     assert [record.getMessage() for record in complaints] == []
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(streams, st.booleans())
 def test_any_bytes_are_answered_or_refused(
     server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes, at_once: bool
@@ -145,7 +146,7 @@ def test_any_bytes_are_answered_or_refused(
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@examples(3000)
 @given(streams, st.booleans())
 def test_many_more_bytes_are_answered_or_refused(
     server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes, at_once: bool
