@@ -158,5 +158,5 @@ def test_a_donor_that_ends_while_a_strangers_prompt_is_read_has_given_what_it_ha
     while not engine.idle:
         engine.step()
     assert engine.state().shared_tokens == len(shared)
-    (alone,) = run_engine(tiny_base, PlainDecoding(), [again])
+    (alone,) = plainly(tiny_base, [again])
     assert second.result(0).token_ids == alone.token_ids

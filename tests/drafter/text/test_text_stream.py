@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.calls import CallForm, Calls
@@ -14,6 +14,7 @@ from drafter.requests import SamplingParams
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
 from drafter.text.text_stream import OutputText, TextStream, read_output
 from tests.support.marking import DECODERS, MARKS, TOKENIZERS, WORDS, ids_of, made
+from tests.support.properties import examples
 
 HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 MISTRAL = CallForm("[TOOL_CALLS]", " [", ", ", "]")
@@ -121,7 +122,7 @@ def pushed(tokenizer: Any, prompt: list[int], ids: list[int], sizes: Iterator[in
 
 
 @pytest.mark.parametrize("key", TOKENIZERS, ids="-".join)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_pieces_give_what_the_whole_gives(key: tuple[str, str], data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[key]
