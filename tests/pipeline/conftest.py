@@ -193,8 +193,25 @@ def job_arguments(source: Any, folder: Path, model: Any, *settings: Any, drafter
 
 
 @pytest.fixture
-def run(local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(local_ray: None, submit: Run) -> Run:
     """Run the job in this process: `run(input, "--sampling.top_k", 5, output=…)`."""
+    return submit
+
+
+@pytest.fixture
+def refused(submit: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run what is refused before Ray is asked for."""
+
+    def connect() -> None:
+        raise AssertionError("the job begins")
+
+    monkeypatch.setattr("pipeline.generate.job.connect", connect)
+    return submit
+
+
+@pytest.fixture
+def submit(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """What both do."""
 
     def job(
         source: Any, *settings: Any, output: Path | None = None, base: Any = None, drafter: str = "ngram"

@@ -168,7 +168,7 @@ DRAFTERS = [
 CHOICES = [(rows, *drafters, shadows) for drafters in DRAFTERS for rows in (1, 8, 3) for shadows in (True, False)]
 
 
-@pytest.mark.parametrize(("rows", "right", "costs", "shadows"), slow_but_tuples(CHOICES[::4], CHOICES))
+@pytest.mark.parametrize(("rows", "right", "costs", "shadows"), slow_but_tuples(CHOICES[::7], CHOICES))
 def test_it_settles_on_the_best_and_exploring_costs_little(
     rows: int, right: list[float], costs: list[float], shadows: bool
 ) -> None:
@@ -214,8 +214,10 @@ def bad_at_last(world: World) -> None:
     world.right = [0.0, 0.0] if len(world.asked) > 1000 else [0.9, 0.0]
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("change", [lying, slow, good_at_last, bad_at_last])
+CHANGES = list(product([1, 8], [lying, slow, good_at_last, bad_at_last]))
+
+
+@pytest.mark.parametrize(("rows", "change"), slow_but_tuples([*CHANGES[:4:2], *CHANGES[5::2]], CHANGES))
 def test_a_drafter_that_lies_is_slow_or_changes_costs_two_percent(rows: int, change: Callable[[World], None]) -> None:
     """A gain in one half does not pay for a loss in the other."""
     world = World([0.0, 0.0], table_of([0.1, 0.1]))

@@ -91,8 +91,10 @@ def test_the_process_that_reads_has_no_network(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(subprocess, "run", told)
-    torch.save({"0.1.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    weights = {"0.1.weight": torch.randn(3, 4).t()}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
     convert(tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["0.1.weight"], weights["0.1.weight"])
     if said == [str(errno.EPERM)]:
         pytest.skip("this system lets nobody leave the network")
     assert said == ["0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from drafter.target_model.native_decoder import NativeDecoder
 from tests.support.caches import tree_nodes
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_but_tuples
 from tests.support.models import FAMILIES, plainly, random_model, random_prompts, run_engine
 from tests.support.tapes import queue_steps
 from tests.support.trees import check_slice_contract, nodes
@@ -92,8 +93,11 @@ def logits_of(base: BaseModel, layers: int | None, packed: bool, memory: int | N
     return logits
 
 
-@pytest.mark.parametrize("layers", [1, 2, LAYERS])
-@pytest.mark.parametrize("family", slow_but([*MAIN_FAMILIES, "native"], [*FAMILIES, "native"]))
+EXITS = [(family, layers) for family in (*FAMILIES, "native") for layers in (1, 2, LAYERS)]
+MAIN_EXITS = [*zip(MAIN_FAMILIES, (1, 2, LAYERS, 1, 2), strict=True), ("native", 1), ("native", 2)]
+
+
+@pytest.mark.parametrize(("family", "layers"), slow_but_tuples(MAIN_EXITS, EXITS))
 def test_logits_after_the_first_layers_are_those_of_each_path_by_itself(family: str, layers: int) -> None:
     """In one block of memory and in pages, packed and not."""
     base = native_base() if family == "native" else base_of(family)
@@ -135,7 +139,7 @@ def tokens_of(found: list[Generation]) -> list[list[int]]:
     return [one.token_ids for one in found]
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["gpt2", "gpt_oss"], FAMILIES))
 def test_with_all_layers_every_greedy_draft_is_accepted(family: str) -> None:
     base = base_of(family)
     for one in run_engine(base, FirstLayersDrafter(base, LAYERS, 1), greedy(), max_num_seqs=3, num_draft_tokens=1):
@@ -160,8 +164,12 @@ def test_natively_with_all_layers_whole_paths_are_accepted(blocks: int | None) -
     assert sum(depth >= 4 for depth in accepted) > len(accepted) / 2
 
 
-@pytest.mark.parametrize(("nodes", "blocks"), [(10, None), ("auto", None), (10, 8)])
-def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int | None) -> None:
+SETTINGS = list(product([1, 2], [(10, None), ("auto", None), (10, 8)]))
+
+
+@pytest.mark.parametrize(("layers", "setting"), slow_but_tuples([SETTINGS[0], SETTINGS[4], SETTINGS[5]], SETTINGS))
+def test_the_tokens_are_those_of_plain_decoding_natively(layers: int, setting: tuple[Any, int | None]) -> None:
+    nodes, blocks = setting
     base = native_base()
     config: dict[str, Any] = {
         "max_num_seqs": 4,
@@ -170,10 +178,8 @@ def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int
         "kv_gib": gib(base, blocks),
     }
     plain = plainly(base, mixed())
-    for layers in (1, 2):
-        for drafter in (FirstLayersDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
-            found = run_engine(base, drafter, mixed(), **config)
-            assert tokens_of(found) == tokens_of(plain)
+    for drafter in (FirstLayersDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
+        assert tokens_of(run_engine(base, drafter, mixed(), **config)) == tokens_of(plain)
 
 
 def test_two_exits_draft_together() -> None:

@@ -1,4 +1,4 @@
-"""Thirty kinds of bad input: each is one clear line and exit code 2, or rows in `errors/` beside unharmed ones."""
+"""Kinds of bad input: each is one clear line and exit code 2, or rows in `errors/` beside unharmed ones."""
 
 from __future__ import annotations
 
@@ -84,10 +84,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
         lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--reading.id_column", "key"],
         "has no column 'key' (it has prompt, id): set reading.id_column",
     ),
-    "column in the first file only": (
-        lambda d: [files_that_differ(folder(d / "in"))],
-        "b.parquet has no column 'prompt' (it has other)",
-    ),
     "prompts that are numbers": (lambda d: [parquet(d / "a.parquet", prompt=[1, 2])], "holds int64, not text"),
     "messages that are numbers": (
         lambda d: [parquet(d / "a.parquet", messages=[1, 2])],
@@ -96,10 +92,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "ids that are fractions": (
         lambda d: [parquet(d / "a.parquet", prompt=["x"], id=[0.5]), "--reading.id_column", "id"],
         "ids are text or integers",
-    ),
-    "ids that are not unique": (
-        lambda d: [write_jsonl(d / "a.jsonl", [*GOOD, GOOD[0]]), "--reading.id_column", "id"],
-        "1 ids stand for several rows ('1': a.jsonl:1, a.jsonl:3)",
     ),
     "not Parquet": (lambda d: [text(d / "a.parquet", "prompt\nx\n")], "cannot be read as parquet"),
     "Parquet cut short": (
@@ -114,10 +106,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "CSV that is not UTF-8": (lambda d: [text(d / "a.csv", b"prompt\ncaf\xe9\n")], "cannot be read as csv"),
     "CSV with twin columns": (lambda d: [text(d / "a.csv", "prompt,prompt\na,b\n")], "several columns named 'prompt'"),
     "gzip that is not": (lambda d: [text(d / "a.jsonl.gz", "plain")], "cannot be read as jsonl"),
-    "gzip cut short": (
-        lambda d: [text(d / "a.txt.gz", gzip.compress(b"a prompt and more\n" * 100_000)[:-50])],
-        "cannot be read as text",
-    ),
     "JSON that is one array": (lambda d: [text(d / "a.json", json.dumps(GOOD))], "is not a JSON object"),
     "JSON over several lines": (lambda d: [text(d / "a.json", json.dumps(GOOD[0], indent=2))], "one object a line"),
     "UTF-16": (lambda d: [text(d / "a.txt", "prompt".encode("utf-16"))], "is not UTF-8: byte 1 is 0xff"),
@@ -170,11 +158,34 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "lies in the input",
     ),
 }
+REFUSED_ONCE_READ: dict[str, tuple[Make, str]] = {
+    "column in the first file only": (
+        lambda d: [files_that_differ(folder(d / "in"))],
+        "b.parquet has no column 'prompt' (it has other)",
+    ),
+    "ids that are not unique": (
+        lambda d: [write_jsonl(d / "a.jsonl", [*GOOD, GOOD[0]]), "--reading.id_column", "id"],
+        "1 ids stand for several rows ('1': a.jsonl:1, a.jsonl:3)",
+    ),
+    "gzip cut short": (
+        lambda d: [text(d / "a.txt.gz", gzip.compress(b"a prompt and more\n" * 100_000)[:-50])],
+        "cannot be read as text",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_bad_input_is_one_line_and_code_2(kind: str, run: Run, tmp_path: Path) -> None:
-    make, message = REFUSED[kind]
+def test_bad_input_is_one_line_and_code_2(kind: str, refused: Run, tmp_path: Path) -> None:
+    """Nobody waits for Ray to read it."""
+    assert_refused(refused, *REFUSED[kind], tmp_path)
+
+
+@pytest.mark.parametrize("kind", REFUSED_ONCE_READ)
+def test_so_is_what_only_a_worker_finds(kind: str, run: Run, tmp_path: Path) -> None:
+    assert_refused(run, *REFUSED_ONCE_READ[kind], tmp_path)
+
+
+def assert_refused(run: Run, make: Make, message: str, tmp_path: Path) -> None:
     source, *settings = make(tmp_path)
     done = run(source, *settings)
     assert done.code == 2, done.stderr
@@ -185,15 +196,15 @@ def test_bad_input_is_one_line_and_code_2(kind: str, run: Run, tmp_path: Path) -
     assert not list(tmp_path.glob("**/data/*.parquet"))
 
 
-def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_chat_needs_a_template(refused: Run, model: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     shutil.copytree(model, plain)
     (plain / "chat_template.jinja").unlink()
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
-    done = run(source, base=plain)
+    done = refused(source, base=plain)
     assert done.code == 2
     assert "has no chat template" in done.error
-    done = run(source, "--reading.chat_template_kwargs", '{"enable_thinking": false}')
+    done = refused(source, "--reading.chat_template_kwargs", '{"enable_thinking": false}')
     assert done.code == 2
     assert "it reads no enable_thinking, which would have no effect: leave it out" in done.error
 

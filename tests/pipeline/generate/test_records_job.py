@@ -196,9 +196,9 @@ def test_a_file_that_is_no_schema_is_named(tmp_path: Path) -> None:
         parse_config([*BOTH, "--sampling.structured_outputs.json", str(file)])
 
 
-def test_a_schema_that_cannot_be_used_ends_the_job_before_it_begins(run: Run, tmp_path: Path) -> None:
+def test_a_schema_that_cannot_be_used_ends_the_job_before_it_begins(refused: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many"}])
-    done = run(source, "--sampling.structured_outputs.json", '{"type": "objekt"}')
+    done = refused(source, "--sampling.structured_outputs.json", '{"type": "objekt"}')
     assert done.code == 2
     assert done.error.startswith("error: sampling.structured_outputs.json")
     assert "objekt" in done.error

@@ -23,6 +23,7 @@ from pipeline.output.lease import Holder
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Outcome, Run, untimed
 from tests.support.damage import cut, empty, files_below, tear
 from tests.support.faults import EndedError, FailingFiles
+from tests.support.marks import slow_but
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]
 WITH_ERRORS = PARTS[3:]
@@ -155,14 +156,14 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FailingFiles]:
 
 
 def changes(
-    run: Run, source: Path, failing: Callable[..., FailingFiles], fails: BaseException, **how: Any
+    run: Run, source: Path, failing: Callable[..., FailingFiles], fails: BaseException, stride: int = 1, **how: Any
 ) -> Iterator[Outcome | None]:
-    """Submit a job again and again, and fail its driver one change later each time, until it comes to its end.
+    """Submit a job again and again, fail its driver `stride` changes later each time, until it comes to its end.
 
     Yields:
         What came of each submission; None where it has ended without a word.
     """
-    for at in itertools.count(1):
+    for at in itertools.count(1, stride):
         files = failing(fails, at, **how)
         try:
             outcome = run(source, *JOB_SETTINGS)
@@ -177,14 +178,18 @@ WRITES_OF_A_FINISH = 12
 """A submission that only has to say that all rows are there makes more changes than this."""
 
 
+each_change = pytest.mark.parametrize("stride", slow_but([5], [5, 1]))
+
+
+@each_change
 def test_a_driver_that_ends_at_any_of_its_last_changes_leaves_nothing_behind(
-    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles]
+    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles], stride: int
 ) -> None:
     finished.reopen()
     whole = shutil.copytree(finished.outcome.folder, finished.outcome.folder.parent / "whole")
     count = 0
-    for _ in changes(run, finished.source, failing, EndedError(), for_good=True):
-        count += 1
+    for _ in changes(run, finished.source, failing, EndedError(), stride, for_good=True):
+        count += stride
         failing(EndedError(), 10**9, for_good=True)
         assert_same(run(finished.source, *JOB_SETTINGS), before)
         assert files_below(finished.outcome.folder) == set(FINISHED)
@@ -193,14 +198,15 @@ def test_a_driver_that_ends_at_any_of_its_last_changes_leaves_nothing_behind(
     assert count > WRITES_OF_A_FINISH
 
 
+@each_change
 def test_a_full_disk_is_told_in_one_line(
-    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles]
+    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles], stride: int
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     finished.reopen()
     count = 0
-    for told in changes(run, finished.source, failing, full, for_good=False):
-        count += 1
+    for told in changes(run, finished.source, failing, full, stride, for_good=False):
+        count += stride
         assert told is not None
         assert "Traceback" not in told.stderr
         if told.code:  # it may have been the status alone

@@ -205,8 +205,8 @@ def test_twin_custom_ids_are_refused_with_their_lines(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     "setting", [("reading.samples", 2), ("sampling.temperature", 0.5), ("reading.chat", "true")], ids=lambda one: one[0]
 )
-def test_settings_that_requests_have_themselves(run: Run, tmp_path: Path, setting: tuple[str, Any]) -> None:
-    done = run(write_jsonl(tmp_path / "batch.jsonl", [line("a")]), f"--{setting[0]}", setting[1])
+def test_settings_that_requests_have_themselves(refused: Run, tmp_path: Path, setting: tuple[str, Any]) -> None:
+    done = refused(write_jsonl(tmp_path / "batch.jsonl", [line("a")]), f"--{setting[0]}", setting[1])
     assert done.code == 2
     assert f"leave out {setting[0]}" in done.error
 

@@ -30,6 +30,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are converted in this process, which is quicker."""
+    monkeypatch.setattr(base_folder, "convert_file", lambda file, to: save_file(torch.load(file), to))
+
+
+@pytest.mark.usefixtures("converted_here")
 def test_pickled_shards_become_safetensors_and_the_template_is_vicunas(published: Path, tmp_path: Path) -> None:
     assert not list(published.glob("*.safetensors"))
     base = replace(BASE, source=str(published))
@@ -62,12 +69,6 @@ def test_pickled_shards_become_safetensors_and_the_template_is_vicunas(published
     assert (tmp_path / "base" / "base.json").stat().st_mtime_ns == before
     with pytest.raises(InputError, match="holds another base: choose another output"):
         prepare_base(replace(base, name="other"), tmp_path / "base")
-
-
-@pytest.fixture
-def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards are converted in this process, which is quicker."""
-    monkeypatch.setattr(base_folder, "convert_file", lambda file, to: save_file(torch.load(file), to))
 
 
 @pytest.mark.usefixtures("converted_here")
