@@ -36,7 +36,6 @@ class DraftSpec:
     max_depth: int  # largest depth below the root
     hidden_layers: tuple[int, ...] = ()
     graph_safe: bool = True  # `propose` may be captured in a CUDA graph; see there
-    lossless_only: bool = False  # it must not be used with a verifier that is not lossless
     bounded: bool = True  # `propose` reads `DraftContext.longest`; if not, one CUDA graph serves texts of any length
     bytes_per_token: int = 0  # memory on the target model's device for each position of a slot
     brought: int = 0  # most draft tokens of a draft that comes from elsewhere and that no budget plans; see `brought`

@@ -38,7 +38,6 @@ class MergedDrafter(Drafter):
             max_depth=max(spec.max_depth for spec in specs),
             hidden_layers=tuple(dict.fromkeys(layer for spec in specs for layer in spec.hidden_layers)),
             graph_safe=all(spec.graph_safe for spec in specs),
-            lossless_only=any(spec.lossless_only for spec in specs),
             bounded=any(spec.bounded for spec in specs),
             bytes_per_token=sum(spec.bytes_per_token for spec in specs),
             run=max(spec.run for spec in specs),

@@ -452,8 +452,6 @@ class Engine:
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:
-    if drafter.spec.lossless_only and not verifier.lossless:
-        raise LoadError(f"this drafter needs a lossless verifier, and {verifier.name} is not: use exact")
     if verifier.lookahead > drafter.spec.max_depth:
         raise LoadError(
             f"verifier {verifier.name} looks {verifier.lookahead} draft tokens ahead, and this drafter drafts only "

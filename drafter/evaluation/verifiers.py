@@ -82,9 +82,6 @@ class VerifierFigures:
         """Share of exact decoding's utility that is kept; None where that is 0."""
         return kept_share(self.utility.difference)
 
-    def keeps(self, share: float) -> bool:
-        return self.kept is not None and self.kept >= share
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         difference = self.utility.difference
@@ -113,16 +110,6 @@ def title_of(settings: VerifierSettings) -> str:
 
 def _numbers(settings: VerifierSettings) -> list[str]:
     return [f"{name} {value:g}" for name, value in settings.settings.items() if not isinstance(value, str)]
-
-
-def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[VerifierFigures]:
-    """Return each lenient verifier's setting of largest β that keeps at least the share `keep` of utility, if any."""
-    best: dict[str, VerifierFigures] = {}
-    for one in found:
-        known = best.get(one.verifier.name)
-        if one.verifier != EXACT and one.keeps(keep) and (known is None or one.beta > known.beta):
-            best[one.verifier.name] = one
-    return list(best.values())
 
 
 def in_order(found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
@@ -163,8 +150,8 @@ _STYLES = ({"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "s"}
 """Line styles of one verifier; a line may be a single point."""
 
 
-def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures] = ()) -> Figure:
-    """Plot utility over β, a line for each verifier and look-ahead; `kept` are highlighted."""
+def utility_plot(found: Sequence[VerifierFigures]) -> Figure:
+    """Plot utility over β, a line for each verifier and look-ahead."""
     figure, (panel,) = new_figure((6.5, 4.5))
     lines = _lines(found)
     names = [common.name for common in lines]
@@ -177,13 +164,8 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
         panel.plot(*zip(*points, strict=True), label=title_of(common), markersize=4, **style)
         for one, place in zip(line, points, strict=True):
             sweep, value = _sweep(one.verifier), _value(one.verifier)
-            if sweep is not None and value is not None and (value in sweep.values or one in kept):
-                below = one in kept  # where its neighbours' numbers are not
-                offset = (4, -13 if below else 4)
-                panel.annotate(f"{value:g}", place, textcoords="offset points", xytext=offset, fontsize=7)
-    for one in kept:
-        ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
-        panel.plot(*_place(one), color=colours[one.verifier.name], **ring)
+            if sweep is not None and value is not None and value in sweep.values:
+                panel.annotate(f"{value:g}", place, textcoords="offset points", xytext=(4, 4), fontsize=7)
     panel.set(xlabel="β (tokens per forward of the target model)", ylabel="utility")
     panel.grid(alpha=0.3)
     panel.legend()

@@ -47,7 +47,6 @@ class EvaluateConfig:
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
         scorer: What an answer is worth, for `verifier`: `number`, `string`, `json`, or `FILE.py:function`.
         target: Key of the questions with the right answer, for a built-in scorer.
-        keep: Name the fastest measured setting of each verifier that keeps this share of exact decoding's utility.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
@@ -69,7 +68,6 @@ class EvaluateConfig:
     verifier: list[str] | str | None = None
     scorer: str | None = None
     target: str | None = None
-    keep: float | None = None
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     gpus: float | None = None
 
@@ -80,14 +78,12 @@ class EvaluateConfig:
             raise InputError("input must name at least one file")
         at_least("questions_per_file", self.questions_per_file, 1)
         at_least("gpus", self.gpus, 0)
-        if self.verifier is None and (self.scorer is not None or self.keep is not None):
-            raise InputError("scorer and keep are of verifiers: name one as verifier, or leave these out")
+        if self.verifier is None and self.scorer is not None:
+            raise InputError("scorer is of verifiers: name one as verifier, or leave it out")
         if self.verifier is not None and self.scorer is None:
             raise InputError("verifiers are measured by what answers are worth: name a scorer")
         if self.verifier is not None and self.samples != 1:
             raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifier out")
-        if self.keep is not None and not 0 < self.keep <= 1:
-            raise InputError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
         self.lenient_verifiers()
         try:
             self.plan()
@@ -151,7 +147,7 @@ again to resume the job where it stopped.
   drafter evaluate --model MODEL --drafter '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
       --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out
   drafter evaluate --verifier '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
-      --keep 0.99 --input '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
+      --input '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:

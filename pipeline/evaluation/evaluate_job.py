@@ -34,7 +34,6 @@ from drafter.evaluation.results import (
 from drafter.evaluation.tables import speed_tables, with_interval, write_report
 from drafter.evaluation.verifiers import (
     VerifierFigures,
-    fastest_that_keeps,
     in_order,
     title_of,
     utility_plot,
@@ -237,16 +236,13 @@ def evaluate_verifiers(
         for block in left:
             say(block.title)
             left_out, found = _measured(config, block, questions[block.questions], scorer, ask)
-            kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
-            figures = {"verifiers": [one.as_dict() for one in found], "kept": [one.as_dict() for one in kept]}
-            results["blocks"].append({"block": asdict(block), "left_out": left_out, **figures})
+            figures = [one.as_dict() for one in found]
+            results["blocks"].append({"block": asdict(block), "left_out": left_out, "verifiers": figures})
             # The plot comes first: a block in the results is not measured again, so a kill in between would lose it.
             plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-            utility_plot(found, kept).savefig(plot, dpi=150)
+            utility_plot(found).savefig(plot, dpi=150)
             write_json(folder / VERIFIERS_FILE, results)
             print(f"## {block.title}\n\n{utility_table(found)}\n")
-            if config.keep is not None:
-                print(_kept_lines(config.keep, found, kept))
             print(f"written:  {folder / VERIFIERS_FILE}, {plot}", flush=True)
 
 
@@ -266,7 +262,7 @@ def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
         "questions": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()},
         "verifiers": [asdict(one) for one in verifiers],
         "scorer": config.scorer if file is None else file_fingerprint(file),
-        **{name: getattr(config, name) for name in ("target", "keep", "rounds", "max_new_tokens", "compile")},
+        **{name: getattr(config, name) for name in ("target", "rounds", "max_new_tokens", "compile")},
     }
 
 
@@ -335,18 +331,3 @@ def _measured(
 
     lenient = [measure(settings) for verifier in verifiers for settings in verifier_grid(verifier)]
     return left_out, in_order([scored.exact, *lenient])
-
-
-def _kept_lines(keep: float, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> str:
-    best = {one.verifier.name: one for one in kept}
-    lines = []
-    for name in dict.fromkeys(one.verifier.name for one in found[1:]):
-        if name not in best:
-            lines.append(f"keeps {keep:.1%}: no setting of {name}")
-            continue
-        flags = " ".join(
-            f"--verifier.{setting} {value}" for setting, value in sorted(best[name].verifier.settings.items())
-        )
-        betas = f"β {best[name].beta:.2f}, exact {found[0].beta:.2f}"
-        lines.append(f"keeps {keep:.1%}: --verifier {name} {flags} ({betas})")
-    return "\n".join([*lines, ""])

@@ -4,6 +4,8 @@ import ast
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from studies.mutants.faults import Fault, Verdict, faulty, read_faults, verdicts
 from tests.support.paths import ROOT
 
@@ -17,6 +19,7 @@ def test_each_fault_is_in_the_tree_once_and_leaves_code_that_runs() -> None:
         assert all((ROOT / test).is_file() for test in fault.tests), fault.name
 
 
+@pytest.mark.slow
 def test_a_fault_is_noticed_by_the_first_test_that_fails_or_by_none(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef half(a):\n    return a / 2\n")
     tests = "import sums\n\n\ndef test_one():\n    assert True\n\n\ndef test_sum():\n    assert sums.add(1, 2) == 3\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -18,7 +19,7 @@ from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.hybrids import hybrid_model
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but_tuples
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model
 from tests.support.tapes import queue_steps
 
@@ -64,9 +65,13 @@ def read(engine: Engine, request: Request, *, stream: bool = False) -> tuple[int
     return engine.state().prefilled_tokens - before, found
 
 
-@pytest.mark.parametrize("stream", [False, True])
+READERS = [("llama", "none"), ("llama", "ctc"), ("llama", "eagle3"), ("lfm2", "ctc")]
+STREAMED = [(*reader, place % 2 == 1) for place, reader in enumerate(READERS)]
+
+
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "none"), ("llama", "ctc"), ("llama", "eagle3"), ("lfm2", "ctc")]
+    ("family", "kind", "stream"),
+    slow_but_tuples(STREAMED, [(*one, stream) for one in READERS for stream in (False, True)]),
 )
 def test_a_question_is_read_once(family: str, kind: str, stream: bool) -> None:
     request = Request(text(540, 0), SamplingParams(12, ignore_eos=True))
@@ -91,9 +96,15 @@ def mixed(count: int, seed: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("way", slow_but(["blocks", "behind"], ["", "blocks", "behind", "blocks, behind"]))
-@pytest.mark.parametrize("kind", slow_but(["ctc"], ["none", "adversarial", "ctc", "eagle3"]))
-@pytest.mark.parametrize("family", slow_but(["llama", "lfm2"], ["llama", "lfm2", "qwen3_next"]))
+CASES = product(
+    ["llama", "lfm2", "qwen3_next"],
+    ["none", "adversarial", "ctc", "eagle3"],
+    ["", "blocks", "behind", "blocks, behind"],
+)
+MAIN_CASES = [("llama", "ctc", "blocks"), ("lfm2", "ctc", "behind")]
+
+
+@pytest.mark.parametrize(("family", "kind", "way"), slow_but_tuples(MAIN_CASES, CASES))
 def test_tokens_are_those_of_rows_alone(monkeypatch: pytest.MonkeyPatch, family: str, kind: str, way: str) -> None:
     """With preemptions and cancelled rows between, little memory, and a host that is a step behind."""
     base, requests, chosen = base_of(family), mixed(24, 5), random.Random(1)

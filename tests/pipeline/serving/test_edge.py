@@ -30,6 +30,7 @@ from tests.pipeline.serving.conftest import NAME
 from tests.support.calling import with_tools
 from tests.support.guides import hold_new
 from tests.support.local_endpoint import served
+from tests.support.marks import slow_but
 from tests.support.waiting import PATIENCE, wait_until
 
 SLOTS = 4
@@ -81,7 +82,7 @@ def idle(replica: Answers, lm: SpeculativeLM) -> bool:
 # ---- the same tokens
 
 
-@pytest.mark.parametrize("quality", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("quality", slow_but([0.7], [0.0, 0.7, 1.0]))
 def test_tokens_and_text_are_those_of_one_process(
     plain: SpeculativeLM, verifying: SpeculativeLM, replica: Answers, address: str, quality: float
 ) -> None:
@@ -135,7 +136,7 @@ OUTPUTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("outputs", OUTPUTS, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize("outputs", slow_but(OUTPUTS[:2], OUTPUTS), ids=lambda one: next(iter(one)))
 def test_records_are_those_of_one_process(plain: SpeculativeLM, address: str, outputs: Any) -> None:
     """Greedy and sampled, by the default drafter and by one that knows nothing."""
     prompt = plain.encode("how many apples")

@@ -20,10 +20,11 @@ from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.calling import with_tools
 from tests.support.local_endpoint import served
+from tests.support.marks import slow_but
 from tests.support.waiting import PATIENCE
 
 
-@pytest.fixture(scope="module", params=["text", "tokens", "special"])
+@pytest.fixture(scope="module", params=slow_but(["text", "special"], ["text", "tokens", "special"]))
 def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model that calls tools, whose marks are text, or tokens of their own."""
     return with_tools(
@@ -205,7 +206,7 @@ def test_a_call_that_is_cut_short_has_the_arguments_until_there(client: OpenAI) 
     whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
     assert whole
     lengths = set()
-    for tokens in range(1, 60):
+    for tokens in range(1, 60, 3):
         choice = client.chat.completions.create(**asked | {"max_tokens": tokens}).choices[0]
         if choice.finish_reason == "tool_calls":
             break
