@@ -10,6 +10,7 @@ from drafter.embedded import EMBEDDED_HYBRID, OTHER_HEADS
 from drafter.engine.config import EngineConfig
 from drafter.llm import SpeculativeLM
 from drafter.text.chat import encode_chat
+from tests.support.marks import slow_but
 from tests.support.models import generate_reference
 
 QUESTIONS = [
@@ -20,7 +21,10 @@ QUESTIONS = [
 NEW = 48
 
 
-@pytest.fixture(params=[str(OTHER_HEADS / "hybrid"), "ngram"], ids=["head", "ngram"])
+HEAD = str(OTHER_HEADS / "hybrid")
+
+
+@pytest.fixture(params=slow_but([HEAD], [HEAD, "ngram"]), ids=["head", "ngram"])
 def lm(request: pytest.FixtureRequest) -> Iterator[SpeculativeLM]:
     config = EngineConfig(max_num_seqs=3, num_draft_tokens=8)
     with SpeculativeLM.from_pretrained(EMBEDDED_HYBRID, drafter=request.param, config=config) as loaded:

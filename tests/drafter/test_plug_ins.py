@@ -31,6 +31,7 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.caches import tree_nodes
 from tests.support.guides import RuleGuides
+from tests.support.marks import slow_but_tuples
 from tests.support.models import EOS, VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 
 LAYERS = 3
@@ -418,9 +419,12 @@ def rising_and_falling(output: tuple[int, ...]) -> range | list[int]:
     return [EOS, *some] if output[-1] == 20 else some
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("drafter", [AdversarialDrafter(3, nodes=4), WrongDrafter()])
-@pytest.mark.parametrize("verifier", [ExactVerifier(), Uncertain()])
+RULED = list(
+    itertools.product([ExactVerifier(), Uncertain()], [AdversarialDrafter(3, nodes=4), WrongDrafter()], [0.0, 0.9])
+)
+
+
+@pytest.mark.parametrize(("verifier", "drafter", "temperature"), slow_but_tuples(RULED[::3] + RULED[5:6], RULED))
 def test_a_grammar_says_what_may_follow(drafter: Drafter, verifier: Verifier, temperature: float) -> None:
     base, asked = base_of("llama"), StructuredOutputs(regex="what the rule says")
     requests = [

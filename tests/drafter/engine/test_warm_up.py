@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from tests.support.caches import kv_of
 from tests.support.heads import make_head
+from tests.support.marks import slow_but_tuples
 from tests.support.models import AdversarialDrafter, generate_reference, random_model
 
 
@@ -49,18 +51,21 @@ def test_every_size_is_measured_and_the_slots_are_left_empty(tiny_base: BaseMode
     assert step.state.lengths.tolist() == [96] * 5
 
 
-@pytest.mark.parametrize("blocks", [None, 7])
-def test_a_text_that_is_not_finite_leaves_nothing_behind(blocks: int | None) -> None:
+WARMED = list(product(["adversarial", "ctc"], [None, 7]))
+
+
+@pytest.mark.parametrize(("kind", "blocks"), slow_but_tuples(WARMED[::3], WARMED))
+def test_a_text_that_is_not_finite_leaves_nothing_behind(kind: str, blocks: int | None) -> None:
     base = BaseModel(random_model("gemma2"))
     base.model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: output.masked_fill((args[0] > 10)[..., None], torch.nan)
     )
     memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
-    for drafter in (AdversarialDrafter(0, nodes=6), make_head(base, "ctc").drafter(base, 6)):
-        state = BatchState(base, drafter, 5, 96, StageTimes(), memory)
-        measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
-        assert all(bool(buffer.isfinite().all()) for buffer in kv_of(state.cache).buffers)
-        assert state.hidden is None or bool(state.hidden.isfinite().all())
+    drafter = make_head(base, kind).drafter(base, 6) if kind == "ctc" else AdversarialDrafter(0, nodes=6)
+    state = BatchState(base, drafter, 5, 96, StageTimes(), memory)
+    measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
+    assert all(bool(buffer.isfinite().all()) for buffer in kv_of(state.cache).buffers)
+    assert state.hidden is None or bool(state.hidden.isfinite().all())
 
 
 @pytest.mark.parametrize("size", [1, 3, 5000, 3_000_000])

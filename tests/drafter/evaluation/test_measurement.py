@@ -124,7 +124,7 @@ def test_a_memory_has_nothing_of_another_temperatures_answers(tiny_base: BaseMod
         num_draft_tokens=(4,),
         batches=(1,),
         temperatures=(0.01,),
-        max_new_tokens=12,
+        max_new_tokens=6,
         transformers=False,
     )
     alone, _ = evaluate(tiny_base, plan)

@@ -23,6 +23,7 @@ from pipeline.evaluation import evaluate_job
 from pipeline.evaluation.config import EvaluateConfig, named_verifier, parse_config
 from pipeline.evaluation.evaluate_job import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
+from tests.support.marks import slow_but
 
 Evaluate = Callable[..., JobRun]
 
@@ -177,7 +178,7 @@ def test_all_settings_of_a_verifier_are_measured(evaluation: Measured, capsys: p
     assert "typical, delta 0.09: β 3.91, keeps 0.0%" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(comparable(HERE)))
+@pytest.mark.parametrize("name", slow_but(["commit"], sorted(comparable(HERE))))
 def test_blocks_of_another_machine_or_code_are_not_put_beside(evaluation: Measured, name: str) -> None:
     evaluation.run()
     without_the_last_block(evaluation)

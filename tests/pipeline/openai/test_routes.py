@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
@@ -19,6 +19,7 @@ from pipeline.openai.requests import ParsedRequest, parse_chat
 from pipeline.output.batch_results import _generation_of
 from pipeline.output.columns import RunTraits, column_values
 from tests.support.marking import DECODERS, KINDS, MARKS, WORDS, ids_of, made
+from tests.support.properties import examples
 
 TOKENIZERS = {
     (decoder, kind, template): made(decoder, kind, template)
@@ -71,7 +72,7 @@ def _sampling(request: ParsedRequest) -> SamplingParams:
 
 
 @pytest.mark.parametrize("key", TOKENIZERS, ids="-".join)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_all_routes_tell_the_same(key: tuple[str, str, str], data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[key]

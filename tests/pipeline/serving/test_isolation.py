@@ -19,6 +19,7 @@ from pipeline.serving.keys import Keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
+from tests.support.marks import slow_but
 from tests.support.waiting import PATIENCE
 
 
@@ -46,7 +47,10 @@ def answers(model: Path, drafter: str, *, isolated: bool) -> list[dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("drafter", ["memory", "cacheback", "memory+cacheback+ngram"])
+DRAFTERS = ["memory", "cacheback", "memory+cacheback+ngram"]
+
+
+@pytest.mark.parametrize("drafter", slow_but(DRAFTERS[2:], DRAFTERS))
 def test_what_others_were_answered_shows_in_nothing(drafter: str, model: Path) -> None:
     first, second = answers(model, drafter, isolated=True)
     assert second == first
