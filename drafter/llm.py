@@ -30,7 +30,7 @@ from drafter.engine.sequence import LearningStart, RowTap
 from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
 from drafter.images.loading import load_with_processor
 from drafter.images.messages import take_images
-from drafter.images.opening import ImageLimits, open_image
+from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
 from drafter.many import (
     Completed,
@@ -264,7 +264,7 @@ class SpeculativeLM:
             raise RequestError(f"the prompt has images, and {self.base.blind}: leave them out")
         if len(sources) > limits.images:
             raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
-        return self.processor.encode(asked, [open_image(source, limits) for source in sources], **settings)
+        return self.processor.encode(asked, sources, limits=limits, **settings)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.

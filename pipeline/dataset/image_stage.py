@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from drafter.errors import RequestError, one_line
 from drafter.images.messages import take_images
-from drafter.images.opening import open_image
 from drafter.prompt import Prompt
 from pipeline.errors import RowError
 from pipeline.generate.row_images import ImageReading, images_of
@@ -73,9 +72,9 @@ def _prompt(row: Mapping[str, Any], stage: ImageStage, processor: ImageProcessor
     if not sources:
         return None
     stage.reading.refuse_many(len(sources))
-    opened = [open_image(source, stage.reading.limits, fetch=stage.reading.fetch) for source in sources]
-    asked = row_conversation({**row, MESSAGES: messages}, MESSAGES)
-    return processor.encode(asked, opened, max_length=stage.longest, now=stage.now)
+    asked, reading = row_conversation({**row, MESSAGES: messages}, MESSAGES), stage.reading
+    how: dict[str, Any] = {"limits": reading.limits, "fetch": reading.fetch}
+    return processor.encode(asked, sources, **how, max_length=stage.longest, now=stage.now)
 
 
 def take_image_prompts(block: pa.Table) -> tuple[pa.Table, list[Prompt | str | None]]:

@@ -20,7 +20,16 @@ from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
-from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, refuse_large, unwrapped
+from drafter.images.opening import (
+    GivenImage,
+    ImageLimits,
+    given_image,
+    image_digest,
+    is_data,
+    open_image,
+    refuse_large,
+    unwrapped,
+)
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
@@ -89,11 +98,11 @@ class ImageReading:
             return source
         return image_digest(source, self.limits, fetch=self.fetch)
 
-    def opened(self, source: Any, identity: str) -> Image.Image:
-        """Open an image of a staged row.
+    def given(self, source: Any, identity: str) -> GivenImage:
+        """Return what is at the source of a staged row's image.
 
         Raises:
-            RequestError: It cannot be opened, or is not the one with this identity.
+            RequestError: It cannot be read, or is not the one with this identity.
         """
 
         def fetch(address: str, most: int) -> bytes:
@@ -102,7 +111,7 @@ class ImageReading:
                 raise RequestError("it has changed since rows were read: choose another output, or change the input")
             return content
 
-        return open_image(source, self.limits, fetch=fetch)
+        return given_image(source, self.limits, fetch=fetch)
 
 
 def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | None:
@@ -121,7 +130,7 @@ def image_reading(processor: ImageProcessor, config: ImagesConfig, files: fs.Fil
     has_template = processor.tokenizer.chat_template is not None
     asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
-        usual = processor.encode(asked, [Image.new("RGB", _USUAL_SIZE)])
+        usual = type(processor)(processor.processor).encode(asked, [Image.new("RGB", _USUAL_SIZE)])  # of our own
     except RequestError as error:
         raise InputError(f"the processor of the model takes no images: {error}") from error
     size = sum(values.nbytes for values in usual.inputs.values())
