@@ -58,7 +58,7 @@ def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone(
 
 def test_clients_take_turns_at_large_work() -> None:
     async def scene() -> list[str]:
-        large, done = LargeWork(), list[str]()
+        large, done = LargeWork(lambda: 0.0), list[str]()
         names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
         tasks = [asyncio.create_task(large.run(name[0], partial(done.append, name))) for name in names]
         await asyncio.sleep(0)  # all of them wait, and the first one has its turn
@@ -73,12 +73,14 @@ def test_who_goes_at_its_turn_passes_it_on() -> None:
     async def scene() -> list[str]:
         large, done = LargeWork(), list[str]()
         gone, other = (asyncio.create_task(large.run(name, partial(done.append, name))) for name in ("gone", "other"))
-        await large.run("first", partial(done.append, "first"))  # both others wait behind it
+        large._busy = True  # both wait behind another
+        await asyncio.sleep(0)
+        large._end("first", 0.0)
         gone.cancel()  # it has the turn, and has not heard of it
         await other
         return done
 
-    assert asyncio.run(scene()) == ["first", "other"]
+    assert asyncio.run(scene()) == ["other"]
 
 
 def test_a_client_rests_after_its_large_work_by_processor_time_and_others_do_not_wait() -> None:
