@@ -150,7 +150,7 @@ class ImageProcessor:
         stand = set(self.processor.image_token_ids)
         counts = [sum(token in stand for token in self._ids(piece)) for piece in made.pieces]
         spans = _spans(np.flatnonzero(np.isin(ids, list(stand))), counts, made.digests)
-        return Prompt(ids, spans, self._inputs(made.arrays, ids))
+        return Prompt.of_images(ids, spans, self._inputs(made.arrays, ids))
 
     def _process(self, text: str, images: Sequence[Any], limits: ImageLimits, fetch: Fetch | None = None) -> Processed:
         given = given_images(images, limits, fetch=fetch)
