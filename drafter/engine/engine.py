@@ -177,6 +177,7 @@ class Engine:
         for sequence in [*self.scheduler.clear(), *self.scheduler.waiting.close(failure)]:
             if not sequence.ended:
                 sequence.handle.future.set_exception(failure)
+        self._reader.leave()
 
     # ---- the loop
 
@@ -376,7 +377,8 @@ class Engine:
             self._version = renewal.version
             for member in renewal.members:
                 self.budget.renewed(member)
-        self._prefilled_before = self._counts["prefilled_tokens"]
+        self._reader.leave()
+        self._prefilled_before, self._looks_before = self._counts["prefilled_tokens"], self._reader.looks
 
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
@@ -390,7 +392,8 @@ class Engine:
             self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
-        read = self._counts["prefilled_tokens"] - self._prefilled_before
+        looks = self._reader.looks - self._looks_before
+        read = self._counts["prefilled_tokens"] - self._prefilled_before + looks * self.scheduler.chunk
         return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _prefill(self) -> None:
