@@ -28,6 +28,7 @@ from drafter.errors import one_line
 _PAUSES = 5.0
 """A piece of work may take this many times its processor time, and `_START_SECONDS`: the machine may be busy."""
 _START_SECONDS = 300.0
+_LONGEST_SECONDS = 86_400.0
 _LAST_SECONDS = 2.0
 _KEPT = 64 << 20
 """A worker that holds more than so many bytes after its work ends."""
@@ -182,7 +183,7 @@ class _Worker:
                 self._number = self._connection.recv_bytes()
             what = f"it takes more than {bounds.seconds:g} seconds, or ends the process that does it"
             _send(self._connection, (arguments, bounds))
-            self._wait(_PAUSES * bounds.seconds + _START_SECONDS)
+            self._wait(min(_PAUSES * bounds.seconds + _START_SECONDS, _LONGEST_SECONDS))
             reply: _Reply = _receive(self._connection)
         except (EOFError, OSError) as error:
             raise BoundError("it was stopped" if self._ended else what) from error

@@ -51,12 +51,12 @@ class ImageLimits:
 
     Args:
         bytes: Most bytes of the files of all images together.
-        pixels: Most pixels of all images together. Each takes about 10 bytes while a prompt is made of them.
+        pixels: Most pixels of all images together. Each takes up to 14 bytes while a prompt is made of them.
         images: Most images of a prompt.
     """
 
     bytes: int = 32 << 20
-    pixels: int = 32 << 20  # as many as a film in 8K has, and a few
+    pixels: int = 24 << 20  # a photograph of most cameras
     images: int = 32
 
 

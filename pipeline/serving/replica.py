@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -85,6 +86,8 @@ _LARGE_PROMPT = 2 << 10
 """Prompts above this many characters are encoded one at a time. Others take up to four milliseconds."""
 _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
+_LOOKED_AT = 256 << 20
+"""Bytes of what processors have made of the images of a client's requests, after which its next one waits for these."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
@@ -121,7 +124,7 @@ class Answers:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
         self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
         self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
-        self._looking = LargeWork()
+        self._looking, self._looked_at, self._answered = LargeWork(), Counter[str](), asyncio.Condition()
         if lm.processor is not None and (confined := lm.processor.confined) is not None:
             confined.start()  # which takes seconds: no request waits for it
             self._looking = LargeWork(lambda: time.thread_time() + confined.seconds, confined.stop)
@@ -157,7 +160,7 @@ class Answers:
     async def answer(self, call: Call) -> AsyncIterator[Reply]:
         """Answer a request: yield a failure, or the parts of a stream's events or of a JSON body."""
         handles: list[Handle] = []
-        sent = False
+        sent, looked_at = False, 0
         request = call.request
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
@@ -165,6 +168,8 @@ class Answers:
             request = request.for_model(self._lm.tokenizer)
             call = replace(call, request=request)
             requests = await self._encoded(call)
+            looked_at = _input_bytes(requests[0])
+            self._looked_at[call.client] += looked_at
             if request.is_chat and requests[0].sampling.structured_outputs is not None:
                 request = replace(request, reasoning=self._marks(requests[0].prompt_ids))
                 call = replace(call, request=request)
@@ -187,6 +192,10 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
+            if looked_at:
+                self._looked_at[call.client] -= looked_at
+                async with self._answered:
+                    self._answered.notify_all()
 
     def _marks(self, prompt: Sequence[int]) -> ReasoningMarks | None:
         """Return the marks of the reasoning that may come after a prompt; None for none."""
@@ -200,6 +209,8 @@ class Answers:
         images = await self._images.fetched(call.request.images)
         make = partial(self._requests, call, images)
         if images:
+            async with self._answered:
+                await self._answered.wait_for(lambda: self._looked_at[call.client] < _LOOKED_AT)
             requests = await self._looking.run(call.client, make)
         elif _characters(call.request.prompts) > _LARGE_PROMPT:
             requests = await self._large_work.run(call.client, make)
@@ -330,6 +341,11 @@ def _characters(prompts: Sequence[Prompt]) -> int:
             count += sum(_MESSAGE + len(repr(message)) for message in prompt.messages)
             count += len(repr((prompt.tools, prompt.documents, prompt.chat_template_kwargs)))
     return count
+
+
+def _input_bytes(request: Request) -> int:
+    prompt = request.prompt
+    return sum(array.nbytes for array in prompt.inputs.values()) if isinstance(prompt, EncodedPrompt) else 0
 
 
 def _messages(text: str) -> Iterator[str]:
