@@ -119,7 +119,7 @@ def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.
             pixels += opened[-1].width * opened[-1].height
             if pixels > limits.pixels:
                 so_far = f"up to this one the prompt's images have {pixels:,} pixels"
-                raise RequestError(f"{so_far}, and {limits.pixels:,} are the limit")
+                raise RequestError(f"{so_far}, and {limits.pixels:,} are the limit: give fewer or smaller ones")
     upright = []
     for one in given:
         with _named_errors(one.name):

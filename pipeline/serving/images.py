@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,10 +15,10 @@ from pipeline.openai.errors import bad_request
 from pipeline.openai.requests import SEES_NOTHING
 from pipeline.settings import ImagesConfig
 
-_FETCHES = 8
+_FETCHES = 16
 """Images that are fetched at once. A slow host keeps nothing but other images waiting."""
 _OF_ONE = 4
-"""Those of one request: that many times the limit of bytes may be here, until it is known that they are too many."""
+"""Those of one client: that many times a request's limit of bytes may be here, until it is known that they are more."""
 
 
 class ChatImages:
@@ -30,9 +31,10 @@ class ChatImages:
     def __init__(self, config: ImagesConfig, *, sees: bool) -> None:
         self.limits, self._hosts, self._sees = config.limits, config.hosts, sees
         self._threads = ThreadPoolExecutor(_FETCHES, "images")
+        self._turns = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, _OF_ONE))
 
-    async def fetched(self, addresses: Sequence[str]) -> list[str | bytes]:
-        """Return `data:` URIs as they are, and the content of other addresses.
+    async def fetched(self, addresses: Sequence[str], client: str) -> list[str | bytes]:
+        """Return `data:` URIs as they are, and the content of other addresses that a client has sent.
 
         Raises:
             OpenAIError: There are too many, or the model sees none.
@@ -46,15 +48,17 @@ class ChatImages:
         found: list[str | bytes] = []
         left = self.limits.bytes
         for start in range(0, len(addresses), _OF_ONE):
-            found += await asyncio.gather(*(self._content(one, left) for one in addresses[start : start + _OF_ONE]))
+            some = addresses[start : start + _OF_ONE]
+            found += await asyncio.gather(*(self._content(one, client, left) for one in some))
             left = max(self.limits.bytes - sum(len(one) for one in found if isinstance(one, bytes)), 0)
         return found
 
-    async def _content(self, address: str, most: int) -> str | bytes:
+    async def _content(self, address: str, client: str, most: int) -> str | bytes:
         if not is_web(address):
             return address
         fetch = partial(fetch_web, address, most, self._hosts)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
+            async with self._turns[client]:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
         except RequestError as error:
             raise RequestError(f"{named(address)}: {error}") from error

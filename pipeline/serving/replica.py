@@ -206,7 +206,7 @@ class Answers:
 
     async def _encoded(self, call: Call) -> list[Request]:
         """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""
-        images = await self._images.fetched(call.request.images)
+        images = await self._images.fetched(call.request.images, call.client)
         make = partial(self._requests, call, images)
         if images:
             async with self._answered:
