@@ -294,8 +294,8 @@ def _that_travels(error: Exception) -> Exception:
 def _send(connection: Connection, value: Any) -> None:
     """Send a value; arrays in it are not copied."""
     buffers: list[pickle.PickleBuffer] = []
-    frame = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    parts = [frame, *(buffer.raw() for buffer in buffers)]
+    parts: list[bytes | memoryview] = [pickle.dumps(value, 5, buffer_callback=buffers.append)]
+    parts += [buffer.raw() for buffer in buffers]
     connection.send_bytes(pickle.dumps([len(part) for part in parts]))
     for part in parts:
         connection.send_bytes(part)
