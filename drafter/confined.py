@@ -99,6 +99,7 @@ class Confined:
         self.start()
         with self._lock:
             assert self._prepared is not None
+            self._idle = [one for one in self._idle if not one.gone]
             worker = self._idle.pop() if self._idle else _Worker(self._prepared)
             self._busy.add(worker)
         begun, reply = time.monotonic(), None
@@ -174,6 +175,11 @@ class _Worker:
         with theirs, suppress(OSError):  # of a process that has died no worker answers
             socket.send_fds(prepared.control, [b"new"], [theirs.fileno()])
         self._connection = Connection(os.dup(self._socket.fileno()))
+
+    @property
+    def gone(self) -> bool:
+        """True if it has ended while it had nothing to do."""
+        return self._connection.poll(0)
 
     def do(self, arguments: Any, bounds: Bounds) -> _Reply:
         what = "it needs a process that cannot be started"

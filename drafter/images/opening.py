@@ -205,7 +205,7 @@ def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Ima
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(refuse_large(source, limits.bytes))
     if isinstance(source, Image.Image):
-        return source
+        return _within(source, limits)
     if isinstance(source, list | tuple) or hasattr(source, "__array__"):
         return _of_pixels(source, limits)
     raise RequestError(f"it must be a path, a data: URI, bytes, an image of Pillow or an array, not {shown(source)}")
@@ -273,7 +273,7 @@ def _of_lists(source: Sequence[Any], limits: ImageLimits) -> npt.NDArray[Any]:
     pixels: npt.NDArray[Any] = np.array(source, dtype=object)
     if pixels.size > 4 * limits.pixels:
         raise RequestError(f"it has more than {limits.pixels:,} pixels, the limit")
-    kinds = {type(one) for one in pixels.flat}
+    kinds = {type(one) for one in pixels.ravel()}
     if any(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
         raise RequestError("its rows are not of one length")
     if strange := sorted(kind.__name__ for kind in kinds if not issubclass(kind, int | np.integer) or kind is bool):

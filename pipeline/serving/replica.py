@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -125,6 +125,7 @@ class Answers:
         self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
         self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
         self._looking, self._looked_at, self._answered = LargeWork(), Counter[str](), asyncio.Condition()
+        self._next_look = defaultdict[str, asyncio.Lock](asyncio.Lock)
         if lm.processor is not None and (confined := lm.processor.confined) is not None:
             confined.start()  # which takes seconds: no request waits for it
             self._looking = LargeWork(lambda: time.thread_time() + confined.seconds, confined.stop)
@@ -160,7 +161,8 @@ class Answers:
     async def answer(self, call: Call) -> AsyncIterator[Reply]:
         """Answer a request: yield a failure, or the parts of a stream's events or of a JSON body."""
         handles: list[Handle] = []
-        sent, looked_at = False, 0
+        sent = False
+        requests: list[Request] = []
         request = call.request
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
@@ -168,8 +170,6 @@ class Answers:
             request = request.for_model(self._lm.tokenizer)
             call = replace(call, request=request)
             requests = await self._encoded(call)
-            looked_at = _input_bytes(requests[0])
-            self._looked_at[call.client] += looked_at
             if request.is_chat and requests[0].sampling.structured_outputs is not None:
                 request = replace(request, reasoning=self._marks(requests[0].prompt_ids))
                 call = replace(call, request=request)
@@ -192,10 +192,7 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
-            if looked_at:
-                self._looked_at[call.client] -= looked_at
-                async with self._answered:
-                    self._answered.notify_all()
+            await self._forget(call, requests)
 
     def _marks(self, prompt: Sequence[int]) -> ReasoningMarks | None:
         """Return the marks of the reasoning that may come after a prompt; None for none."""
@@ -209,17 +206,30 @@ class Answers:
         images = await self._images.fetched(call.request.images, call.client)
         make = partial(self._requests, call, images)
         if images:
-            async with self._answered:
-                await self._answered.wait_for(lambda: self._looked_at[call.client] < _LOOKED_AT)
-            requests = await self._looking.run(call.client, make)
+            async with self._next_look[call.client]:
+                async with self._answered:
+                    await self._answered.wait_for(lambda: self._looked_at[call.client] < _LOOKED_AT)
+                requests = await self._looking.run(call.client, make)
+                self._looked_at[call.client] += _input_bytes(requests)
         elif _characters(call.request.prompts) > _LARGE_PROMPT:
             requests = await self._large_work.run(call.client, make)
         else:
             requests = await asyncio.to_thread(make)
         asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
-        if asked is not None and not guides.ready(asked):
-            await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
+        try:
+            if asked is not None and not guides.ready(asked):
+                await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
+        except BaseException:
+            await self._forget(call, requests)
+            raise
         return requests
+
+    async def _forget(self, call: Call, requests: Sequence[Request]) -> None:
+        """Let the next requests with images follow those that have ended."""
+        if size := _input_bytes(requests):
+            self._looked_at[call.client] -= size
+            async with self._answered:
+                self._answered.notify_all()
 
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
         request = call.request
@@ -343,8 +353,9 @@ def _characters(prompts: Sequence[Prompt]) -> int:
     return count
 
 
-def _input_bytes(request: Request) -> int:
-    prompt = request.prompt
+def _input_bytes(requests: Sequence[Request]) -> int:
+    """Return the bytes of what was made of the images of requests that have them in common."""
+    prompt = requests[0].prompt if requests else None
     return sum(array.nbytes for array in prompt.inputs.values()) if isinstance(prompt, EncodedPrompt) else 0
 
 

@@ -123,6 +123,7 @@ def test_what_is_no_image_is_named() -> None:
     assert "one length" in refusal([[1, 2], [3]])
     assert "not of type float" in refusal([[1, 2.5]])
     assert "not of type bool" in refusal([[True]])
+    assert "[1, 1, 1, 1" in refusal(np.ones([1] * 32, int).tolist())
     assert "0 to 255" in refusal([[10**30]])
     assert "200 times as long as wide" in refusal(png(1, 201))
     assert "200 times as long as wide" in refusal(Image.new("L", (402, 2)))
