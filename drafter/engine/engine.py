@@ -193,6 +193,7 @@ class Engine:
         try:
             for sequence in self.scheduler.take_unwanted(time.monotonic()):
                 sequence.fail_unwanted()
+            self._reader.leave()
             self._park()
             self._share_slots()
             self._admit()
@@ -377,7 +378,6 @@ class Engine:
             self._version = renewal.version
             for member in renewal.members:
                 self.budget.renewed(member)
-        self._reader.leave()
         self._prefilled_before, self._looks_before = self._counts["prefilled_tokens"], self._reader.looks
 
     def _admit(self) -> None:

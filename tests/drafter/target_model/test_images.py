@@ -209,12 +209,13 @@ def test_images_are_looked_at_in_pieces_while_others_go_on(family: str, monkeypa
     while engine._reader._looking is None:
         engine.step()
     gone.cancel()
+    engine.step()
+    assert not [one for one in threading.enumerate() if one.name == "in-pieces"]
     last = engine.submit(rows[5])
     while not engine.idle:
         engine.step()
     assert [handle.result(0).token_ids for handle in (*handles, last)] == [expected(family)[one] for one in (3, 4, 5)]
     assert len(text.result(0).token_ids) == 150
-    assert not [one for one in threading.enumerate() if one.name == "in-pieces"]
 
 
 def test_rows_share_what_their_images_have_in_common() -> None:
