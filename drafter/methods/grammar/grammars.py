@@ -8,14 +8,13 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
-import llguidance.hf
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from drafter.acceptance.guide import Guide, Guides
-from drafter.errors import RequestError, first_line
 from drafter.methods.grammar.compiling import compiled
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.reasoning import AfterReasoning
+from drafter.methods.grammar.spelling import Spelling
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning
 
@@ -28,17 +27,10 @@ class Grammars(Guides):
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self._hf_tokenizer, self._eos, self._reasoning = tokenizer, frozenset(eos), Reasoning.of(tokenizer)
-        try:
-            self._tokenizer: LLTokenizer = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(eos))
-        except Exception as error:  # its Rust code raises what it likes
-            raise RequestError(
-                f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
-            ) from error
+        spelling = Spelling(tokenizer, vocabulary, eos)
+        self._tokenizer = spelling.made()
         self._kept: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
-        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token < vocabulary}
-        self._added = {
-            text: token for text, token in added.items() if token not in eos and self._tokenizer.is_special_token(token)
-        }
+        self._added = {text: token for token, text in spelling.added.items() if token not in eos}
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
