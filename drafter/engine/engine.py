@@ -126,7 +126,7 @@ class Engine:
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         asked = request.sampling.structured_outputs
-        guide = None if asked is None else self.guides.guide(asked, request.prompt_ids)
+        guide = None if asked is None else self.guides.guide(asked, request.prompt_ids, request.salt)
         handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
         assert isinstance(request.prompt, Prompt)
         sees = self.base.sight is not None and self.base.sight.reads(request.prompt)

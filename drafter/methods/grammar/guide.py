@@ -9,10 +9,8 @@ from torch import Tensor
 
 from drafter.acceptance.guide import Guide
 from drafter.methods.grammar.bits import allow
+from drafter.methods.grammar.compiling import MOST_FORCED, TOO_MUCH_FORCED
 
-MOST_FORCED = 1 << 14
-"""Bytes that a grammar may leave no choice about at once: llguidance goes through all of them to find the next token."""
-TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at once: make the text shorter"
 _STUCK: Sequence[int] = (-1,)
 """The forced run where there are more bytes than that: no token can be the next one."""
 
