@@ -1,8 +1,8 @@
 """Runs work on untrusted input in processes of its own, each with limits on memory and processor time.
 
-One process is *prepared*: it imports and loads what the work needs, which takes seconds, and does none. It is forked for
-each *worker*, which takes milliseconds. A worker does one piece of work after the other, and ends if a piece exceeds a
-limit or crashes: that piece fails, the next one gets another worker, and nobody else notices.
+One process is *prepared*: it imports and loads what the work needs, which takes seconds, and does none of it. Each
+*worker* is a fork of it, which takes milliseconds. A worker does one piece of work after the other, and ends if one
+exceeds a limit or crashes: that piece fails, the next one gets another worker, and nobody else notices.
 """
 
 from __future__ import annotations

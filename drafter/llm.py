@@ -262,8 +262,6 @@ class SpeculativeLM:
     ) -> TokenPrompt:
         if self.processor is None or self.base.sight is None:
             raise RequestError(f"the prompt has images, and {self.base.blind}: leave them out")
-        if len(sources) > limits.images:
-            raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
         return self.processor.encode(asked, sources, limits=limits, **settings)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:

@@ -109,12 +109,15 @@ class ImagesConfig:
     Args:
         hosts: Hosts from which images at addresses of http and https are fetched, as HOST or HOST:PORT; by default
             none. Addresses that are not public are refused in any case, after redirects, too.
+        folders: Folders whose images rows may name beside those of the input's own folder, or bucket: paths, or URIs
+            such as s3://bucket/pictures.
         bytes: Largest file, in bytes.
         pixels: Most pixels of an image.
         most: Most images of a prompt.
     """
 
     hosts: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
     bytes: int = ImageLimits.bytes
     pixels: int = ImageLimits.pixels
     most: int = ImageLimits.images

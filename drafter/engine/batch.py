@@ -93,7 +93,7 @@ class BatchState:
             self.shift[slot] = 0
         self.reset_drafter(slot, text, request)
 
-    def see(self, slot: int, prompt: Prompt) -> Features:
+    def see(self, slot: int, request: Request) -> Features:
         """Return the features of a slot's prompt with images, by which the positions of later tokens are set.
 
         Raises:
@@ -101,7 +101,8 @@ class BatchState:
         """
         assert self.base.sight is not None  # or the prompt was refused
         assert self.shift is not None
-        features = self.base.sight.features(prompt)
+        assert isinstance(request.prompt, Prompt)
+        features = self.base.sight.features(request.prompt, request.salt)
         self.shift[slot] = features.shift
         return features
 
@@ -245,23 +246,27 @@ class BatchState:
         for row, part in enumerate(hidden.split([len(piece) for piece in pieces])):
             self._store_hidden(first + row, spans[row], part)
 
-    def read_scored(self, slot: int, span: slice, count: int, features: Features | None = None) -> PathLogprobs:
-        """Prefill a piece of a prompt; return the log-probability of the token after each, with the `count` best."""
-        (piece,), seen = self._pieces(slot, [span], features)
-        following = self.tokens[slot, span.start + 1 : span.stop + 1]
-        layers = self.drafter.spec.hidden_layers
-        logits, hidden = self.base.prefill_last(self.cache, slot, piece, span.start, layers, len(piece), **seen)
-        self._store_hidden(slot, span, hidden)
-        return token_logprobs(logits[None, : len(following)], following[None], count)
+    def read_alone(
+        self, slot: int, span: slice, features: Features | None, *, scored: int | None = None, ends: bool = False
+    ) -> tuple[PathLogprobs | None, Verified | None]:
+        """Prefill a piece of a prompt, and return what is wanted of its logits.
 
-    def read_end(self, slot: int, span: slice, features: Features | None = None) -> Verified:
-        """Prefill the last piece of a prompt and its pending token; return the latter as a tree of one node."""
-        (piece,), seen = self._pieces(slot, [slice(span.start, span.stop + 1)], features)
-        layers = self.drafter.spec.hidden_layers
-        logits, hidden = self.base.prefill_last(self.cache, slot, piece, span.start, layers, **seen)
+        Args:
+            scored: Return the log-probability of the token after each, with so many of the best; None for none.
+            ends: Read the prompt's pending token, which comes next, too, and return it as a tree of one node.
+        """
+        (piece,), seen = self._pieces(slot, [slice(span.start, span.stop + ends)], features)
+        layers, keep = self.drafter.spec.hidden_layers, 1 if scored is None else len(piece)
+        logits, hidden = self.base.prefill_last(self.cache, slot, piece, span.start, layers, keep, **seen)
         self._store_hidden(slot, span, hidden)
-        tree = root_only(piece[-1:])
-        return Verified(tree, tree.ancestors(0), 0, logits[None], hidden[None, -1:])
+        logprobs = verified = None
+        if scored is not None:
+            following = self.tokens[slot, span.start + 1 : span.stop + 1]
+            logprobs = token_logprobs(logits[None, : len(following)], following[None], scored)
+        if ends:
+            tree = root_only(piece[-1:])
+            verified = Verified(tree, tree.ancestors(0), 0, logits[None, -1:], hidden[None, -1:])
+        return logprobs, verified
 
     def _pieces(
         self, first: int, spans: Sequence[slice], features: Features | None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from drafter import devices
-from drafter.acceptance.contract import Verified
+from drafter.acceptance.contract import PathLogprobs, Verified
 from drafter.engine.batch import BatchState
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Sequence
 from drafter.errors import RequestError
-from drafter.prompt import Prompt
-from drafter.target_model.sight import Features
 
 
 class PromptReader:
@@ -22,13 +20,12 @@ class PromptReader:
 
     def sees(self, sequence: Sequence) -> bool:
         """Compute the features of a prompt that is read by them; end its sequence, and return False, if that fails."""
-        prompt = sequence.handle.request.prompt
-        assert isinstance(prompt, Prompt)
-        known = sequence.features is not None or not sequence.unread or sequence.read >= len(prompt.ids)
+        request = sequence.handle.request
+        known = sequence.features is not None or not sequence.unread or sequence.read >= len(request.prompt_ids)
         if known or not sequence.sees:
             return True
         try:
-            sequence.look(self._state.see(len(self._scheduler.active), prompt))
+            sequence.look(self._state.see(len(self._scheduler.active), request))
         except RequestError as error:
             self._scheduler.leave(sequence)
             sequence.handle.future.set_exception(error)
@@ -49,24 +46,24 @@ class PromptReader:
         features = sequence.features
         if features is not None and span.start >= features.size:
             features = None
-        scored = sequence.handle.request.prompt_logprobs is not None
+        scored = sequence.handle.request.prompt_logprobs
         # In a step of its own the last token sees its window. Where tokens see later ones, it may see more than that.
         at_end = sequence.handle.streams or (features is not None and bool(features.seen))
-        first_comes_with_it = not scored and at_end and sequence.first_token is None
-        if scored and span.start < span.stop:
-            self._score(sequence, slot, span, features)
-        elif first_comes_with_it and span.start < span.stop == sequence.length:
-            verified = state.read_end(slot, span, features)
+        ends = at_end and sequence.first_token is None and span.start < span.stop == sequence.length
+        if span.start < span.stop and (ends or scored is not None):
+            logprobs, verified = state.read_alone(slot, span, features, scored=scored, ends=ends)
+            if logprobs is not None:
+                self._note(logprobs, sequence, span)
         else:
             state.read(slot, spans, features)
         self._counts.update(shared_tokens=shared, prefilled_tokens=sum(one.stop - one.start for one in spans))
         return spans, verified
 
-    def _score(self, sequence: Sequence, slot: int, span: slice, features: Features | None) -> None:
-        """Read a chunk of a prompt, and note the log-probabilities of the tokens that follow there."""
+    def _note(self, logprobs: PathLogprobs, sequence: Sequence, span: slice) -> None:
+        """Note the log-probabilities of the tokens that follow in a chunk of a prompt."""
         count = sequence.handle.request.prompt_logprobs
         assert count is not None
-        found = self._state.read_scored(slot, span, count, features).to_host()
+        found = logprobs.to_host()
         devices.synchronise(self._state.base.device)
         following = sequence.prefilled[span.start + 1 : span.stop + 1].tolist()
         sequence.note_prompt(span.start, found.read([following], [count])[0])

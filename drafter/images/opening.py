@@ -50,7 +50,7 @@ class ImageLimits:
     """Limits on the images of a prompt.
 
     Args:
-        bytes: Largest size of a file.
+        bytes: Most bytes of the files of all images together.
         pixels: Most pixels of all images together. Each takes about 10 bytes while a prompt is made of them.
         images: Most images of a prompt.
     """
@@ -91,6 +91,20 @@ def given_image(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None)
         return GivenImage(_given(source, limits, fetch), name)
 
 
+def given_images(sources: Sequence[Any], limits: ImageLimits, *, fetch: Fetch | None = None) -> list[GivenImage]:
+    """Return what is at the sources of a prompt's images; raise `RequestError` for too many, or too many bytes."""
+    if len(sources) > limits.images:
+        raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
+    given, left = [], limits.bytes
+    for source in sources:
+        given.append(given_image(source, limits, fetch=fetch))
+        left -= 0 if isinstance(given[-1].content, Image.Image) else len(given[-1].content)
+        if left < 0:
+            so_far = f"up to this one the prompt's images have more than {limits.bytes:,} bytes, the limit"
+            raise RequestError(f"{given[-1].name}: {so_far}")
+    return given
+
+
 def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.Image]:
     """Return images as RGB, turned upright. None is decoded before the sizes of all are known.
 
@@ -104,7 +118,8 @@ def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.
             opened.append(_within(_opened(one.content, limits), limits))
             pixels += opened[-1].width * opened[-1].height
             if pixels > limits.pixels:
-                raise RequestError(f"with those before it has {pixels:,} pixels, and {limits.pixels:,} are the limit")
+                so_far = f"up to this one the prompt's images have {pixels:,} pixels"
+                raise RequestError(f"{so_far}, and {limits.pixels:,} are the limit")
     upright = []
     for one in given:
         with _named_errors(one.name):

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from drafter.confined import BoundError, Bounds, Confined
 from drafter.errors import LoadError, RequestError, first_line, one_line
 from drafter.hub import local_only
-from drafter.images.opening import Fetch, GivenImage, ImageLimits, given_image, open_images, pixel_digest
+from drafter.images.opening import Fetch, GivenImage, ImageLimits, given_images, open_images, pixel_digest
 from drafter.prompt import Prompt, Span
 from drafter.text.chat import encode_chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation, Messages
@@ -37,8 +37,8 @@ _KINDS = ("mm_token_type_ids", "token_type_ids")
 """Names by which models take the kind of each token, an image's or not."""
 _USUAL = ImageLimits()
 _MEMORY, _PIXEL_MEMORY = 128 << 20, 10
-"""Bytes in which a prompt is made of images, and those for each pixel that they may have: three copies of an image, of 3
-or 4 bytes a pixel, are there at the same time, or what the processor makes of many small ones."""
+"""Bytes in which a prompt is made of images, and those for each pixel that they may have: three copies of an image, of
+3 or 4 bytes a pixel, are there at the same time, or what the processor makes of many small ones."""
 _SECONDS, _PIXELS_PER_SECOND = 10.0, 4e6
 """Likewise of processor time."""
 
@@ -125,9 +125,7 @@ class ImageProcessor:
         made = self._process(self.processor.image_token * len(images), images, limits)
         return self._prompt(made, list(ids))
 
-    def _with_images(
-        self, text: str, written: list[int], images: int, process: Callable[[str], Processed]
-    ) -> Prompt:
+    def _with_images(self, text: str, written: list[int], images: int, process: Callable[[str], Processed]) -> Prompt:
         """Return the prompt of a text, whose tokens are `written`, with what stands for the images in their places."""
         mark: str = self.processor.image_token
         place = self.tokenizer.convert_tokens_to_ids(mark)
@@ -152,12 +150,10 @@ class ImageProcessor:
         stand = set(self.processor.image_token_ids)
         counts = [sum(token in stand for token in self._ids(piece)) for piece in made.pieces]
         spans = _spans(np.flatnonzero(np.isin(ids, list(stand))), counts, made.digests)
-        return Prompt(ids, spans, self._inputs(made.arrays, ids))
+        return Prompt.of_images(ids, spans, self._inputs(made.arrays, ids))
 
-    def _process(
-        self, text: str, images: Sequence[Any], limits: ImageLimits, fetch: Fetch | None = None
-    ) -> Processed:
-        given = [given_image(one, limits, fetch=fetch) for one in images]
+    def _process(self, text: str, images: Sequence[Any], limits: ImageLimits, fetch: Fetch | None = None) -> Processed:
+        given = given_images(images, limits, fetch=fetch)
         if self.confined is None:
             return processed(self.processor, text, given, limits)
         bounds = Bounds(_MEMORY + _PIXEL_MEMORY * limits.pixels, _SECONDS + limits.pixels / _PIXELS_PER_SECOND)

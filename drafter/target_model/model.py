@@ -151,7 +151,7 @@ class BaseModel:
 
     def _open_eyes(self, example: Prompt, text: Tensor, *, whole: bool = False) -> bool:
         """Prove that prompts with images are read as the model does; if not, note why, and return False."""
-        sight = Sight(self.model, self.decoder, attention_kinds(self.config), whole=whole)
+        sight = Sight(self.model, self.decoder, attention_kinds(self.config), example.inputs, whole=whole)
         try:
             prove_images(self, sight, example, text)
         except (LoadError, RequestError) as reason:

@@ -109,20 +109,24 @@ class Sight:
 
     Args:
         kinds: Of the decoder's attention, by transformers' names.
+        inputs: Names of the inputs of a prompt with an image, by which the model is proved to read such.
         whole: Of other prompts, too: where the model makes no mask, all tokens of a prompt see each other.
 
     Attributes:
         bytes_per_token: A GPU's memory that features of a prompt take while they are computed, for each of its tokens.
     """
 
-    def __init__(self, model: Any, decoder: nn.Module, kinds: Collection[str], *, whole: bool = False) -> None:
+    def __init__(
+        self, model: Any, decoder: nn.Module, kinds: Collection[str], inputs: Collection[str], *, whole: bool = False
+    ) -> None:
         self._model, self._decoder, self._kinds, self._whole = model, decoder, kinds, whole
+        self._inputs = frozenset(inputs)
         self._taken = inspect.signature(model.forward).parameters
         self.placeholder: int | None = getattr(model.config, "image_token_id", None)
         self.bytes_per_token = 0
         # As transformers' `generate` does: it encodes images first, and hands their features to the model's forward.
         self._encode: Callable[..., Any] | None = getattr(model.base_model, "get_image_features", None)
-        self._kept: OrderedDict[tuple[tuple[int, bytes], ...], tuple[Any, int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, tuple[tuple[int, bytes], ...]], tuple[Any, int]] = OrderedDict()
 
     def reads(self, prompt: Prompt) -> bool:
         """Return whether a prompt is read by its features."""
@@ -136,6 +140,10 @@ class Sight:
             return
         if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
             raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")
+        if unread := sorted(prompt.inputs.keys() - self._inputs):
+            raise RequestError(f"the prompt has {', '.join(unread)}, and images alone are read: leave that out")
+        if not prompt.spans:
+            raise RequestError(f"the prompt has {', '.join(sorted(prompt.inputs))}, and no span of tokens for an image")
         ids = np.asarray(prompt.ids)
         if prompt.spans and prompt.spans[-1].stop == len(ids):
             raise RequestError("the prompt ends with an image: let text follow it")
@@ -145,15 +153,15 @@ class Sight:
         if outside.any():
             raise RequestError(f"the prompt has the token {self.placeholder}, which stands for images, without one")
 
-    def features(self, prompt: Prompt) -> Features:
-        """Return the features of a prompt with images.
+    def features(self, prompt: Prompt, salt: str = "") -> Features:
+        """Return the features of a prompt with images. Those of its images are kept for prompts of the same `salt`.
 
         Raises:
             RequestError: The model cannot take its images.
         """
         ids = devices.send(torch.tensor([list(prompt.ids)]), self._model.device)
         try:
-            inputs = self._encoded(prompt)
+            inputs = self._encoded(prompt, salt)
             arguments = call_of(self._decoder, lambda: self._model(input_ids=ids, use_cache=False, **inputs))
         except torch.OutOfMemoryError:
             raise
@@ -197,12 +205,13 @@ class Sight:
         last = torch.stack([spans[:, 1] for spans in seen.values()]).amax(0)
         return Features(inputs, size, seen, Borders(last.cpu().numpy()), shift)
 
-    def _encoded(self, prompt: Prompt) -> dict[str, Any]:
+    def _encoded(self, prompt: Prompt, salt: str) -> dict[str, Any]:
         """Return the prompt's inputs, with its images encoded, or as they were kept."""
         inputs = self.tensors(prompt)
         if self._encode is None or _ENCODED not in self._taken or not prompt.spans:
             return inputs
-        images = tuple((span.stop - span.start, span.digest) for span in prompt.spans)  # as in keys of texts
+        # As in keys of texts. With the salt: how long a prompt takes would tell what others have sent.
+        images = prompt.salted(salt), tuple((span.stop - span.start, span.digest) for span in prompt.spans)
         if images not in self._kept:
             taken = inspect.signature(self._encode).parameters
             found = self._encode(**{name: value for name, value in inputs.items() if name in taken}, return_dict=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import ray
 import ray.data
-from pyarrow import fs
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
@@ -23,28 +22,30 @@ from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
 from drafter.text.tokenizers import refuse_half_characters
 from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
-from pipeline.dataset.image_stage import ImageStage, add_image_prompts, take_image_prompts
+from pipeline.dataset.prompt_stage import PROMPTS, TEXT, Made, add_prompts, make_prompts, prompt_kind, take_prompts
 from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, engine_spec, longest_request, model_name
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_images import PROMPTS_BYTES, image_reading, seeing_processor
-from pipeline.generate.row_requests import row_conversation, row_sampling
+from pipeline.generate.row_requests import Encoder, PromptSettings, row_sampling
 from pipeline.generate.staging import refuse_schema_of_table
+from pipeline.io.listing import PromptSource
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import TEMPLATE_COLUMNS, ImagesConfig, LimitsConfig, LoadingConfig, ResourcesConfig
+from pipeline.settings import ImagesConfig, LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")
 
 ERROR_COLUMN = "__inference_error__"
 """Why a row has no text; an empty string where it has one."""
-_PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _SETTINGS = "sampling_params"
 _NAMES = ("request_id", "id")
 """Columns that tell rows apart: the seed of a row follows from the first that there is."""
-_READ = frozenset([*_PROMPTS, *TEMPLATE_COLUMNS, *_NAMES, _SETTINGS, "seed"])
+_PLAIN = RunTraits(SamplingParams(), False)
+"""The traits of which every stage has the columns."""
+_READ = frozenset([*_NAMES, _SETTINGS, "seed"])
 
 
 @naming_mistakes(InputError)
@@ -60,7 +61,8 @@ class ProcessorConfig:
         loading: Fields of `LoadingConfig`.
         verifier: Fields of `VerifierSettings`; by default the output is that of plain decoding.
         limits: Fields of `LimitsConfig`.
-        images: Fields of `ImagesConfig`, for a target model that sees.
+        images: Fields of `ImagesConfig`, for a target model that sees. Rows name files in `folders` only.
+        output_prefix: Begins the names of all columns that the stage adds, but for `__inference_error__`.
         batch_size: Rows that an engine is given together, the unit of retries. Several batches are in an engine at
             once, so none waits for another's longest row.
         concurrency: Engines: a number, or the fewest and the most.
@@ -80,6 +82,7 @@ class ProcessorConfig:
     verifier: Mapping[str, Any] | VerifierSettings = field(default_factory=VerifierSettings)
     limits: Mapping[str, Any] = field(default_factory=dict)
     images: Mapping[str, Any] = field(default_factory=dict)
+    output_prefix: str = ""
     batch_size: int = 32
     concurrency: int | tuple[int, int] = 1
     cpus: float | None = None
@@ -126,9 +129,9 @@ class Answers(EngineProcess):
     """Generates for blocks of rows; several blocks are in the engine at once."""
 
     def __init__(
-        self, spec: EngineSpec, sampling: SamplingParams, limits: LimitsConfig, ledger: Any, now: datetime
+        self, spec: EngineSpec, limits: LimitsConfig, ledger: Any, prompts: PromptSettings, prefix: str = ""
     ) -> None:
-        self._sampling, self._now = sampling, now
+        self._prompts, self._prefix, sampling = prompts, prefix, prompts.sampling
         super().__init__(spec, limits, ledger)
         if self.failure is None:
             lossless = self._lm.engine.verifier.lossless
@@ -146,16 +149,17 @@ class Answers(EngineProcess):
         """
         if self.failure is not None:
             raise self.failure
-        kind = next((name for name in _PROMPTS if name in block.column_names), None)
-        block, seen = take_image_prompts(block)
+        kind = prompt_kind(block)
+        block, made = take_prompts(block)
         if kind is None and not block.num_rows:  # an empty block may have no columns at all
             return block
         if kind is None:
-            raise InputError(f"rows need a column {', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}: make it in preprocess")
-        added = columns_type([one for one in self._columns if one.name != kind])
-        if taken := {ERROR_COLUMN, *added.names} & set(block.column_names) - {"seed"}:
-            raise InputError(f"column {min(taken)} would be replaced: rename it in preprocess")
-        requests, problems = self._requests(block, kind, seen)
+            raise InputError(f"rows need a column {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}: make it in preprocess")
+        added = columns_type([one for one in self._columns if self._prefix + one.name != kind])
+        refuse_replaced(block.column_names, added.names, self._prefix)
+        if made is None:
+            made = make_prompts(block, self._prompts, Encoder(self._lm.tokenizer))
+        requests, problems = self._requests(block, made)
         # A task that is tried again has the same id, and finds the rows that the engine before had finished.
         part = ray.get_runtime_context().get_task_id()
         outcomes = self._outcomes(part, {one.request_id: one for one in requests.values()}, lambda _: None)
@@ -165,46 +169,35 @@ class Answers(EngineProcess):
             if one is not None and one.problem is not None:
                 problems[place] = one.problem["message"]
         generated = pa.array([None if one is None else one.generated for one in found], added)
-        if "seed" in block.column_names:
+        if not self._prefix and "seed" in block.column_names:
             block = block.drop_columns(["seed"])
         for column, values in zip(added, generated.flatten(), strict=True):  # null where the row is
-            block = block.append_column(column.name, values)
+            block = block.append_column(self._prefix + column.name, values)
         errors = [problems.get(place, "") for place in range(len(block))]
         return block.append_column(ERROR_COLUMN, pa.array(errors, pa.string()))
 
-    def _requests(
-        self, block: pa.Table, kind: str, seen: Sequence[Prompt | str | None]
-    ) -> tuple[dict[int, Request], dict[int, str]]:
-        """Return requests and errors by the rows' places; `seen` is as `take_image_prompts` returns it."""
+    def _requests(self, block: pa.Table, made: Made) -> tuple[dict[int, Request], dict[int, str]]:
+        """Return requests and errors by the rows' places."""
         chunk = Chunk(block, list(range(len(block))))
         columns = {name: chunk.values(name) for name in block.column_names if name in _READ}
         requests, problems = {}, {}
         prompts = Counter[str]()
-        for place in range(len(block)):
+        for place, prompt in enumerate(made):
             row = {name: values[place] for name, values in columns.items()}
             try:
+                if isinstance(prompt, str):
+                    raise RowError("BadPrompt", prompt)
                 for name, value in row.items():
                     if isinstance(value, UnreadableValueError):
-                        raise RowError("BadPrompt", f"column {name!r} cannot be read: {value}")
+                        raise RowError("BadRow", f"column {name!r} cannot be read: {value}")
                 refuse_half_characters(row)
                 refuse_schema_of_table(row.get(_SETTINGS), _SETTINGS)
-                prompt = self._encode(row, kind, seen[place])
                 name = self._name(row, prompt, prompts)
-                sampling = row_sampling(self._sampling, name, row, _SETTINGS)
+                sampling = row_sampling(self._prompts.sampling, name, row, _SETTINGS)
                 requests[place] = Request(prompt, sampling, f"{place}:{name}", self._row_seconds)
             except (RowError, RequestError) as error:
                 problems[place] = one_line(error)
         return requests, problems
-
-    def _encode(self, row: Mapping[str, Any], kind: str, seen: Prompt | str | None) -> Prompt:
-        if isinstance(seen, str):
-            raise RowError("BadPrompt", seen)
-        if seen is not None:
-            return seen
-        if row.get(kind) is None:
-            raise RowError("BadPrompt", f"column {kind!r} is empty")
-        made = self._lm.encode(row_conversation(row, kind) if kind == "messages" else row[kind], now=self._now)
-        return made if isinstance(made, Prompt) else Prompt(made)
 
     @staticmethod
     def _name(row: Mapping[str, Any], asked: Prompt, prompts: Counter[str]) -> str:
@@ -231,15 +224,21 @@ def _beside_others(cpus: float, cluster: Cluster) -> float:
     return max(cpus * (1 - 2 / smallest) / 2, 0.0)
 
 
-def _image_stage(config: ProcessorConfig, now: datetime) -> ImageStage | None:
-    """Return the stage before that of engines; None for a target model that sees no images."""
+def refuse_replaced(there: Collection[str], added: Collection[str], prefix: str) -> None:
+    """Raise `InputError` for a dataset with a column of the name of one that the stage adds."""
+    if taken := {ERROR_COLUMN, *(prefix + one for one in added)} & set(there) - ({"seed"} if not prefix else set()):
+        raise InputError(f"column {min(taken)} would be replaced: set output_prefix, or rename it in preprocess")
+
+
+def _prompt_settings(config: ProcessorConfig, now: datetime) -> PromptSettings:
+    """Return how prompts are made: as in a job whose texts are continued as they are."""
     loading, name = _made("loading", LoadingConfig, config.loading), model_name(config.model)
     trust = loading.trust_remote_code
-    if (processor := seeing_processor(name, trust_remote_code=trust)) is None:
-        return None
-    reading = image_reading(processor, config.image_settings(), fs.LocalFileSystem())
+    processor = seeing_processor(name, trust_remote_code=trust)
+    images = None if processor is None else image_reading(processor, config.image_settings())
     longest = longest_request(name, config.engine_spec(threads=1).config.longest, trust_remote_code=trust)
-    return ImageStage(name, trust, reading, longest, now)
+    reading, sampling = ReadingConfig(chat=False), config.row_settings()[0]
+    return PromptSettings(name, trust, PromptSource(TEXT), reading, sampling, longest, now, images)
 
 
 def build_processor(
@@ -262,26 +261,29 @@ def build_processor(
         cluster = connect()
         wanted = ResourcesConfig(fewest, most, config.gpus, config.cpus)
         shares = share_out(wanted, cluster, settings="the processor's {}")
-        spec, (sampling, limits) = config.engine_spec(shares.threads), config.row_settings()
+        spec, limits = config.engine_spec(shares.threads), config.row_settings()[1]
         if config.cpus is None:
             shares = replace(shares, cpus=_beside_others(shares.cpus, cluster))
         if preprocess is not None:
             dataset = dataset.map(preprocess)
-        now = datetime.now()  # one for all rows, as in a job
-        images, rows = _image_stage(config, now), config.batch_size
-        if images is not None:
-            rows = max(1, min(rows, PROMPTS_BYTES // images.reading.prompt_bytes))
+        elif (there := dataset.columns(fetch_if_missing=False)) is not None:
+            kind = next((name for name in PROMPTS if name in there), None)
+            certain = [one.name for one in wanted_columns(_PLAIN) if config.output_prefix + one.name != kind]
+            refuse_replaced(there, certain, config.output_prefix)
+        prompts, rows = _prompt_settings(config, datetime.now()), config.batch_size  # one time for all, as in a job
+        if prompts.images is not None:
+            rows = max(1, min(rows, PROMPTS_BYTES // prompts.images.prompt_bytes))
         engine = {
             "spec": spec,
-            "sampling": sampling,
             "limits": limits,
-            "now": now,
             "ledger": ray.remote(Ledger).options(num_cpus=0).remote(),
+            "prompts": prompts,
+            "prefix": config.output_prefix,
         }
         blocks = dataset.repartition(target_num_rows_per_block=rows)
-        if images is not None:
+        if prompts.images is not None:
             settings = {"batch_format": "pyarrow", "num_cpus": HELPER_CPUS, "batch_size": None}
-            blocks = blocks.map_batches(add_image_prompts, fn_kwargs={"stage": images}, **settings)
+            blocks = blocks.map_batches(add_prompts, fn_kwargs={"settings": prompts}, **settings)
         found = engine_stage(blocks, Answers, engine, config.engines, shares, rows=rows)
         return found if postprocess is None else found.map(postprocess)
 

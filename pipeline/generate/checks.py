@@ -6,6 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
@@ -21,9 +22,10 @@ from pipeline.engines.models import (
 )
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.row_images import ImageReading, image_reading, seeing_processor
-from pipeline.io.files import locate
+from pipeline.generate.row_images import ImageReading, changed_images, image_reading, seeing_processor
+from pipeline.io.files import local_path, locate
 from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
+from pipeline.io.parts import StagedInput
 from pipeline.output.folder import OutputFolder, check_output, mend_run, read_run, save_run
 from pipeline.progress.board import EngineFacts
 
@@ -82,13 +84,18 @@ class Job:
 def checked_job(config: GenerateConfig) -> Job:
     """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
     say(f"checking {config.input} and the model")
-    if config.model is not None:  # as an absolute path, because other jobs read it in run.json
+    if config.model is not None:  # as absolute paths, because other jobs read them in run.json
         config = replace(config, model=model_name(config.model))
+    if config.images.folders:
+        folders = [local_path(one) for one in config.images.folders]
+        config = replace(config, images=replace(config.images, folders=folders))
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     prompts = find_prompts(listing, reading)
     if prompts.kind == "openai":
         _refuse_settings_of_requests(config)
+    if "://" not in config.input:
+        config = replace(config, input=str(Path(config.input).expanduser().absolute()))
     base = model_fingerprint(model_name(config.model))
     drawn = prompts.kind == "openai"
     config = with_model_defaults(config, drawn=drawn)
@@ -97,7 +104,7 @@ def checked_job(config: GenerateConfig) -> Job:
     say(f"tokens are {how}{', unless a request says otherwise' if drawn else ''}")
     processor = _processor(config)
     reads_clock = _check_tokenizer(config, prompts, processor)
-    images = None if processor is None else image_reading(processor, config.images, listing.filesystem)
+    images = None if processor is None else image_reading(processor, config.images, config.input)
     check_verifier(config)
     _check_structured_outputs(config)
     heads = head_fingerprints(config.model, config.drafter) | verifier_fingerprints(config.verifier)
@@ -108,7 +115,8 @@ def checked_job(config: GenerateConfig) -> Job:
     if images is None:
         del meaning["images"]
     output = open_output(config, meaning)
-    return Job(config, listing, prompts, output, meaning, heads, input_source(config, listing), images)
+    source = input_source(config, listing, None if images is None else _images_source(output, images))
+    return Job(config, listing, prompts, output, meaning, heads, source, images)
 
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
@@ -266,10 +274,20 @@ explains.
 """
 
 
-def input_source(config: GenerateConfig, listing: InputListing) -> dict[str, Any]:
-    """Return the identity of a job's rows, or raise `InputError`: the files' fingerprints, and the selection."""
+def _images_source(output: OutputFolder, images: ImageReading) -> str | None:
+    """Return what an output's rows were staged with, or another one where an image that they name has changed."""
+    staged = StagedInput.load(output.staged)
+    return None if staged is None else changed_images(staged, images) or (staged.source or {}).get("images")
+
+
+def input_source(config: GenerateConfig, listing: InputListing, images: str | None = None) -> dict[str, Any]:
+    """Return the identity of a job's rows, or raise `InputError`: the files' fingerprints, and the selection.
+
+    `images` is what differs once an image that rows name has changed.
+    """
     return {
         "files": input_fingerprints(listing),
+        **({} if images is None else {"images": images}),
         **{name: getattr(config.reading, name) for name in ("format", "skip", "limit")},
     }
 

@@ -13,11 +13,12 @@ import pyarrow.dataset
 from pyarrow import fs
 
 from drafter.images.messages import take_images
+from drafter.images.opening import ImageLimits
 from pipeline.errors import InputError
-from pipeline.generate.row_images import IMAGES, staged_images
-from pipeline.io.files import locate
+from pipeline.generate.row_images import IMAGES, ImageReading, folders_of, staged_images
 from pipeline.io.parts import StagedInput
 from pipeline.output.folder import OutputFolder
+from pipeline.settings import ImagesConfig
 
 _BODY = "body"
 """Column of a row of an OpenAI batch that has its images."""
@@ -75,9 +76,11 @@ def images_of_output(output: OutputFolder, run: Mapping[str, Any]) -> OutputImag
     return OutputImages(output.root.filesystem, files, run["config"]["reading"].get("images_column"))
 
 
-def input_files(output: OutputFolder, run: Mapping[str, Any]) -> fs.FileSystem:
-    """Return the file system of an output's input, where paths of its images are."""
+def reading_of_output(run: Mapping[str, Any], limits: ImageLimits | None = None) -> ImageReading:
+    """Return how an output's images are read again, by its `run.json`; with `limits` of others, not from the web."""
+    config = ImagesConfig(**run["config"].get("images", {}))
     try:
-        return locate(run["config"]["input"]).filesystem
+        folders, scheme = folders_of(config, run["config"]["input"])
     except InputError:  # it may have moved away since
-        return output.root.filesystem
+        folders, scheme = (), ""
+    return ImageReading(limits or config.limits, folders, scheme, () if limits else tuple(config.hosts))

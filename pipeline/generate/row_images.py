@@ -7,8 +7,8 @@ has their digests in their place, so that its seed and its result belong to thes
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
-import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
@@ -27,14 +26,23 @@ from drafter.images.opening import (
     image_digest,
     is_data,
     open_image,
-    refuse_large,
     unwrapped,
 )
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
-from pipeline.io.files import Location, in_parallel, locate
+from pipeline.io.files import in_parallel
 from pipeline.io.listing import PromptSource
+from pipeline.io.named_files import (
+    NamedFolder,
+    folder_of_input,
+    full_address,
+    named_folder,
+    read_named,
+    scheme_of,
+    state_of,
+)
+from pipeline.io.parts import StagedInput
 from pipeline.settings import ImagesConfig
 
 if TYPE_CHECKING:
@@ -42,6 +50,10 @@ if TYPE_CHECKING:
 
 IMAGES = "images"
 """Column of a staged row: the addresses of its images."""
+IMAGE_STATES = "image_states"
+"""Column of a staged row: for each image that is a file of its own, what it was as it was read; see `state_of`."""
+StagedImage = tuple[str | None, str | None]
+"""The address of a staged row's image, and its state."""
 PROMPTS_BYTES = 256 << 20
 """Size limit of what processors make of the images of several rows that are handed on together."""
 _IMAGE_KEY = '"image_url"'
@@ -55,13 +67,15 @@ class ImageReading:
     """How images of rows are read.
 
     Args:
-        files: File system of the input, for addresses that are paths.
+        folders: Folders whose files rows may name.
+        scheme: That of the input, empty for a local one: paths of its rows are addresses there.
         hosts: As in `fetch_web`.
         prompt_bytes: Size of what the model's processor makes of an image of usual size.
     """
 
-    files: fs.FileSystem
     limits: ImageLimits
+    folders: tuple[NamedFolder, ...] = ()
+    scheme: str = ""
     hosts: tuple[str, ...] = ()
     prompt_bytes: int = 0
 
@@ -69,46 +83,46 @@ class ImageReading:
         """Return the content of an address of a staged row; raises as a `Fetch` does."""
         if is_web(address):
             return fetch_web(address, most, self.hosts)
-        try:
-            place = locate(address) if "://" in address else Location(self.files, address)
-            info = place.info
-            if info.type != fs.FileType.File:
-                raise RequestError("there is no such file")
-            if info.size is not None and info.size > most:
-                raise RequestError(f"it has {info.size:,} bytes, and {most:,} are the limit")
-            with place.filesystem.open_input_stream(place.path, compression=None) as stream:
-                return bytes(refuse_large(stream.read(most + 1), most))
-        except RequestError:
-            raise
-        except (OSError, ValueError) as error:  # of an address that leads nowhere, or has a null byte
-            raise RequestError(f"it cannot be read: {one_line(error, 200)}") from error
+        return read_named(address, self.folders, most)
 
     def refuse_many(self, count: int) -> None:
         """Raise `RequestError` for more images than a prompt may have."""
         if count > self.limits.images:
             raise RequestError(f"there are {count} images, and up to {self.limits.images} are read")
 
-    def identity(self, source: Any) -> str:
+    def identity(self, source: Any) -> tuple[str, str | None]:
         """Return what a result is kept by of an image: a digest, or the address in the web, which is not asked twice.
+
+        Of a file, its state comes second, as before it was read; see `state_of`.
 
         Raises:
             RequestError: It cannot be read.
         """
         if isinstance(source, str) and is_web(source):
-            return source
-        return image_digest(source, self.limits, fetch=self.fetch)
+            return source, None
+        state = self.state(source) if isinstance(source, str) else None
+        return image_digest(source, self.limits, fetch=self.fetch), state
 
-    def given(self, source: Any, identity: str) -> GivenImage:
+    def state(self, address: str) -> str | None:
+        """Return what the file of an address is now, see `state_of`; None where it has none, or it cannot be read."""
+        if is_data(address) or is_web(address):
+            return None
+        try:
+            return state_of(address, self.folders)
+        except RequestError:
+            return None
+
+    def given(self, source: Any, identity: str | None) -> GivenImage:
         """Return what is at the source of a staged row's image.
 
         Raises:
-            RequestError: It cannot be read, or is not the one with this identity.
+            RequestError: It cannot be read, or is not the one with this identity, if there is one.
         """
 
         def fetch(address: str, most: int) -> bytes:
             content = self.fetch(address, most)
-            if identity not in (address, image_digest(content, self.limits)):
-                raise RequestError("it has changed since rows were read: choose another output, or change the input")
+            if identity is not None and identity not in (address, image_digest(content, self.limits)):
+                raise RequestError("it has changed since rows were read: submit the same command again")
             return content
 
         return given_image(source, self.limits, fetch=fetch)
@@ -125,8 +139,18 @@ def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | 
         return None
 
 
-def image_reading(processor: ImageProcessor, config: ImagesConfig, files: fs.FileSystem) -> ImageReading:
-    """Return how images are read; raises `InputError` if the processor cannot take any."""
+def folders_of(config: ImagesConfig, input: str | None = None) -> tuple[tuple[NamedFolder, ...], str]:
+    """Return the folders whose images rows may name, and the scheme of the input, if there is one."""
+    own = () if input is None else (folder_of_input(input),)
+    return (*own, *map(named_folder, config.folders)), "" if input is None else scheme_of(input)
+
+
+def image_reading(processor: ImageProcessor, config: ImagesConfig, input: str | None = None) -> ImageReading:
+    """Return how images of an input's rows are read.
+
+    Raises:
+        InputError: The processor cannot take any, or a folder cannot be opened.
+    """
     has_template = processor.tokenizer.chat_template is not None
     asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
@@ -134,7 +158,7 @@ def image_reading(processor: ImageProcessor, config: ImagesConfig, files: fs.Fil
     except RequestError as error:
         raise InputError(f"the processor of the model takes no images: {error}") from error
     size = sum(values.nbytes for values in usual.inputs.values())
-    return ImageReading(files, config.limits, tuple(config.hosts), size)
+    return ImageReading(config.limits, *folders_of(config, input), tuple(config.hosts), size)
 
 
 def images_key(prompts: PromptSource) -> str:
@@ -148,8 +172,8 @@ def take_row_images(
     file: str,
     reading: ImageReading,
     problems: dict[int, RowProblem],
-) -> list[list[str | None] | None]:
-    """Replace the images in what rows ask for by their identities, and return their addresses, row by row.
+) -> list[list[StagedImage] | None]:
+    """Replace the images in what rows ask for by their identities, and return where these are, row by row.
 
     Args:
         rows: What each row asks for, which is changed.
@@ -157,25 +181,30 @@ def take_row_images(
         problems: Gets what is wrong with a row, by its index.
     """
     if prompts.kind == "openai":  # a body is read as a whole where prompts are made; here its images are counted
-        return [[None] * (row["body"].count(_IMAGE_KEY) // 2) or None if "body" in row else None for row in rows]
+        counts = [str(row.get("body", "")).count(_IMAGE_KEY) // 2 for row in rows]
+        return [[(None, None)] * count or None for count in counts]
     found: dict[int, list[_Found]] = {}
     for index, row in enumerate(rows):
         given = row.pop(prompts.images_column, None) if prompts.images_column is not None else None
         if index in problems:
             continue
         try:
-            sources = _sources(row, prompts, [_InRow(one) for one in images_of(given)])
+            sources = row_sources(row, prompts, [_InRow(one) for one in images_of(given)])
             reading.refuse_many(len(sources))
-            found[index] = [_found(one, posixpath.dirname(file), reading.limits) for one in sources]
+            found[index] = [_found(one, file, reading) for one in sources]
         except RequestError as error:
             problems[index] = RowProblem("BadPrompt", str(error))
     flat = [(index, one) for index, some in found.items() for one in some]
-    for (index, _), identity in zip(flat, in_parallel(_identity(reading), [one for _, one in flat]), strict=True):
-        if isinstance(identity, RequestError):
-            problems.setdefault(index, RowProblem("BadPrompt", str(identity)))
+    staged: list[list[StagedImage] | None] = [None] * len(rows)
+    for (index, one), known in zip(flat, in_parallel(_identity(reading), [one for _, one in flat]), strict=True):
+        state = None
+        if isinstance(known, RequestError):
+            problems.setdefault(index, RowProblem("BadPrompt", str(known)))
         else:
+            identity, state = known
             rows[index].setdefault(images_key(prompts), []).append(identity)
-    return [[one.address for one in found[index]] if found.get(index) else None for index in range(len(rows))]
+        staged[index] = [*(staged[index] or []), (one.address, state)]
+    return staged
 
 
 def images_of(value: Any) -> list[Any]:
@@ -209,7 +238,12 @@ class _Found:
     address: str | None
 
 
-def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) -> list[Any]:
+def row_sources(row: dict[str, Any], prompts: PromptSource, given: Sequence[Any]) -> list[Any]:
+    """Return the sources of a row's images, `given` in its column among them, and leave places of them in its messages.
+
+    Raises:
+        RequestError: Messages have other places than images.
+    """
     if prompts.kind == "text":
         return list(given)
     messages = row.get(prompts.column)
@@ -224,29 +258,42 @@ def _sources(row: dict[str, Any], prompts: PromptSource, given: list[_InRow]) ->
     return sources
 
 
-def _found(source: Any, folder: str, limits: ImageLimits) -> _Found:
+def _found(source: Any, file: str, reading: ImageReading) -> _Found:
     in_row = isinstance(source, _InRow)
     source = unwrapped(source.source if isinstance(source, _InRow) else source)
     if isinstance(source, str):
-        is_path = not (is_data(source) or "://" in source)
-        address = posixpath.join(folder, source) if is_path else source
+        address = source if is_data(source) else full_address(source, file, reading.scheme)
         return _Found(address, address)
     if isinstance(source, bytes):
         return _Found(source, None if in_row else f"data:;base64,{base64.b64encode(source).decode()}")
     stream = BytesIO()
-    open_image(source, limits).save(stream, "PNG")  # pixels, which are large as lists
+    open_image(source, reading.limits).save(stream, "PNG")  # pixels, which are large as lists
     address = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
     return _Found(address, address)
 
 
 def _identity(reading: ImageReading) -> Any:
-    def identity(found: _Found) -> str | RequestError:
+    def identity(found: _Found) -> tuple[str, str | None] | RequestError:
         try:
             return reading.identity(found.source)
         except RequestError as error:
             return error
 
     return identity
+
+
+def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:
+    """Return a hash of the images that staged rows name, if one of them is no longer what it was; None otherwise."""
+    before: set[tuple[str, str | None]] = set()
+    gone = {part.name for part in staged.damaged(staged.parts)}
+    for part in staged.parts:
+        if part.name not in gone:
+            table = staged.file(part).read_parquet([IMAGES, IMAGE_STATES])
+            lists = (column.combine_chunks().flatten().to_pylist() for column in table.columns)
+            before |= {one for one in zip(*lists, strict=True) if one[0] is not None}
+    addresses = sorted({address for address, _ in before})
+    now = list(zip(addresses, in_parallel(reading.state, addresses), strict=True))
+    return None if before == set(now) else hashlib.blake2b(json.dumps(now).encode(), digest_size=16).hexdigest()
 
 
 # Where prompts are made.

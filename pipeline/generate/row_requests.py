@@ -23,7 +23,7 @@ from drafter.requests import SEEDS, SamplingParams, hashed_seed, sample_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
-from pipeline.errors import RowError, RowProblem
+from pipeline.errors import RowError
 from pipeline.generate.row_images import IMAGES, ImageReading, images_key, staged_images, with_marks, with_places
 from pipeline.generate.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.io.column_types import whole
@@ -125,31 +125,51 @@ Rendered = str | list[int] | Chat | ReadPrompt
 def _row_request(
     seed_name: str, row: dict[str, Any], settings: PromptSettings, encoder: Encoder, sample: int, images: Sequence[Any]
 ) -> tuple[Rendered, SamplingParams]:
-    prompt: Prompt
     identities: list[str] = row.pop(images_key(settings.source), [])
     if settings.source.kind == "openai":
         request, prompt, sampling = _batch_request(seed_name, row, settings.sampling, encoder.tokenizer, sample)
-        images = request.images
         identities = _identities(request.images, settings.images)
-    else:
-        sampling = row_sampling(settings.sampling, seed_name, row, SAMPLING_COLUMN, sample)
-        prompt = _prompt_of(row, settings, encoder, len(images))
+        return _written(prompt, list(zip(request.images, identities, strict=True)), settings, encoder), sampling
+    sampling = row_sampling(settings.sampling, seed_name, row, SAMPLING_COLUMN, sample)
+    return row_prompt(row, list(zip(images, identities, strict=True)), settings, encoder), sampling
+
+
+def row_prompt(
+    row: Mapping[str, Any], images: Sequence[tuple[Any, str | None]], settings: PromptSettings, encoder: Encoder
+) -> Rendered:
+    """Return the prompt of a row, in a job or a stage of Ray Data, as its template or its processor writes it.
+
+    Args:
+        row: The columns that its prompt is made of. Messages have places for the images.
+        images: The source of each image, and its identity if it is known.
+
+    Raises:
+        RowError: There is none, or it cannot be read.
+    """
+    if images and encoder.processor is None:
+        raise RowError("BadPrompt", SEES_NOTHING)
+    return _written(_prompt_of(row, settings, encoder, len(images)), images, settings, encoder)
+
+
+def _written(
+    prompt: Prompt, images: Sequence[tuple[Any, str | None]], settings: PromptSettings, encoder: Encoder
+) -> Rendered:
     if isinstance(prompt, list) or (isinstance(prompt, str) and not images):
-        return prompt, sampling
+        return prompt
     every = settings.reading.chat_template_kwargs or {}
     try:
         asked: Conversation | str = prompt
         if isinstance(prompt, Conversation):
             asked = dataclasses.replace(prompt, chat_template_kwargs={**every, **(prompt.chat_template_kwargs or {})})
         if isinstance(asked, Conversation) and not images:
-            return render_chat(encoder.tokenizer, asked, settings.now), sampling
+            return render_chat(encoder.tokenizer, asked, settings.now)
         assert encoder.processor is not None
         assert settings.images is not None
-        given = [settings.images.given(*one) for one in zip(images, identities, strict=True)]
+        given = [settings.images.given(*one) for one in images]
         encode = partial(encoder.processor.encode, special_tokens=settings.reading.special_tokens, now=settings.now)
-        return encode(asked, given, limits=settings.images.limits, max_length=settings.max_length), sampling
-    except PromptTooLongError:
-        raise
+        return encode(asked, given, limits=settings.images.limits, max_length=settings.max_length)
+    except PromptTooLongError as error:
+        raise RowError("Refused", str(error)) from error
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error
 
@@ -170,15 +190,17 @@ def _identities(images: Sequence[str], reading: ImageReading | None) -> list[str
     return list(images)
 
 
-def _prompt_of(row: dict[str, Any], settings: PromptSettings, encoder: Encoder, images: int) -> Prompt:
+def _prompt_of(row: Mapping[str, Any], settings: PromptSettings, encoder: Encoder, images: int) -> Prompt:
     chat, column, tokenizer = settings.reading.chat, settings.source.column, encoder.tokenizer
     value = row.get(column)
     if settings.source.kind == "messages":
         if encoder.processor is None and has_images(_from_json(value, column)):
             raise RowError("BadPrompt", SEES_NOTHING)
         return row_conversation(row, column)
-    if not isinstance(value, str) or not value.strip():
+    if value is None or (isinstance(value, str) and not value.strip()):
         raise RowError("BadPrompt", f"column {column!r} is empty")
+    if not isinstance(value, str):
+        raise RowError("BadPrompt", f"column {column!r} must be a text, not {shown(value)}")
     through_template = tokenizer.chat_template is not None if chat is None else chat
     if images and encoder.processor is not None:
         mark: str = encoder.processor.processor.image_token
@@ -253,28 +275,16 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
         images = _images(rows, structs, index, settings.source.images_column)
         try:
             prompt, sampling = _row_request(name, json.loads(asked), settings, encoder, sample, images)
-            text = prompt.text if isinstance(prompt, Chat) else prompt
-            if isinstance(text, str):
-                refuse_endless(text, settings.max_length, longest_token(tokenizer))
         except RowError as error:
             problems[index] = vars(error.problem)
-        except PromptTooLongError as error:
-            problems[index] = vars(RowProblem("Refused", str(error)))
         else:
             prompts[index], samplings[index] = prompt, json.dumps(dataclasses.asdict(sampling))
     read: dict[int, ReadPrompt] = {}
-    for index, found in _tokenise(prompts, tokenizer, special_tokens=settings.reading.special_tokens):
-        try:  # the numbers of a long prompt would travel on, only to be refused by an engine
-            if isinstance(found, RequestError):
-                raise RowError("BadPrompt", str(found))
-            made = found if isinstance(found, ReadPrompt) else ReadPrompt(found)
-            refuse_long(len(made.ids), settings.max_length)
-        except RowError as error:
-            problems[index] = vars(error.problem)
-        except RequestError as error:
-            problems[index] = vars(RowProblem("Refused", str(error)))
+    for index, found in read_prompts(prompts, settings, tokenizer):
+        if isinstance(found, RowError):
+            problems[index] = vars(found.problem)
         else:
-            read[index] = made
+            read[index] = found
     numbers = range(len(problems))
     used = [name for name in ("seed_name", "asked", IMAGES) if name in rows.column_names]
     rows = with_problems(rows, problems).drop_columns(used)
@@ -290,6 +300,33 @@ def _images(rows: pa.Table, structs: pa.StructArray, index: int, column: str | N
     if not addresses or None not in addresses or column is None:
         return addresses or []
     return staged_images(addresses, structs.field(structs.type.get_field_index(column))[index].as_py())
+
+
+def read_prompts(
+    prompts: Mapping[int, Rendered], settings: PromptSettings, tokenizer: Any
+) -> Iterator[tuple[int, ReadPrompt | RowError]]:
+    """Yield each prompt in tokens, by its row's place, or why there is none."""
+    fitting: dict[int, Rendered] = {}
+    for index, prompt in prompts.items():
+        text = prompt.text if isinstance(prompt, Chat) else prompt
+        try:
+            if isinstance(text, str):
+                refuse_endless(text, settings.max_length, longest_token(tokenizer))
+        except RequestError as error:
+            yield index, RowError("Refused", str(error))
+        else:
+            fitting[index] = prompt
+    for index, found in _tokenise(fitting, tokenizer, special_tokens=settings.reading.special_tokens):
+        if isinstance(found, RequestError):
+            yield index, RowError("BadPrompt", str(found))
+            continue
+        made = found if isinstance(found, ReadPrompt) else ReadPrompt(found)
+        try:  # the numbers of a long prompt would travel on, only to be refused by an engine
+            refuse_long(len(made.ids), settings.max_length)
+        except RequestError as error:
+            yield index, RowError("Refused", str(error))
+        else:
+            yield index, made
 
 
 def _tokenise(

@@ -22,7 +22,14 @@ import ray
 from drafter.errors import one_line
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowError, RowProblem
-from pipeline.generate.row_images import IMAGES, PROMPTS_BYTES, ImageReading, take_row_images
+from pipeline.generate.row_images import (
+    IMAGE_STATES,
+    IMAGES,
+    PROMPTS_BYTES,
+    ImageReading,
+    StagedImage,
+    take_row_images,
+)
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
@@ -166,7 +173,7 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, images: Ima
     `seed_name` is what a row's seed follows from: its id, or else its content, wherever the row stands; null where the
     row has a problem. The column `asked` has the fields of a row that the job reads, as JSON text that depends on this
     row alone. Columns of `row`, which only pass through, have types that depend on other rows, too. With `images`,
-    the column of that name has the addresses of a row's images.
+    the columns `images` and `image_states` have the addresses of a row's images, and what these were.
     """
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
@@ -180,7 +187,7 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, images: Ima
             else:
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
-    asked, addresses = _asked(file, chunk, prompts, images, problems)
+    asked, seen = _asked(file, chunk, prompts, images, problems)
     by_content = prompts.id_column is None
     seed_names = [
         None if text is None else content_hash(text).hex() if by_content else name
@@ -194,7 +201,10 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, images: Ima
         "row": whole(with_column_notes(chunk.columns).to_struct_array()),
         "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
     }
-    return pa.table(columns if images is None else columns | {IMAGES: pa.array(addresses, pa.list_(pa.string()))})
+    for place, name in enumerate((IMAGES, IMAGE_STATES) if images is not None else ()):
+        values = [None if some is None else [one[place] for one in some] for some in seen]
+        columns[name] = pa.array(values, pa.list_(pa.string()))
+    return pa.table(columns)
 
 
 def content_hash(text: str) -> bytes:
@@ -208,8 +218,8 @@ def _asked(
     prompts: PromptSource,
     images: ImageReading | None,
     problems: dict[int, RowProblem],
-) -> tuple[list[str | None], list[list[str | None] | None]]:
-    """Return what each row asks for, null where it has a problem, and the addresses of its images."""
+) -> tuple[list[str | None], list[list[StagedImage] | None]]:
+    """Return what each row asks for, null where it has a problem, and where its images are."""
     kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", SAMPLING_COLUMN: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
@@ -224,7 +234,7 @@ def _asked(
                 problems.setdefault(index, RowProblem(kind, f"column {name!r} cannot be read: {value}"))
             elif value is not None:
                 rows[index][name] = value
-    addresses = [] if images is None else take_row_images(rows, prompts, file.path, images, problems)
+    seen = [] if images is None else take_row_images(rows, prompts, file.path, images, problems)
     found: list[str | None] = []
     for index, row in enumerate(rows):
         settings = row.get(SAMPLING_COLUMN)
@@ -240,7 +250,7 @@ def _asked(
         except TypeError as error:
             problems.setdefault(index, RowProblem("BadPrompt", f"the row cannot be read: {error}"))
         found.append(None if index in problems else text)
-    return found, addresses
+    return found, seen
 
 
 def refuse_schema_of_table(settings: Any, column: str) -> None:

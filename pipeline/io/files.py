@@ -334,6 +334,12 @@ def locate(uri: str) -> Location:
     return Location(filesystem, path)
 
 
+def locate_input(uri: str) -> tuple[Location, bool]:
+    """Return the place of an input, of a pattern the folder that all of it lies in, and whether it is one."""
+    by_pattern = is_pattern(uri) and ("://" in uri or locate(uri).type == fs.FileType.NotFound)
+    return locate(pattern_base(uri) if by_pattern else uri), by_pattern
+
+
 def local_path(name: str) -> str:
     """Return the absolute path of what is on this machine, since workers run in other folders; other names as given."""
     path = Path(name).expanduser()

@@ -19,7 +19,7 @@ from pipeline.command_line import say
 from pipeline.errors import InputError
 from pipeline.io.apart import apart
 from pipeline.io.column_types import is_list, is_text
-from pipeline.io.files import Location, in_parallel, is_pattern, locate, pattern_base, pattern_regex
+from pipeline.io.files import Location, in_parallel, locate, locate_input, pattern_regex
 from pipeline.io.reading import COMPRESSIONS, HUB_FILES, InputFile, read_file, read_through
 from pipeline.io.splits import METADATA, UNREAD, refuse_missing_shards, split_files
 from pipeline.settings import SAMPLING_COLUMN, Format, ReadingConfig
@@ -178,8 +178,7 @@ def format_of(name: str) -> Format | None:
 
 
 def _find(uri: str) -> _Found:
-    by_pattern = is_pattern(uri) and ("://" in uri or locate(uri).type == fs.FileType.NotFound)
-    root = locate(pattern_base(uri) if by_pattern else uri)
+    root, by_pattern = locate_input(uri)
     info = root.info
     if info.type == fs.FileType.NotFound:
         raise InputError(f"input {uri} does not exist")

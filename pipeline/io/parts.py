@@ -54,10 +54,11 @@ class StagedInput:
         folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `seed_name` (what the
             row's seed follows from, see `with_repeats`), `asked` (the fields of the row that the job reads, as JSON),
             `row` (a struct of the input's columns), `problem` and, for a target model that sees, `images` (their
-            addresses).
+            addresses) and `image_states`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
         format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
-        source: Identity of the rows: fingerprints of the input's files, and the selection of rows.
+        source: Identity of the rows: fingerprints of the input's files and of the images that rows name, and the
+            selection of rows.
         revision: Number of earlier changes of the input; part names begin with it, from 1 on.
     """
 

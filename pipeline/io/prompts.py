@@ -1,4 +1,4 @@
-"""Prompts as columns of a table, with the arrays of their images, between the tasks that make them and engines."""
+"""Prompts as columns of a table, with the arrays of their images, from tasks with a processor to engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def read_prompts(rows: pa.Table) -> list[Prompt | None]:
     if "spans" not in rows.column_names:
         return [None if one is None else Prompt(one) for one in ids]
     columns = zip(ids, rows["spans"].to_pylist(), rows["inputs"], strict=True)
-    return [None if one is None else Prompt(one, _spans(spans), _inputs(inputs)) for one, spans, inputs in columns]
+    return [
+        None if one is None else Prompt.of_images(one, _spans(spans), _inputs(inputs)) for one, spans, inputs in columns
+    ]
 
 
 def _spans(spans: Iterable[dict[str, Any]] | None) -> tuple[Span, ...]:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from drafter.errors import RequestError, one_line
 from drafter.images.opening import ImageLimits, open_image
-from pipeline.generate.output_images import images_of_output, input_files
+from pipeline.generate.output_images import images_of_output, reading_of_output
 from pipeline.generate.row_images import ImageReading
 from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder
@@ -32,7 +32,7 @@ def pictures_of(output: OutputFolder, run: Mapping[str, Any], rows: Sequence[Row
     if not seen:
         return {}
     sources = images_of_output(output, run).sources([row["request_id"] for row in seen])
-    reading = ImageReading(input_files(output, run), ImageLimits())
+    reading = reading_of_output(run, ImageLimits())
     found = {}
     for row in seen:
         name, count = row["request_id"], len(row[PROMPT_IMAGES])

@@ -16,6 +16,8 @@ from pipeline.settings import ImagesConfig
 
 _FETCHES = 8
 """Images that are fetched at once. A slow host keeps nothing but other images waiting."""
+_OF_ONE = 4
+"""Those of one request: that many times the limit of bytes may be here, until it is known that they are too many."""
 
 
 class ChatImages:
@@ -41,12 +43,17 @@ class ChatImages:
         if len(addresses) > self.limits.images:
             message = f"Invalid 'messages': up to {self.limits.images} images are allowed, not {len(addresses)}."
             raise bad_request(message, "messages", "array_above_max_length")
-        return list(await asyncio.gather(*map(self._content, addresses)))
+        found: list[str | bytes] = []
+        left = self.limits.bytes
+        for start in range(0, len(addresses), _OF_ONE):
+            found += await asyncio.gather(*(self._content(one, left) for one in addresses[start : start + _OF_ONE]))
+            left = max(self.limits.bytes - sum(len(one) for one in found if isinstance(one, bytes)), 0)
+        return found
 
-    async def _content(self, address: str) -> str | bytes:
+    async def _content(self, address: str, most: int) -> str | bytes:
         if not is_web(address):
             return address
-        fetch = partial(fetch_web, address, self.limits.bytes, self._hosts)
+        fetch = partial(fetch_web, address, most, self._hosts)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
         except RequestError as error:

@@ -121,6 +121,10 @@ class Answers:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
         self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
         self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
+        self._looking = LargeWork()
+        if lm.processor is not None and (confined := lm.processor.confined) is not None:
+            confined.start()  # which takes seconds: no request waits for it
+            self._looking = LargeWork(lambda: time.thread_time() + confined.seconds, confined.stop)
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
@@ -195,7 +199,9 @@ class Answers:
         """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""
         images = await self._images.fetched(call.request.images)
         make = partial(self._requests, call, images)
-        if images or _characters(call.request.prompts) > _LARGE_PROMPT:
+        if images:
+            requests = await self._looking.run(call.client, make)
+        elif _characters(call.request.prompts) > _LARGE_PROMPT:
             requests = await self._large_work.run(call.client, make)
         else:
             requests = await asyncio.to_thread(make)

@@ -14,12 +14,11 @@ import pyarrow as pa
 from drafter.errors import LoadError, RequestError
 from drafter.images.opening import ImageLimits, image_content, named
 from drafter.prompt import Prompt
-from pipeline.generate.output_images import OutputImages, images_of_output, input_files
+from pipeline.generate.output_images import OutputImages, images_of_output, reading_of_output
 from pipeline.generate.row_images import ImageReading
 from pipeline.io.files import in_parallel
 from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder
-from pipeline.settings import ImagesConfig
 
 if TYPE_CHECKING:
     from drafter.images.processor import ImageProcessor
@@ -113,10 +112,8 @@ class TextImages:
 
 def text_images(output: OutputFolder, run: Mapping[str, Any]) -> TextImages:
     """Return how the images of a distillation's rows are read; `run` is its `run.json`."""
-    config, plan = run["config"], output.compaction()
-    images = ImagesConfig(**config.get("images", {}))
-    reading = ImageReading(input_files(output, run), images.limits, tuple(images.hosts))
-    return TextImages(images_of_output(output, run), {} if plan is None else plan.data, reading)
+    plan = output.compaction()
+    return TextImages(images_of_output(output, run), {} if plan is None else plan.data, reading_of_output(run))
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,9 @@ def prepared(number: int) -> Callable[..., Any]:
                     pass
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "raise":
-                raise ValueError("no such thing")
             case "memory":
                 return resource.getrlimit(resource.RLIMIT_AS)[0]
+        raise ValueError("no such thing")
 
     return work
 
@@ -40,8 +39,8 @@ def unpreparable() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def confined() -> Iterator[Confined]:
-    yield Confined(prepared, 7)
+def confined() -> Confined:
+    return Confined(prepared, 7)
 
 
 def test_work_is_done_in_another_process_that_is_kept(confined: Confined) -> None:

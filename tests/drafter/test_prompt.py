@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,6 +53,17 @@ def test_spans_are_compared_by_what_they_stand_for() -> None:
     assert shared(prompt(b"one", b"two", size=3), prompt(b"one", b"three", size=3)) == len(BEFORE) + 3
     # Two of the same are not one that is twice as long.
     assert shared(prompt(b"one", b"one", size=3), prompt(b"one")) == len(BEFORE)
+
+
+def test_inputs_are_compared_unless_they_follow_from_digests() -> None:
+    def with_inputs(value: int) -> Prompt:
+        return replace(prompt(b"one"), inputs={"pixel_values": np.full(3, value)})
+
+    assert shared(with_inputs(1), with_inputs(1)) == len(IDS)
+    assert shared(with_inputs(1), with_inputs(2)) == shared(with_inputs(1), prompt(b"one")) == 0
+    first, second = (Prompt.of_images(IDS, one.spans, one.inputs) for one in map(with_inputs, (1, 2)))
+    assert shared(first, pickle.loads(pickle.dumps(second))) == len(IDS)
+    assert shared(first, replace(first, inputs=second.inputs)) == 0
 
 
 @pytest.mark.parametrize("span", [Span(3, 3, b""), Span(-1, 2, b""), Span(2, 5, b"")])

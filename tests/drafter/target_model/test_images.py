@@ -123,19 +123,22 @@ def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
     assert [handle.result(0).token_ids for handle in handles] == expected(family)
 
 
-@pytest.mark.parametrize("family", slow_but(["gemma3"], QUICK))
+@pytest.mark.parametrize("family", slow_but(["paligemma-2"], FAMILIES))
 def test_log_probabilities_of_a_prompt_are_the_models_own(family: str) -> None:
-    prompt = prompts(family)[3]
-    request = Request(prompt, SamplingParams(1), prompt_logprobs=0)
-    (found,) = run_engine(base(family), PlainDecoding(), [request], max_num_seqs=1, num_draft_tokens=0)
+    prompt = prompts(family)[3]  # longer than the window, where there is one
+    request = Request(prompt, SamplingParams(NEW, ignore_eos=True, logprobs=0), prompt_logprobs=0)
+    (found,) = run_engine(base(family), oracle(family), [request], max_num_seqs=1, num_draft_tokens=7)
+    assert found.token_ids == expected(family)[3]
     inputs = {name: torch.from_numpy(value).to(DEVICE) for name, value in prompt.inputs.items()}
     ids = torch.tensor([list(prompt.ids)], device=DEVICE)
     with torch.inference_mode():
         own = base(family).model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
-    expected = own[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    following = torch.cat([ids[0, 1:], torch.tensor(found.token_ids[:1], device=DEVICE)])
+    theirs = own.gather(1, following[:, None])[:, 0]
     assert found.prompt_logprobs is not None
-    ours = torch.tensor([one.logprob for one in found.prompt_logprobs[1:]])
-    torch.testing.assert_close(ours, expected.cpu(), atol=1e-3, rtol=1e-3)
+    assert found.logprobs is not None
+    ours = torch.tensor([one.logprob for one in [*found.prompt_logprobs[1:], found.logprobs[0]]])
+    torch.testing.assert_close(ours, theirs.cpu(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +233,49 @@ def test_prompts_that_cannot_be_read_end_alone() -> None:
         (lambda one: replace(one, ids=[*one.ids, one.ids[one.spans[0].start], 40]), "which stands for images"),
         (lambda one: replace(one, inputs={**one.inputs, "pixels": np.zeros(1)}), "takes no pixels"),
         (lambda one: replace(one, inputs={}), "without their inputs"),
+        (lambda one: replace(one, inputs={**one.inputs, "pixel_values_videos": np.zeros(1)}), "pixel_values_videos"),
+        (lambda one: Prompt([40, 41, 42], inputs={"pixel_values_videos": np.zeros(1)}), "pixel_values_videos"),
+        (lambda one: Prompt([40, 41, 42], inputs=one.inputs), "pixel_values, and no span"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(change: Any, reason: str) -> None:
-    engine = Engine(base("llava"), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    family = "llava_onevision"  # whose forward takes videos, too
+    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
     with pytest.raises(RequestError, match=reason):
-        engine.submit(Request(change(prompts("llava")[0])))
+        engine.submit(Request(change(prompts(family)[0])))
+
+
+@pytest.mark.parametrize("family", slow_but(["llava"], QUICK))
+def test_inputs_of_equal_digests_are_not_taken_for_each_other(family: str) -> None:
+    """Prompts of anybody's: one digest for all images, which are of one size."""
+    made = [processor_of(family).encode(asked("What is this?"), [picture(seed)]) for seed in (1, 2, 1)]
+    rows = [Prompt(one.ids, tuple(replace(span, digest=b"") for span in one.spans), one.inputs) for one in made]
+    assert made[0].ids == made[1].ids
+    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=3))
+    handles = []
+    for row in rows:
+        handles.append(engine.submit(Request(row, SamplingParams(NEW, ignore_eos=True))))
+        engine.step()
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == [reference(base(family).model, one) for one in made]
+    assert engine.state().shared_tokens == (len(rows[2].ids) - 1 if family != "paligemma" else 0)
+
+
+def test_images_are_kept_for_their_own_salt() -> None:
+    """How long a prompt takes does not tell one salt what another has sent."""
+    prompt = processor_of("llava").encode(asked("What is this?"), [picture(7)])
+    engine = Engine(base("llava"), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    calls: list[int] = []
+    hook = base("llava").model.model.vision_tower.register_forward_hook(lambda *call: calls.append(1))
+    counts = []
+    for salt in ("one", "two", "one", "two", ""):
+        engine.submit(Request(prompt, SamplingParams(1), salt=salt))
+        while not engine.idle:
+            engine.step()
+        counts.append(len(calls))
+    hook.remove()
+    assert counts == [1, 2, 2, 2, 3]
 
 
 def test_a_model_of_text_refuses_images(tiny_base: BaseModel) -> None:
@@ -246,7 +286,7 @@ def test_a_model_of_text_refuses_images(tiny_base: BaseModel) -> None:
 
 def test_a_model_that_reads_images_otherwise_reads_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Sight.features
-    monkeypatch.setattr(Sight, "features", lambda sight, prompt: replace(own(sight, prompt), shift=5))
+    monkeypatch.setattr(Sight, "features", lambda sight, *given: replace(own(sight, *given), shift=5))
     blind = base_of("qwen2_vl")
     assert blind.sight is None
     engine = Engine(blind, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
@@ -266,7 +306,7 @@ def test_tokens_see_in_each_kind_of_layer_what_the_model_lets_them_see() -> None
     """A block of three in a window of two; where all of a kind's tokens see those before them, nothing is said."""
     mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1]])
     made = {"sliding_attention": mask.bool()[None, None], "full_attention": torch.ones(1, 1, 5, 5).bool().tril()}
-    sight, given = Sight(base("llava").model, base("llava").decoder, made.keys()), torch.zeros(1, 5, 8)
+    sight, given = Sight(base("llava").model, base("llava").decoder, made.keys(), ()), torch.zeros(1, 5, 8)
     features = sight._features({"inputs_embeds": given, "attention_mask": made}, 5)
     assert features.masks(5).keys() == {"sliding_attention"}
     assert torch.equal(features.masks(5)["sliding_attention"][0], mask.bool())

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,16 @@ from ray.data.extensions import ArrowPythonObjectArray
 
 from drafter import SamplingParams, SpeculativeLM
 from drafter.errors import RequestError
+from drafter.prompt import Prompt
 from drafter.text.conversation import Conversation
-from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
+from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor, refuse_replaced
+from pipeline.dataset.prompt_stage import make_prompts
 from pipeline.engines.ledger import RowOutcome
 from pipeline.errors import InputError
+from pipeline.generate.row_requests import Encoder, PromptSettings
+from pipeline.io.listing import PromptSource
 from pipeline.output.columns import COLUMNS
+from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, read_rows, write_jsonl
 from tests.support.faults import FragileEngine
 from tests.support.images import model_of, picture, processor_of
@@ -88,34 +94,38 @@ def test_answers_are_judged_in_one_pipeline(model: Path) -> None:
     assert [judged[n]["verdict"] for n in range(19)] == [one.text for one in verdicts]
 
 
-def test_a_chat_has_nothing_of_other_rows() -> None:
+NOW = datetime(2024, 2, 3)
+
+
+def prompt_settings(model: Path | str) -> PromptSettings:
+    reading = ReadingConfig(chat=False)
+    return PromptSettings(str(model), False, PromptSource("prompt"), reading, SamplingParams(), 100, NOW)
+
+
+def test_a_chat_has_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray Data keeps messages as structs, in which each row has the fields of all; and there is one date for all."""
     asked: list[tuple[Any, datetime]] = []
-    now = datetime(2024, 2, 3)
 
-    def encode(prompt: Any, now: datetime) -> list[int]:
-        asked.append((prompt, now))
+    def render(tokenizer: Any, prompt: Any, now: datetime) -> list[int]:
+        asked.append((replace(prompt, chat_template_kwargs=prompt.chat_template_kwargs or None), now))
         return [1]
 
-    stage: Any = Answers.__new__(Answers)
-    stage._lm = SimpleNamespace(encode=encode)
-    stage._sampling, stage._row_seconds, stage._now = SamplingParams(), None, now
+    monkeypatch.setattr("pipeline.generate.row_requests.render_chat", render)
 
     def chat(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}]
 
     chats = [chat({"city": "Paris", "days": 3}), chat({"unit": "C"})]
-    requests, problems = stage._requests(pa.table({"messages": chats}), "messages", [None] * 2)
-    assert asked == [(Conversation(one), now) for one in chats]
-    assert (len(requests), problems) == (2, {})
+    make_prompts(pa.table({"messages": chats}), prompt_settings(""), Encoder(None))
+    assert asked == [(Conversation(one), NOW) for one in chats]
     beside: dict[str, Any] = {
         "tools": [{"name": "add"}],
         "documents": [{"text": "a"}],
         "chat_template_kwargs": {"thinking": False},
     }
     columns = {name: [value] for name, value in {"messages": chats[0], **beside}.items()}
-    requests, problems = stage._requests(pa.table(columns), "messages", [None])
-    assert asked[2:] == [(Conversation(chats[0], **beside), now)]
+    make_prompts(pa.table(columns), prompt_settings(""), Encoder(None))
+    assert asked[2:] == [(Conversation(chats[0], **beside), NOW)]
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +134,13 @@ def lm(model: Path) -> Iterator[SpeculativeLM]:
         yield loaded
 
 
-def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, now: datetime) -> Answers:
+def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, prefix: str = "") -> Answers:
     """A stage in this process, whose engine answers each prompt with its number of tokens."""
     made = Answers.__new__(Answers)
     stage: Any = made
-    stage.failure, stage._lm, stage._now, stage._row_seconds = None, lm, now, None
-    stage._sampling, stage._columns = (
-        SamplingParams(),
-        [one for one in COLUMNS if one.name in ("text", "prompt_token_ids")],
-    )
+    stage.failure, stage._lm, stage._row_seconds = None, lm, None
+    stage._prompts, stage._prefix = prompt_settings(lm.base.name), prefix
+    stage._columns = [one for one in COLUMNS if one.name in ("text", "prompt_token_ids")]
     stage._ledger = SimpleNamespace(commit=lambda part: None)
 
     def outcomes(part: str, requests: dict[str, Any], report: Any) -> dict[str, RowOutcome]:
@@ -149,17 +157,38 @@ def made_stage(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM, now: datetime
 
 
 def test_token_ids_are_prompts(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM) -> None:
-    stage = made_stage(monkeypatch, lm, datetime(2024, 2, 3))
+    stage = made_stage(monkeypatch, lm)
     done = stage(pa.table({"prompt_token_ids": [[5, 6, 7], [5], None, [5]]}))
     assert done.column_names == ["prompt_token_ids", "text", "__inference_error__"]
     assert done["text"].to_pylist() == ["3", "1", None, "1"]
     assert done["__inference_error__"].to_pylist() == ["", "", "column 'prompt_token_ids' is empty", ""]
 
 
+def test_a_column_of_a_taken_name_is_refused_or_kept(monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM) -> None:
+    """Before anything runs, where the columns of a dataset are known."""
+    table = pa.table({"prompt_token_ids": [[5, 6, 7]], "text": ["mine"], "seed": [3]})
+    with pytest.raises(InputError, match="column text would be replaced: set output_prefix"):
+        made_stage(monkeypatch, lm)(table)
+    (row,) = made_stage(monkeypatch, lm, "our_")(table).to_pylist()
+    same = {"prompt_token_ids": [5, 6, 7], "text": "mine", "seed": 3}
+    assert row == {**same, "our_text": "3", "our_prompt_token_ids": [5, 6, 7], "__inference_error__": ""}
+    there = ["prompt_token_ids", "our_text", "seed"]
+    refuse_replaced(there, ["text"], "")
+    with pytest.raises(InputError, match="column our_text"):
+        refuse_replaced(there, ["text"], "our_")
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_taken_name_is_told_at_the_start(model: Path) -> None:
+    stage = build_processor(ProcessorConfig(str(model), **SMALL))
+    with pytest.raises(InputError, match="column text would be replaced"):
+        stage(ray.data.from_items([{"prompt": "how many", "text": "mine"}]))
+
+
 def test_a_prompt_that_is_not_unicode_is_an_error_of_its_row(
     monkeypatch: pytest.MonkeyPatch, lm: SpeculativeLM
 ) -> None:
-    stage = made_stage(monkeypatch, lm, datetime(2024, 2, 3))
+    stage = made_stage(monkeypatch, lm)
     bad = pa.array([b"caf\xe9", b"how many", None]).view(pa.string())
     done = stage(pa.table({"prompt": bad}))
     assert done["__inference_error__"].to_pylist() == [
@@ -168,7 +197,7 @@ def test_a_prompt_that_is_not_unicode_is_an_error_of_its_row(
         "column 'prompt' is empty",
     ]
     block = stage(pa.table({"prompt": pa.array([b"how many", b"caf\xe9"])}))
-    assert all("a prompt must be a text" in one for one in block["__inference_error__"].to_pylist())
+    assert all("must be a text" in one for one in block["__inference_error__"].to_pylist())
     # Ray Data keeps what Arrow cannot hold as pickled objects.
     halves = ArrowPythonObjectArray.from_objects(["how many", "\ud83d", "does she"])
     done = stage(pa.table({"prompt": halves}))
@@ -180,10 +209,10 @@ def test_a_prompt_that_is_not_unicode_is_an_error_of_its_row(
 
 def test_equal_prompts_of_a_batch_have_seeds_of_their_own_wherever_they_stand(lm: SpeculativeLM) -> None:
     stage: Any = Answers.__new__(Answers)
-    stage._lm, stage._sampling, stage._row_seconds, stage._now = lm, SamplingParams(), None, datetime(2024, 2, 3)
+    stage._prompts, stage._row_seconds = prompt_settings(lm.base.name), None
 
     def seeds(*prompts: str) -> list[int]:
-        requests, _ = stage._requests(pa.table({"prompt": prompts}), "prompt", [None] * len(prompts))
+        requests, _ = stage._requests(pa.table({"prompt": prompts}), [Prompt(lm.encode(one)) for one in prompts])
         return [requests[place].sampling.seed for place in range(len(prompts))]
 
     first, second, other = seeds("how", "how", "many")
@@ -297,16 +326,15 @@ def test_rows_are_records(model: Path) -> None:
 def test_a_schema_of_a_table_is_text() -> None:
     """As a struct it would have the keys of other rows' schemas, and lose its own nulls."""
     stage: Any = Answers.__new__(Answers)
-    stage._lm = SimpleNamespace(encode=lambda prompt, now: [1])
-    stage._sampling, stage._row_seconds, stage._now = SamplingParams(), None, datetime(2024, 2, 3)
+    stage._prompts, stage._row_seconds = prompt_settings(""), None
     asked = [{"structured_outputs": {"json": one}} for one in ({"const": None}, {"type": "integer", "minimum": 3})]
     for settings in (pa.array([*asked, None]), ArrowPythonObjectArray.from_objects([*asked, {}])):
         table = pa.table({"prompt": ["a", "a", "a"], "sampling_params": settings})
-        requests, problems = stage._requests(table, "prompt", [None] * len(table))
+        requests, problems = stage._requests(table, [Prompt([1])] * len(table))
         assert list(requests) == [2]
         assert all("structured_outputs.json as JSON text" in problems[place] for place in range(2))
     text = {"structured_outputs": {"json": '{"const": null}'}}
-    requests, problems = stage._requests(pa.table({"prompt": ["a"], "sampling_params": [text]}), "prompt", [None])
+    requests, problems = stage._requests(pa.table({"prompt": ["a"], "sampling_params": [text]}), [Prompt([1])])
     assert problems == {}
     assert requests[0].sampling.structured_outputs.json == '{"const":null}'
 
@@ -347,24 +375,24 @@ def test_messages_have_images(tmp_path: Path) -> None:
     content, path = (tmp_path / "blue.png").read_bytes(), str(tmp_path / "red.png")
     place, text = {"type": "image"}, {"type": "text", "text": "What?"}
     uri = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    images: list[Any] = [[path], [content], [path, content], [], ["gone.png"], None]
+    images: list[Any] = [[path], [content], [path, content], [], [f"{tmp_path}/gone.png"], None]
     rows = [{"n": n, "pictures": one, "url": uri if one is None else None} for n, one in enumerate(images)]
 
     def chat(row: dict[str, Any]) -> dict[str, Any]:
         parts = [{"type": "image_url", "image_url": {"url": row["url"]}}, text] if row["url"] else [text]
         return {**row, "messages": [{"role": "user", "content": parts}], "images": row["pictures"]}
 
-    settings = {"batch_size": 3, "sampling_params": {"max_new_tokens": 8}, **SMALL}
-    answer = build_processor(ProcessorConfig(str(folder), **settings), chat)
+    settings = {"batch_size": 3, "sampling_params": {"max_new_tokens": 8}, "images": {"folders": [str(tmp_path)]}}
+    answer = build_processor(ProcessorConfig(str(folder), **settings, **SMALL), chat)
     found = sorted(answer(ray.data.from_items(rows)).take_all(), key=lambda row: row["n"])
     with SpeculativeLM.from_pretrained(folder, "none") as lm:
         opened = [[red], [blue], [red, blue], [], None, [blue]]
         for row, some in zip(found, opened, strict=True):
             if some is None:
-                assert "'gone.png': there is no such file" in row["__inference_error__"]
+                assert "gone.png': there is no such file" in row["__inference_error__"]
                 continue
             assert row["__inference_error__"] == ""
             prompt = lm.encode([{"role": "user", "content": [*[place] * len(some), text]}], images=some)
             assert row["token_ids"] == lm.generate([prompt], max_new_tokens=8)[0].token_ids
             assert len(row["prompt_images"]) == len(some)
-    assert not any(name.startswith("__image") for name in found[0])
+    assert not any(name.startswith("__prompt") for name in found[0])

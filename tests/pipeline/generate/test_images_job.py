@@ -57,6 +57,15 @@ def test_rows_have_images(run: Run, seeing: Path, tmp_path: Path, capfd: pytest.
     assert after[1]["prompt_images"] != before[1]["prompt_images"]
     assert after[0] == before[0] | {"picture": ["moved.png"]}
 
+    # So are those of which only the file is another one.
+    assert "nothing is left to do" in run(source, *settings, base=seeing).stdout
+    picture(8, 40, 40).save(tmp_path / "2.png")
+    again = run(source, *settings, base=seeing)
+    assert "6 rows: 4 kept, 2 changed, 0 new; 0 removed" in again.stderr
+    assert "nothing is left to do" in run(source, *settings, base=seeing).stdout
+    last = {row["number"]: untimed(row) for row in again.rows}
+    assert [n for n, row in last.items() if row["prompt_images"] != after[n]["prompt_images"]] == [3, 5]
+
     assert report([str(more.folder)]) == 0
     page = (more.folder / "report.html").read_text()
     assert page.count('<img src="data:image/png;base64,') == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from io import BytesIO
 from pathlib import Path
@@ -14,14 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from pyarrow import fs
 from transformers import CONFIG_MAPPING
 
 from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor, load_processor
 from drafter.prompt import Prompt, Span
 from drafter.requests import SamplingParams
-from pipeline.generate.row_images import ImageReading, images_of
+from pipeline.generate.row_images import ImageReading, changed_images, folders_of, images_of
 from pipeline.generate.row_requests import PromptSettings, make_requests
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
@@ -29,13 +29,12 @@ from pipeline.io.files import locate
 from pipeline.io.listing import BATCH, PromptSource, list_input
 from pipeline.io.parts import StagedInput, pack, unpack
 from pipeline.io.prompts import prompt_columns, read_prompts
-from pipeline.settings import ReadingConfig
+from pipeline.settings import ImagesConfig, ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 from tests.support.images import CONFIGS, asked, picture, processor_of
 from tests.support.staging import read_parts, staged_input
 
 LIMITS = ImageLimits(bytes=1 << 20, pixels=100_000, images=3)
-READING = ImageReading(fs.LocalFileSystem(), LIMITS)
 TEXT, CHAT = (PromptSource(*kind, images_column="picture") for kind in (("prompt", "text"), ("messages", "messages")))
 RED, BLUE = picture(1, 40, 30), picture(2, 30, 40)
 
@@ -77,17 +76,22 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
+def reading_of(source: Path, prompt_bytes: int = 0) -> ImageReading:
+    return ImageReading(LIMITS, *folders_of(ImagesConfig(), str(source)), prompt_bytes=prompt_bytes)
+
+
 def made(
     source: Path, model: Path, folder: Path, prompts: PromptSource = TEXT, **reading: Any
 ) -> tuple[list[dict[str, Any]], list[Prompt | None]]:
     """Rows of an input as they are staged, and their prompts as an engine gets them."""
     settings, listing = ReadingConfig(**reading), list_input(str(source))
-    plan = StagingPlan(locate(str(folder)), settings, prompts, 100, images=READING)
+    images = reading_of(source)
+    plan = StagingPlan(locate(str(folder)), settings, prompts, 100, images=images)
     plan.folder.make_folder()
     parts, seen = stage_files(listing, "00000", plan)
     input_ = StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json))
     staged = pa.concat_tables(read_parts(told_apart(input_, plan)))
-    asks = PromptSettings(str(model), False, prompts, settings, SamplingParams(), 200, images=READING)
+    asks = PromptSettings(str(model), False, prompts, settings, SamplingParams(), 200, images=images)
     ((_, requests),) = unpack(pack([("part", make_requests(staged, asks))]))
     rows = staged.drop_columns(["problem"]).append_column("problem", requests["problem"]).to_pylist()
     return rows, read_prompts(requests)
@@ -220,7 +224,8 @@ def test_a_broken_image_costs_its_row_alone(seeing: Path, pictures: Path, tmp_pa
         "data:image/png;base64,AAAA": "data: URI: it is not one of PNG",
         "http://pictures.test/a.png": "host 'pictures.test' is not among",
         "data:text/html;base64,AAAA": "'text/html'",
-        "pictures/\0.png": "'.*0.png': it cannot be read: .*NUL",
+        "pictures/\0.png": "'.*0.png': it cannot be read: .*null",
+        "../out.png": "'.*out.png': it is not in the input's folder",
     }
     rows: list[Any] = [
         *({"prompt": "What?", "picture": one} for one in wrong),
@@ -247,11 +252,33 @@ def test_a_broken_image_costs_its_row_alone(seeing: Path, pictures: Path, tmp_pa
 def test_an_image_that_changes_meanwhile_is_an_error(seeing: Path, pictures: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in" / "rows.jsonl", [{"prompt": "What?", "picture": "pictures/red.png"}])
     settings = ReadingConfig(images_column="picture")
-    (part,) = read_parts(staged_input(source, tmp_path / "staged", 3, READING, images_column="picture"))
+    reading = reading_of(source)
+    staged = staged_input(source, tmp_path / "staged", 3, reading, images_column="picture")
+    (part,) = read_parts(staged)
+    assert changed_images(staged, reading) is None
     (pictures / "red.png").write_bytes(png(BLUE))
-    asks = PromptSettings(str(seeing), False, TEXT, settings, SamplingParams(), 200, images=READING)
+    asks = PromptSettings(str(seeing), False, TEXT, settings, SamplingParams(), 200, images=reading)
     (row,) = make_requests(part, asks).to_pylist()
     assert "has changed since" in row["problem"]["message"]
+    assert changed_images(staged, reading) is not None
+
+
+@pytest.mark.parametrize("change", ["replaced", "same size and time", "gone", "there at last"])
+def test_images_that_rows_name_are_known_by_their_files(pictures: Path, tmp_path: Path, change: str) -> None:
+    names = ["pictures/red.png", "pictures/late.png", data_uri(RED), "https://a.test/a.png"]
+    source = write_jsonl(tmp_path / "in" / "rows.jsonl", [{"prompt": "What?", "picture": one} for one in names])
+    reading, file = reading_of(source), pictures / "red.png"
+    staged = staged_input(source, tmp_path / "staged", 3, reading, images_column="picture")
+    assert changed_images(staged, reading) is None
+    if change == "gone":
+        file.unlink()
+    elif change == "there at last":
+        (pictures / "late.png").write_bytes(png(BLUE))
+    else:
+        before = file.stat()
+        file.write_bytes(png(RED)[:-1] + b"x" if change == "same size and time" else png(BLUE))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns if change == "same size and time" else 1))
+    assert changed_images(staged, reading) is not None
 
 
 def test_a_text_without_a_template_has_marks(
@@ -295,8 +322,7 @@ def test_a_model_of_text_refuses_images(model: Path, tmp_path: Path) -> None:
 def test_parts_are_small_where_images_become_large(pictures: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "What?", "picture": "pictures/red.png" if n < 8 else None} for n in range(20)]
     source = write_jsonl(tmp_path / "in" / "rows.jsonl", rows)
-    large = ImageReading(fs.LocalFileSystem(), LIMITS, prompt_bytes=64 << 20)
-    staged = staged_input(source, tmp_path / "staged", 12, large, images_column="picture")
+    staged = staged_input(source, tmp_path / "staged", 12, reading_of(source, 64 << 20), images_column="picture")
     assert [part.rows for part in staged.parts] == [3, 3, 12, 2]
 
 
