@@ -66,11 +66,11 @@ class Guides(ABC):
         """Return whether `guide` takes no time, because it has been asked for the same."""
         return False
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 (there may be nothing to end)
         """End the work on what is being asked for, as far as possible: `guide` then raises `RequestError`."""
 
     def spent(self) -> float:
-        """Return the seconds of processor time that this thread has taken so far, and other processes for all guides."""
+        """Return the seconds of processor time so far: of this thread, and of other processes for all guides."""
         return time.thread_time()
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ LIMITS = LLParserLimits(
 )
 """Bounds of time and memory; a state of the lexer takes 1 to 2 kB."""
 MOST_FORCED = 1 << 14
-"""Bytes that a grammar may leave no choice about at once: llguidance goes through all of them to find the next token."""
+"""Bytes that a grammar may leave no choice about at once: llguidance passes all of them to find the next token."""
 TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at once: make the text shorter"
 _STACK = 512 << 20
 """Bytes of address space: llguidance follows `$ref`s by recursion without a bound, 27 kB for each."""
@@ -81,28 +82,23 @@ def trials() -> Confined:
 
 
 def _trial() -> Callable[..., str]:
-    return tried
+    return lambda *arguments: on_deep_stack(lambda: _tried(*arguments))
 
 
-def tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) -> str:
+def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) -> str:
     """Return the grammar of an output, which llguidance can compile, or raise `RequestError`."""
     schema = _read(asked.json) if asked.kind == "json" else None
     grammar = _grammar(asked, schema, added)
     tokenizer = _bytes(tuple(added.items()), vocabulary)
 
-    def work() -> tuple[LLMatcher, Place | None]:
-        matcher = _begun(grammar, tokenizer)
-        refused = schema is not None and matcher.is_error()
-        return matcher, _refused_place(schema, _reason(matcher.get_error())) if refused else None
-
-    matcher, place = on_deep_stack(work)
-    reason = _reason(matcher.get_error()) if matcher.is_error() else None
-    if reason is None and len(matcher.compute_ff_bytes()) > MOST_FORCED:
-        reason = TOO_MUCH_FORCED
-    if reason is None:
-        return grammar
-    if place is not None:
-        raise refusal(place, reason)
+    matcher = _begun(grammar, tokenizer)
+    if not matcher.is_error():
+        if len(matcher.compute_ff_bytes()) <= MOST_FORCED:
+            return grammar
+        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {TOO_MUCH_FORCED}")
+    reason = _reason(matcher.get_error())
+    if asked.kind == "json":
+        raise refusal(_refused_place(schema, reason), reason)
     if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
         calls_grammar(_calls(asked), added, partial(_alone, vocabulary=vocabulary))
     raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
@@ -153,17 +149,22 @@ def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def on_deep_stack(work: Callable[[], Result]) -> Result:
-    """Do work in a thread of its own, where a long chain of `$ref`s does not end the process."""
-    found: list[Result] = []
-    with _STARTING:  # the size is that of all threads of this process that are started meanwhile
-        before = threading.stack_size(_STACK)
-        try:
-            thread = threading.Thread(target=lambda: found.append(work()), name="grammar")
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return found[0]
+    """Do work in a thread where a long chain of `$ref`s does not end the process. There is one: pieces wait for it."""
+    with _STARTING:
+        thread = _deep_thread()
+    return thread.submit(work).result()
+
+
+@cache
+def _deep_thread() -> ThreadPoolExecutor:
+    """Start the thread, once in a process: the size is that of all threads that are started meanwhile."""
+    before = threading.stack_size(_STACK)
+    try:
+        thread = ThreadPoolExecutor(1, "grammar")
+        thread.submit(int).result()
+    finally:
+        threading.stack_size(before)
+    return thread
 
 
 def _refused_place(schema: Any, reason: str) -> Place:
@@ -201,7 +202,7 @@ def _embedded(schema: str) -> str:
 
 
 def _alone(schema: str, vocabulary: int) -> str:
-    tried(StructuredOutputs(json=schema), {}, vocabulary)
+    _tried(StructuredOutputs(json=schema), {}, vocabulary)
     return schema
 
 

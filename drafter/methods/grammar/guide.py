@@ -28,7 +28,7 @@ class GrammarGuide(Guide):
         self._ended = False
         self._run: Sequence[int] | None = None  # the forced tokens, none where there is a choice; None if not known
         self._place = 0  # of them have come
-        self._before: list[tuple[Sequence[int], int]] = []  # each run before this one, and how much of it the parser has
+        self._before: list[tuple[Sequence[int], int]] = []  # earlier runs, with what came of each
 
     def consume(self, token: int) -> bool:
         if self._ended:
