@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, one_line
+from drafter.salted import salted_cache
 from drafter.text.conversation import TURN, Conversation, Messages
 from drafter.text.sandbox import bounded_template
 from drafter.text.tokenizers import longest_token, refuse_endless, refuse_panics, tokenise
@@ -118,7 +119,7 @@ def _mark(said: str, place: int, index: int) -> str:
     return f"x{place}x{index}x" if said.strip() else said
 
 
-@lru_cache(maxsize=64)
+@salted_cache(64)
 def _reading(tokenizer: Any, template: str, shape: str) -> tuple[str, tuple[int, ...] | None, str | None]:
     """Return the form of messages that a template reads, the control tokens that it writes, and what it leaves out."""
     arguments = json.loads(shape)

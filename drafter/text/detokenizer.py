@@ -242,7 +242,6 @@ class _Search:
         return 0
 
 
-@lru_cache(maxsize=64)  # the choices of a request share strings
 def _borders(wanted: str) -> tuple[int, ...]:
     """Return, for each prefix of a string, the length of its longest border."""
     borders = [0]

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import ray
@@ -31,9 +31,10 @@ from drafter.errors import (
 from drafter.llm import SpeculativeLM
 from drafter.prompt import Prompt as EncodedPrompt
 from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
+from drafter.salted import kept_for
 from drafter.text.conversation import Conversation
 from drafter.text.reasoning import Reasoning
-from drafter.text.tokenizers import refuse_long
+from drafter.text.tokenizers import forget_words, refuse_long
 from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
@@ -88,6 +89,8 @@ _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
 _LOOKED_AT = 256 << 20
 """Bytes of what processors have made of the images of a client's requests, after which its next one waits for these."""
+_TOKEN_TEXTS = 1 << 16
+"""Texts of tokens that are kept, for each client apart."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
@@ -123,7 +126,8 @@ class Answers:
     ) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
         self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
-        self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
+        self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
+        self._compiling = LargeWork(lm.engine.guides.spent, lm.engine.guides.stop)
         self._looking, self._looked_at, self._answered = LargeWork(), Counter[str](), asyncio.Condition()
         self._next_look = defaultdict[str, asyncio.Lock](asyncio.Lock)
         if lm.processor is not None and (confined := lm.processor.confined) is not None:
@@ -132,7 +136,7 @@ class Answers:
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
-        self._token_text = cache(partial(token_text, lm.tokenizer))
+        self._token_text = lru_cache(_TOKEN_TEXTS)(lambda client, token: token_text(lm.tokenizer, token))
         self._reasoning = Reasoning.of(lm.tokenizer)
         self._edge = EdgeHost(
             lm, edge or EdgeConfig(), address, self._encoded, self._metrics.finished, self._client_error
@@ -176,7 +180,8 @@ class Answers:
             for each in requests:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
-                chunks = Chunks(request, name, created, self._token_text, speculation=call.speculation)
+                texts = partial(self._token_text, call.client)
+                chunks = Chunks(request, name, created, texts, speculation=call.speculation)
                 async for events in self._stream(chunks, handles, apart=request.wants_logprobs):
                     for part in _messages(events):
                         yield part
@@ -217,8 +222,9 @@ class Answers:
             requests = await asyncio.to_thread(make)
         asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
         try:
-            if asked is not None and not guides.ready(asked):
-                await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
+            if asked is not None and not guides.ready(asked, call.client):
+                prompt = requests[0].prompt_ids
+                await self._compiling.run(call.client, partial(guides.guide, asked, prompt, call.client))
         except BaseException:
             await self._forget(call, requests)
             raise
@@ -239,12 +245,13 @@ class Answers:
             prompts = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
             generations = [echoed(one, prompt) for one, prompt in zip(generations, prompts, strict=True)]
         short = [replace(generation, logprobs=None) for generation in generations]
-        body = response(request, short, name, created, self._token_text) | lossless_mark(*generations)
+        texts = partial(self._token_text, call.client)
+        body = response(request, short, name, created, texts) | lossless_mark(*generations)
         if call.speculation:
             body[FIELD] = [generation_statistics(generation) for generation in generations]
         if not request.wants_logprobs:
             return to_json(body)
-        return await _written(long_answer(body, generations, logprobs_format(request), self._token_text))
+        return await _written(long_answer(body, generations, logprobs_format(request), texts))
 
     async def _stream(self, chunks: Chunks, handles: list[Handle], *, apart: bool) -> AsyncIterator[str]:
         """Yield the events of all choices as they come, batched where several are ready."""
@@ -295,21 +302,28 @@ class Answers:
         request = call.request
         settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
         sampling = replace(request, settings=settings).sampling(self._defaults)
+        forget_words(self._lm.tokenizer)
+        with kept_for(call.client):
+            prompts = [self._prompt(prompt, images) for prompt in request.prompts]
         requests = []
-        for prompt in request.prompts:
-            encode = partial(self._lm.encode, special_tokens=self._special_tokens)
-            ids: Any = prompt
-            if isinstance(prompt, str):
-                ids = encode(prompt)
-            elif isinstance(prompt, Conversation):
-                ids = encode(prompt, images=images, limits=self._images.limits)
-            refuse_long(len(ids.ids if isinstance(ids, EncodedPrompt) else ids), self._lm.max_length)
+        for ids in prompts:
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 scored = own.logprobs if request.echo else None
                 made = Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach, salt=call.client)
                 requests.append(made)
         return requests
+
+    def _prompt(self, prompt: Prompt, images: Sequence[str | bytes]) -> Any:
+        """Return what an engine takes of a prompt."""
+        encode = partial(self._lm.encode, special_tokens=self._special_tokens)
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = encode(prompt)
+        elif isinstance(prompt, Conversation):
+            ids = encode(prompt, images=images, limits=self._images.limits)
+        refuse_long(len(ids.ids if isinstance(ids, EncodedPrompt) else ids), self._lm.max_length)
+        return ids
 
     def _text(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else str(self._lm.tokenizer.decode(prompt))
