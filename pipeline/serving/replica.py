@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 import uuid
-from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -87,8 +86,6 @@ _LARGE_PROMPT = 2 << 10
 """Prompts above this many characters are encoded one at a time. Others take up to four milliseconds."""
 _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
-_LOOKED_AT = 256 << 20
-"""Bytes of what processors have made of the images of a client's requests, after which its next one waits for these."""
 _TOKEN_TEXTS = 1 << 16
 """Texts of tokens that are kept, for each client apart."""
 _REST = 3.0
@@ -125,14 +122,10 @@ class Answers:
         special_tokens: bool = False,
     ) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
-        self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
+        processor = lm.processor if lm.base.sight is not None else None
+        self._images = ChatImages(images or ImagesConfig(), processor)
         self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
         self._compiling = LargeWork(lm.engine.guides.spent, lm.engine.guides.stop)
-        self._looking, self._looked_at, self._answered = LargeWork(), Counter[str](), asyncio.Condition()
-        self._next_look = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        if lm.processor is not None and (confined := lm.processor.confined) is not None:
-            confined.start()  # which takes seconds: no request waits for it
-            self._looking = LargeWork(lambda: time.thread_time() + confined.seconds, confined.stop)
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
@@ -197,7 +190,7 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
-            await self._forget(call, requests)
+            await self._images.forget(call.client, requests)
 
     def _marks(self, prompt: Sequence[int]) -> ReasoningMarks | None:
         """Return the marks of the reasoning that may come after a prompt; None for none."""
@@ -211,11 +204,7 @@ class Answers:
         images = await self._images.fetched(call.request.images, call.client)
         make = partial(self._requests, call, images)
         if images:
-            async with self._next_look[call.client]:
-                async with self._answered:
-                    await self._answered.wait_for(lambda: self._looked_at[call.client] < _LOOKED_AT)
-                requests = await self._looking.run(call.client, make)
-                self._looked_at[call.client] += _input_bytes(requests)
+            requests = await self._images.run(call.client, make)
         elif _characters(call.request.prompts) > _LARGE_PROMPT:
             requests = await self._large_work.run(call.client, make)
         else:
@@ -226,16 +215,9 @@ class Answers:
                 prompt = requests[0].prompt_ids
                 await self._compiling.run(call.client, partial(guides.guide, asked, prompt, call.client))
         except BaseException:
-            await self._forget(call, requests)
+            await self._images.forget(call.client, requests)
             raise
         return requests
-
-    async def _forget(self, call: Call, requests: Sequence[Request]) -> None:
-        """Let the next requests with images follow those that have ended."""
-        if size := _input_bytes(requests):
-            self._looked_at[call.client] -= size
-            async with self._answered:
-                self._answered.notify_all()
 
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
         request = call.request
@@ -365,12 +347,6 @@ def _characters(prompts: Sequence[Prompt]) -> int:
             count += sum(_MESSAGE + len(repr(message)) for message in prompt.messages)
             count += len(repr((prompt.tools, prompt.documents, prompt.chat_template_kwargs)))
     return count
-
-
-def _input_bytes(requests: Sequence[Request]) -> int:
-    """Return the bytes of what was made of the images of requests that have them in common."""
-    prompt = requests[0].prompt if requests else None
-    return sum(array.nbytes for array in prompt.inputs.values()) if isinstance(prompt, EncodedPrompt) else 0
 
 
 def _messages(text: str) -> Iterator[str]:

@@ -16,7 +16,6 @@ from PIL import Image
 from drafter import SpeculativeLM
 from drafter.errors import RequestError
 from pipeline.serving import images as serving_images
-from pipeline.serving import replica
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.replica import Answers
 from pipeline.settings import ImagesConfig
@@ -144,7 +143,7 @@ def test_a_model_of_text_refuses_images(local: str) -> None:
 
 
 def test_what_is_made_of_a_clients_images_is_bounded(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_LOOKED_AT", 1)  # byte: one request at a time
+    monkeypatch.setattr(serving_images, "_HELD", 1)  # byte: one request at a time
     good = messages(data_uri(file_of(RED)))
     wanted = answer(client, good)
     with ThreadPoolExecutor(4) as threads:
