@@ -142,4 +142,3 @@ def test_hostile_images_cost_their_request_alone(client: Callable[[str], OpenAI]
                 assert why in str(caught.value), name
             assert beside.result() == wanted, name
             assert taken() < MOST_BYTES, name
-            print(name, taken() >> 20)
