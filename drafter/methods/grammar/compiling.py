@@ -5,31 +5,42 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from drafter.calls import Calls
+from drafter.confined import BoundError, Bounds, Confined
 from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
 from drafter.methods.grammar.schemas import Place, checked_schema, places, pointer, refusal
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
+Result = TypeVar("Result")
+
 LIMITS = LLParserLimits(
     max_items_in_row=10_000,  # two for each optional property that may come next
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_max_items=12_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
 """Bounds of time and memory; a state of the lexer takes 1 to 2 kB."""
-_STACK = 512 * 2**20
+MOST_FORCED = 1 << 14
+"""Bytes that a grammar may leave no choice about at once: llguidance passes all of them to find the next token."""
+TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at once: make the text shorter"
+_STACK = 512 << 20
 """Bytes of address space: llguidance follows `$ref`s by recursion without a bound, 27 kB for each."""
+_STARTING = threading.Lock()
+_BOUNDS = Bounds(memory=_STACK + (384 << 20), seconds=2.0)
+"""The address space has 128 MiB that a thread's allocator only reserves. The largest that compile need a third."""
+_TOO_LARGE = "it becomes too large when it is compiled: make it smaller"
 _STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -48,54 +59,112 @@ _LARK_REFUSED = re.compile(r"%llguidance|%json|\b(?:max_tokens|temperature|stop)
 def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[str, int]) -> LLMatcher:
     """Return the state at the beginning of an output; raise `RequestError` for what cannot be compiled.
 
-    `added` are the tokens that no text of a grammar matches, by their text.
+    It is compiled in a process of its own first, within limits: what takes long there, or ends it, costs nobody else
+    anything. Here it takes as much time again, and other threads go on.
+
+    Args:
+        added: The tokens that no text of a grammar matches, by their text.
     """
-    schema: Any = None
-    match asked.kind:
-        case "json":
-            schema = _read(asked.json)
-            grammar = _by_schema(schema)
-        case "json_object":
-            grammar = _by_schema({"type": "object"})
-        case "regex":
-            grammar = LLMatcher.grammar_from_regex(asked.regex or "")
-        case "choice":
-            grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in asked.choice))
-        case "calls":
-            grammar = LLMatcher.grammar_from_lark(calls_grammar(_calls(asked), added, _embedded))
-        case _:
-            grammar = LLMatcher.grammar_from_lark(_checked_grammar(asked.grammar or ""))
-    matcher, place = _on_deep_stack(grammar, tokenizer, schema)
+    try:
+        grammar: str = trials().run(asked, dict(added), tokenizer.vocab_size, bounds=_BOUNDS)
+    except BoundError as error:
+        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_TOO_LARGE}") from error
+    matcher = on_deep_stack(lambda: _begun(grammar, tokenizer))
     if matcher.is_error():
-        if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
-            calls_grammar(_calls(asked), added, partial(_alone, tokenizer=tokenizer))
-        reason = _reason(matcher.get_error())
-        raise (
-            RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
-            if place is None
-            else refusal(place, reason)
-        )
+        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_reason(matcher.get_error())}")
     return matcher
 
 
-def _on_deep_stack(grammar: str, tokenizer: LLTokenizer, schema: Any) -> tuple[LLMatcher, Place | None]:
-    """Compile in a thread of its own, where a long chain of `$ref`s does not end the process."""
-    found: list[tuple[LLMatcher, Place | None]] = []
+@cache
+def trials() -> Confined:
+    """Return the processes of this one in which grammars are compiled for the first time."""
+    return Confined(_trial)
 
-    def work() -> None:
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # what cannot begin, such as a schema that is only itself, becomes an error
-        refused = schema is not None and matcher.is_error()
-        found.append((matcher, _refused_place(schema, _reason(matcher.get_error())) if refused else None))
 
+def _trial() -> Callable[..., str]:
+    return lambda *arguments: on_deep_stack(lambda: _tried(*arguments))
+
+
+def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) -> str:
+    """Return the grammar of an output, which llguidance can compile, or raise `RequestError`."""
+    schema = _read(asked.json) if asked.kind == "json" else None
+    grammar = _grammar(asked, schema, added)
+    tokenizer = _bytes(tuple(added.items()), vocabulary)
+
+    matcher = _begun(grammar, tokenizer)
+    if not matcher.is_error():
+        if len(matcher.compute_ff_bytes()) <= MOST_FORCED:
+            return grammar
+        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {TOO_MUCH_FORCED}")
+    reason = _reason(matcher.get_error())
+    if asked.kind == "json":
+        raise refusal(_refused_place(schema, reason), reason)
+    if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
+        calls_grammar(_calls(asked), added, partial(_alone, vocabulary=vocabulary))
+    raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
+
+
+class _Bytes:
+    """The vocabulary of a trial, in the form of llguidance's `TokenizerWrapper`: added tokens, and all bytes."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, added: Iterable[tuple[str, int]], vocabulary: int) -> None:
+        self.tokens = [b""] * vocabulary + [bytes([one]) for one in range(256)] + [b"<end>"]
+        self._first, self.eos_token_id = vocabulary, len(self.tokens) - 1
+        self.special_token_ids = [self.eos_token_id]
+        for text, token in added:
+            self.tokens[token] = text.encode()
+            self.special_token_ids.append(token)
+
+    def __call__(self, text: str) -> list[int]:
+        return [self._first + one for one in text.encode()]
+
+
+@lru_cache(maxsize=1)
+def _bytes(added: tuple[tuple[str, int], ...], vocabulary: int) -> LLTokenizer:
+    return LLTokenizer(_Bytes(added, vocabulary), slices=[])  # type: ignore[arg-type]
+
+
+def _grammar(asked: StructuredOutputs, schema: Any, added: Mapping[str, int]) -> str:
+    match asked.kind:
+        case "json":
+            return _by_schema(schema)
+        case "json_object":
+            return _by_schema({"type": "object"})
+        case "regex":
+            return LLMatcher.grammar_from_regex(asked.regex or "")
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in asked.choice))
+        case "calls":
+            return LLMatcher.grammar_from_lark(calls_grammar(_calls(asked), added, _embedded))
+    return LLMatcher.grammar_from_lark(_checked_grammar(asked.grammar or ""))
+
+
+def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    matcher.compute_bitmask()  # what cannot begin, such as a schema that is only itself, becomes an error
+    return matcher
+
+
+def on_deep_stack(work: Callable[[], Result]) -> Result:
+    """Do work in a thread where a long chain of `$ref`s does not end the process. There is one: pieces wait for it."""
+    with _STARTING:
+        thread = _deep_thread()
+    return thread.submit(work).result()
+
+
+@cache
+def _deep_thread() -> ThreadPoolExecutor:
+    """Start the thread, once in a process: the size is that of all threads that are started meanwhile."""
     before = threading.stack_size(_STACK)
     try:
-        thread = threading.Thread(target=work, name="grammar")
-        thread.start()
+        thread = ThreadPoolExecutor(1, "grammar")
+        thread.submit(int).result()
     finally:
         threading.stack_size(before)
-    thread.join()
-    return found[0]
+    return thread
 
 
 def _refused_place(schema: Any, reason: str) -> Place:
@@ -132,8 +201,8 @@ def _embedded(schema: str) -> str:
     return json.dumps((checked if isinstance(checked, dict) else {"anyOf": [checked]}) | {"x-guidance": _STYLE})
 
 
-def _alone(schema: str, tokenizer: LLTokenizer) -> str:
-    compiled(StructuredOutputs(json=schema), tokenizer, {})
+def _alone(schema: str, vocabulary: int) -> str:
+    _tried(StructuredOutputs(json=schema), {}, vocabulary)
     return schema
 
 
@@ -148,7 +217,7 @@ def _reason(message: str) -> str:
     """Return what llguidance's message, of several lines with a drawing, says is wrong."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines[0].startswith("panic") or "too big" in lines[0] or lines[0] == "schema too large":
-        return "it becomes too large when it is compiled: make it smaller"
+        return _TOO_LARGE
     if lines[0].startswith("NoExtension"):
         return "no output can begin: look for a part that only refers to itself"
     if lines[0].startswith("Unable to determine if regex is empty"):
