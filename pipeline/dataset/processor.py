@@ -33,7 +33,7 @@ from pipeline.generate.staging import refuse_schema_of_table
 from pipeline.io.listing import PromptSource
 from pipeline.io.reading import Chunk, UnreadableValueError
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
-from pipeline.settings import RowImagesConfig, LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig
+from pipeline.settings import LimitsConfig, LoadingConfig, ReadingConfig, ResourcesConfig, RowImagesConfig
 
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 Settings = TypeVar("Settings")

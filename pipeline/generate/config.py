@@ -20,11 +20,11 @@ from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.learning.config import LearningConfig
 from pipeline.settings import (
-    RowImagesConfig,
     LimitsConfig,
     LoadingConfig,
     ReadingConfig,
     ResourcesConfig,
+    RowImagesConfig,
     WritingConfig,
 )
 

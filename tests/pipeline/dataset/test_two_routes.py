@@ -24,7 +24,7 @@ from pipeline.generate.row_images import ImageReading, folders_of
 from pipeline.generate.row_requests import PromptSettings, encoder_of, make_requests
 from pipeline.io.listing import PromptSource
 from pipeline.io.prompts import read_prompts
-from pipeline.settings import RowImagesConfig, ReadingConfig
+from pipeline.settings import ReadingConfig, RowImagesConfig
 from tests.support.images import CONFIGS, picture, processor_of
 from tests.support.staging import read_parts, staged_input
 

@@ -29,7 +29,7 @@ from pipeline.io.files import locate
 from pipeline.io.listing import BATCH, PromptSource, list_input
 from pipeline.io.parts import StagedInput, pack, unpack
 from pipeline.io.prompts import prompt_columns, read_prompts
-from pipeline.settings import RowImagesConfig, ReadingConfig
+from pipeline.settings import ReadingConfig, RowImagesConfig
 from tests.pipeline.conftest import write_jsonl
 from tests.support.images import CONFIGS, asked, picture, processor_of
 from tests.support.staging import read_parts, staged_input
