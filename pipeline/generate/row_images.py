@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
@@ -23,7 +24,7 @@ from drafter.images.opening import ImageLimits, image_digest, is_data, open_imag
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
-from pipeline.io.files import in_parallel
+from pipeline.io.files import in_parallel, locate
 from pipeline.io.listing import PromptSource
 from pipeline.io.named_files import (
     NamedFolder,
@@ -143,6 +144,9 @@ def image_reading(processor: ImageProcessor, config: RowImagesConfig, input: str
     Raises:
         InputError: The processor cannot take any, or a folder cannot be opened.
     """
+    for folder in config.folders:
+        if not scheme_of(folder) and locate(folder).type != fs.FileType.Directory:
+            raise InputError(f"images.folders: there is no folder {folder}")
     has_template = processor.tokenizer.chat_template is not None
     asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
