@@ -285,8 +285,9 @@ def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:
     for part in staged.parts:
         if part.name not in gone:
             table = staged.file(part).read_parquet([IMAGES, IMAGE_STATES])
-            lists = (column.combine_chunks().flatten().to_pylist() for column in table.columns)
-            before |= {one for one in zip(*lists, strict=True) if one[0] is not None}
+            found = [table[name].combine_chunks().flatten().to_pylist() for name in table.column_names]
+            addresses, states = found if len(found) == 2 else (found[0], [None] * len(found[0]))  # an earlier release
+            before |= {one for one in zip(addresses, states, strict=True) if one[0] is not None and not is_data(one[0])}
     addresses = sorted({address for address, _ in before})
     now = list(zip(addresses, in_parallel(reading.state, addresses), strict=True))
     return None if before == set(now) else hashlib.blake2b(json.dumps(now).encode(), digest_size=16).hexdigest()
