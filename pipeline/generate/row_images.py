@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
@@ -31,7 +32,7 @@ from drafter.images.opening import (
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
-from pipeline.io.files import in_parallel
+from pipeline.io.files import in_parallel, locate
 from pipeline.io.listing import PromptSource
 from pipeline.io.named_files import (
     NamedFolder,
@@ -151,6 +152,9 @@ def image_reading(processor: ImageProcessor, config: RowImagesConfig, input: str
     Raises:
         InputError: The processor cannot take any, or a folder cannot be opened.
     """
+    for folder in config.folders:
+        if not scheme_of(folder) and locate(folder).type != fs.FileType.Directory:
+            raise InputError(f"images.folders: there is no folder {folder}")
     has_template = processor.tokenizer.chat_template is not None
     asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
@@ -292,8 +296,9 @@ def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:
     for part in staged.parts:
         if part.name not in gone:
             table = staged.file(part).read_parquet([IMAGES, IMAGE_STATES])
-            lists = (column.combine_chunks().flatten().to_pylist() for column in table.columns)
-            before |= {one for one in zip(*lists, strict=True) if one[0] is not None}
+            found = [table[name].combine_chunks().flatten().to_pylist() for name in table.column_names]
+            addresses, states = found if len(found) == 2 else (found[0], [None] * len(found[0]))  # an earlier release
+            before |= {one for one in zip(addresses, states, strict=True) if one[0] is not None and not is_data(one[0])}
     addresses = sorted({address for address, _ in before})
     now = list(zip(addresses, in_parallel(reading.state, addresses), strict=True))
     return None if before == set(now) else hashlib.blake2b(json.dumps(now).encode(), digest_size=16).hexdigest()

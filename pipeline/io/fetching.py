@@ -70,8 +70,6 @@ def _allowed(address: str, hosts: Collection[str]) -> SplitResult:
         raise RequestError(f"{shown(address)} is no address: {one_line(error)}") from error
     if url.scheme not in _PORTS or not host:
         raise RequestError(f"{shown(address)} is no address of http or https")
-    if url.username is not None or url.password is not None:
-        raise RequestError("an address of an image has no user or password")
     if not address.isascii() or any(one <= " " for one in address):
         raise RequestError(
             f"{shown(address)} is no address: spaces, and letters that are not ASCII, have codes such as %20"
@@ -81,6 +79,8 @@ def _allowed(address: str, hosts: Collection[str]) -> SplitResult:
     named = own if port in (None, usual) else with_port
     if named not in hosts and with_port not in hosts:
         raise RequestError(f"the host {shown(named)} is not among those from which images are fetched")
+    if url.username is not None or url.password is not None:
+        raise RequestError("an address of an image has no user or password")
     return url
 
 

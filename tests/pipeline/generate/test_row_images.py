@@ -265,15 +265,19 @@ def test_an_image_that_changes_meanwhile_is_an_error(seeing: Path, pictures: Pat
     assert changed_images(staged, reading) is not None
 
 
-@pytest.mark.parametrize("change", ["replaced", "same size and time", "gone", "there at last"])
+@pytest.mark.parametrize("change", ["replaced", "same size and time", "gone", "there at last", "allowed at last"])
 def test_images_that_rows_name_are_known_by_their_files(pictures: Path, tmp_path: Path, change: str) -> None:
-    names = ["pictures/red.png", "pictures/late.png", data_uri(RED), "https://a.test/a.png"]
+    names = ["pictures/red.png", "pictures/late.png", "../out.png", data_uri(RED), "https://a.test/a.png"]
     source = write_jsonl(tmp_path / "in" / "rows.jsonl", [{"prompt": "What?", "picture": one} for one in names])
     reading, file = reading_of(source), pictures / "red.png"
+    (tmp_path / "out.png").write_bytes(png(RED))
     staged = staged_input(source, tmp_path / "staged", 3, reading, images_column="picture")
     assert changed_images(staged, reading) is None
     if change == "gone":
         file.unlink()
+    elif change == "allowed at last":
+        allowed = RowImagesConfig(folders=[str(tmp_path)])
+        reading = ImageReading(LIMITS, *folders_of(allowed, str(source)))
     elif change == "there at last":
         (pictures / "late.png").write_bytes(png(BLUE))
     else:
