@@ -1,4 +1,4 @@
-"""Texts of a grammar that contain an added token's text, or what a normaliser changes: their bytes, by ordinary tokens."""
+"""Texts of a grammar that hold an added token's text, or what a normaliser changes: their bytes, by ordinary tokens."""
 
 from __future__ import annotations
 
