@@ -38,8 +38,8 @@ TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at o
 _STACK = 512 << 20
 """Bytes of address space: llguidance follows `$ref`s by recursion without a bound, 27 kB for each."""
 _STARTING = threading.Lock()
-_BOUNDS = Bounds(memory=_STACK + (384 << 20), seconds=2.0)
-"""The address space has 128 MiB that a thread's allocator only reserves. The largest that compile need a third."""
+_BOUNDS = Bounds(memory=_STACK + (256 << 20), seconds=2.0)
+"""A thread's allocator reserves 128 MiB of the address space. Of the rest, the largest that compile take a third."""
 _TOO_LARGE = "it becomes too large when it is compiled: make it smaller"
 _STYLE: Any = {
     "whitespace_flexible": False,
@@ -89,9 +89,7 @@ def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) 
     """Return the grammar of an output, which llguidance can compile, or raise `RequestError`."""
     schema = _read(asked.json) if asked.kind == "json" else None
     grammar = _grammar(asked, schema, added)
-    tokenizer = _bytes(tuple(added.items()), vocabulary)
-
-    matcher = _begun(grammar, tokenizer)
+    matcher = _begun(grammar, _bytes(tuple(added.items()), vocabulary))
     if not matcher.is_error():
         if len(matcher.compute_ff_bytes()) <= MOST_FORCED:
             return grammar

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import llguidance.hf
@@ -12,6 +13,8 @@ from llguidance import LLTokenizer
 
 from drafter.errors import RequestError, first_line
 
+# A tokeniser of Hugging Face keeps the tokens of the first 10,000 words that it sees. These are none of any request, which
+# others could tell by the time that theirs take.
 _WINDOW, _OPEN = 1000, 8
 """Characters of a text that are tokenised at a time, and tokens at their end that what follows might change."""
 
@@ -43,6 +46,8 @@ class Spelling:
             raise RequestError(
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
+        for word in product("abcdefghij", repeat=4):
+            plain.tokenize_str("".join(word))
         self._plain, self._eos, self.eos_token_id = plain, sorted(eos), min(eos)
         self._special = {token for token in range(vocabulary) if plain.is_special_token(token)}
         added = tokenizer.added_tokens_decoder.items()

@@ -196,7 +196,8 @@ def test_more_than_may_be_forced_at_once_ends_that_output_alone() -> None:
         assert "leaves no choice for more than 16,384 bytes" in str(guide.problem)
         guide.rewind(1)
         assert guide.problem is None
-    assert guide.consume(short) and guide.consume(eos())
+    assert guide.consume(short)
+    assert guide.consume(eos())
 
 
 @pytest.mark.parametrize("asked", [{"json": SCHEMA}, {"json_object": True}, {"choice": ["a", "b"]}])
