@@ -13,8 +13,6 @@ from llguidance import LLTokenizer
 
 from drafter.errors import RequestError, first_line
 
-# A tokeniser of Hugging Face keeps the tokens of the first 10,000 words that it sees. These are none of any request, which
-# others could tell by the time that theirs take.
 _WINDOW, _OPEN = 1000, 8
 """Characters of a text that are tokenised at a time, and tokens at their end that what follows might change."""
 
@@ -46,6 +44,8 @@ class Spelling:
             raise RequestError(
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
+        # It keeps the tokens of the first 10,000 words that it sees. A request's own would save time for other ones,
+        # which could tell by that what it has asked for.
         for word in product("abcdefghij", repeat=4):
             plain.tokenize_str("".join(word))
         self._plain, self._eos, self.eos_token_id = plain, sorted(eos), min(eos)
