@@ -210,6 +210,13 @@ def test_a_grammar_that_many_threads_ask_for_is_compiled_once_and_holds_up_no_ot
 
 DOUBLED = "\n".join(["start: a0", *(f"a{one}: a{one + 1} a{one + 1}" for one in range(20)), f'a20: "{"x" * 8000}"'])
 """A grammar of a few thousand characters, which forces a text of gigabytes."""
+HIDDEN = {"grammar": DOUBLED.replace("start: a0", 'start: /[0-9]+/ "," ("x" | "y" a0)')}
+TOO_LONG: list[dict[str, Any]] = [
+    HIDDEN,
+    {"choice": ["a" + "x" * 20_000, "b"]},
+    {"regex": "(yes|no)" + "x" * 20_000},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"const": ["x" * 100] * 200}}}},
+]
 _EITHER = [{"anyOf": [{"type": "object", "required": [f"{name}{one}"]} for name in "ab"]} for one in range(12)]
 SLOW = {"type": "object", "properties": {f"q{place}": {"allOf": _EITHER} for place in range(60)}}
 """A schema that is refused after many seconds, as its places are tried."""
@@ -227,6 +234,12 @@ def test_what_takes_too_much_memory_or_time_ends_in_another_process() -> None:
     assert walk(made.guide(StructuredOutputs(**small), []), tokenizer(), Random(0)) in ("a", "b")
     assert _resident() - before < 64 << 20
     assert process_time() - begun < 1.0
+
+
+@pytest.mark.parametrize("asked", TOO_LONG)
+def test_a_long_text_is_refused_also_behind_a_choice(asked: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"cannot be used: it (leaves no choice for more than|becomes too large)"):
+        shared().guide(StructuredOutputs(**asked), [])
 
 
 def _resident() -> int:
