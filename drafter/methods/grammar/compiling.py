@@ -40,7 +40,6 @@ _STACK = 512 << 20
 _STARTING = threading.Lock()
 _BOUNDS = Bounds(memory=_STACK + (256 << 20), seconds=2.0)
 """A thread's allocator reserves 128 MiB of the address space. Of the rest, the largest that compile take a third."""
-_TOO_LARGE = "it becomes too large when it is compiled: make it smaller"
 _STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -70,7 +69,8 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
     try:
         grammar: str = trials().run(asked, dict(added), tokenizer.vocab_size, bounds=_BOUNDS)
     except BoundError as error:
-        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_TOO_LARGE}") from error
+        why = f"{error} when it is compiled: make it smaller"
+        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {why}") from error
     matcher = on_deep_stack(lambda: _begun(grammar, tokenizer))
     if matcher.is_error():
         raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_reason(matcher.get_error())}")
@@ -249,7 +249,7 @@ def _reason(message: str) -> str:
     """Return what llguidance's message, of several lines with a drawing, says is wrong."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines[0].startswith("panic") or "too big" in lines[0] or lines[0] == "schema too large":
-        return _TOO_LARGE
+        return "it becomes too large when it is compiled: make it smaller"
     if lines[0].startswith("NoExtension"):
         return "no output can begin: look for a part that only refers to itself"
     if lines[0].startswith("Unable to determine if regex is empty"):
