@@ -223,7 +223,7 @@ SLOW = {"type": "object", "properties": {f"q{place}": {"allOf": _EITHER} for pla
 
 
 def test_what_takes_too_much_memory_or_time_ends_in_another_process() -> None:
-    """And what is small is compiled meanwhile, by the same threads that ask for many such."""
+    """And what is small is compiled after it as ever."""
     made, small = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id]), {"choice": ("a", "b")}
     before, begun = _resident(), process_time()
     with patch.object(compiling, "_BOUNDS", Bounds(compiling._BOUNDS.memory, 0.0)):
