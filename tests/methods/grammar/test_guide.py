@@ -140,7 +140,7 @@ def test_what_may_follow_depends_on_nothing_but_the_output(random: Any, kind: st
     asked = {
         "a record": StructuredOutputs(json=SCHEMA),
         "a long text": StructuredOutputs(regex=f"[ab]{LONG}[0-9]"),
-        "long texts": StructuredOutputs(choice=[LONG + "x", "b", LONG[:300] + "y"]),
+        "long texts": StructuredOutputs(choice=(LONG + "x", "b", LONG[:300] + "y")),
     }[kind]
     grammars = shared()
     guide, output = grammars.guide(asked, []), list[int]()
@@ -163,7 +163,7 @@ def test_what_may_follow_depends_on_nothing_but_the_output(random: Any, kind: st
 
 
 def test_a_forced_text_is_tokenised_once_however_many_drafts_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = StructuredOutputs(choice=[LONG])
+    asked = StructuredOutputs(choice=(LONG,))
     guide = shared().guide(asked, [])
     tokenised: list[int] = []
     call = Spelling.__call__
