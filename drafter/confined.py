@@ -28,6 +28,7 @@ from drafter.errors import one_line
 _PAUSES = 5.0
 """A piece of work may take this many times its processor time, and `_START_SECONDS`: the machine may be busy."""
 _START_SECONDS = 300.0
+_LONGEST_SECONDS = 86_400.0
 _LAST_SECONDS = 2.0
 _KEPT = 64 << 20
 """A worker that holds more than so many bytes after its work ends."""
@@ -98,6 +99,7 @@ class Confined:
         self.start()
         with self._lock:
             assert self._prepared is not None
+            self._idle = [one for one in self._idle if not one.gone]
             worker = self._idle.pop() if self._idle else _Worker(self._prepared)
             self._busy.add(worker)
         begun, reply = time.monotonic(), None
@@ -174,6 +176,11 @@ class _Worker:
             socket.send_fds(prepared.control, [b"new"], [theirs.fileno()])
         self._connection = Connection(os.dup(self._socket.fileno()))
 
+    @property
+    def gone(self) -> bool:
+        """True if it has ended while it had nothing to do."""
+        return self._connection.poll(0)
+
     def do(self, arguments: Any, bounds: Bounds) -> _Reply:
         what = "it needs a process that cannot be started"
         try:
@@ -182,7 +189,7 @@ class _Worker:
                 self._number = self._connection.recv_bytes()
             what = f"it takes more than {bounds.seconds:g} seconds, or ends the process that does it"
             _send(self._connection, (arguments, bounds))
-            self._wait(_PAUSES * bounds.seconds + _START_SECONDS)
+            self._wait(min(_PAUSES * bounds.seconds + _START_SECONDS, _LONGEST_SECONDS))
             reply: _Reply = _receive(self._connection)
         except (EOFError, OSError) as error:
             raise BoundError("it was stopped" if self._ended else what) from error
@@ -293,8 +300,8 @@ def _that_travels(error: Exception) -> Exception:
 def _send(connection: Connection, value: Any) -> None:
     """Send a value; arrays in it are not copied."""
     buffers: list[pickle.PickleBuffer] = []
-    frame = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    parts = [frame, *(buffer.raw() for buffer in buffers)]
+    parts: list[bytes | memoryview] = [pickle.dumps(value, 5, buffer_callback=buffers.append)]
+    parts += [buffer.raw() for buffer in buffers]
     connection.send_bytes(pickle.dumps([len(part) for part in parts]))
     for part in parts:
         connection.send_bytes(part)

@@ -111,8 +111,8 @@ class ImagesConfig:
             none. Addresses that are not public are refused in any case, after redirects, too.
         folders: Folders whose images rows may name beside those of the input's own folder, or bucket: paths, or URIs
             such as s3://bucket/pictures.
-        bytes: Largest file, in bytes.
-        pixels: Most pixels of an image.
+        bytes: Most bytes of the files of a prompt's images, all together.
+        pixels: Most pixels of a prompt's images, all together. Memory and time for these follow from it.
         most: Most images of a prompt.
     """
 

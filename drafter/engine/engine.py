@@ -179,6 +179,7 @@ class Engine:
         for sequence in [*self.scheduler.clear(), *self.scheduler.waiting.close(failure)]:
             if not sequence.ended:
                 sequence.handle.future.set_exception(failure)
+        self._reader.leave()
 
     # ---- the loop
 
@@ -194,6 +195,7 @@ class Engine:
         try:
             for sequence in self.scheduler.take_unwanted(time.monotonic()):
                 sequence.fail_unwanted()
+            self._reader.leave()
             self._park()
             self._share_slots()
             self._admit()
@@ -378,7 +380,7 @@ class Engine:
             self._version = renewal.version
             for member in renewal.members:
                 self.budget.renewed(member)
-        self._prefilled_before = self._counts["prefilled_tokens"]
+        self._prefilled_before, self._looks_before = self._counts["prefilled_tokens"], self._reader.looks
 
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
@@ -392,7 +394,8 @@ class Engine:
             self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
-        read = self._counts["prefilled_tokens"] - self._prefilled_before
+        looks = self._reader.looks - self._looks_before
+        read = self._counts["prefilled_tokens"] - self._prefilled_before + looks * self.scheduler.chunk
         return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _prefill(self) -> None:

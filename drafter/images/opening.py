@@ -51,12 +51,12 @@ class ImageLimits:
 
     Args:
         bytes: Most bytes of the files of all images together.
-        pixels: Most pixels of all images together. Each takes about 10 bytes while a prompt is made of them.
+        pixels: Most pixels of all images together. Each takes up to 14 bytes while a prompt is made of them.
         images: Most images of a prompt.
     """
 
     bytes: int = 32 << 20
-    pixels: int = 32 << 20  # as many as a film in 8K has, and a few
+    pixels: int = 24 << 20  # a photograph of most cameras
     images: int = 32
 
 
@@ -119,7 +119,7 @@ def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.
             pixels += opened[-1].width * opened[-1].height
             if pixels > limits.pixels:
                 so_far = f"up to this one the prompt's images have {pixels:,} pixels"
-                raise RequestError(f"{so_far}, and {limits.pixels:,} are the limit")
+                raise RequestError(f"{so_far}, and {limits.pixels:,} are the limit: give fewer or smaller ones")
     upright = []
     for one in given:
         with _named_errors(one.name):
@@ -205,7 +205,7 @@ def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Ima
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(refuse_large(source, limits.bytes))
     if isinstance(source, Image.Image):
-        return source
+        return _within(source, limits)
     if isinstance(source, list | tuple) or hasattr(source, "__array__"):
         return _of_pixels(source, limits)
     raise RequestError(f"it must be a path, a data: URI, bytes, an image of Pillow or an array, not {shown(source)}")
@@ -273,7 +273,7 @@ def _of_lists(source: Sequence[Any], limits: ImageLimits) -> npt.NDArray[Any]:
     pixels: npt.NDArray[Any] = np.array(source, dtype=object)
     if pixels.size > 4 * limits.pixels:
         raise RequestError(f"it has more than {limits.pixels:,} pixels, the limit")
-    kinds = {type(one) for one in pixels.flat}
+    kinds = {type(one) for one in pixels.ravel()}
     if any(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
         raise RequestError("its rows are not of one length")
     if strange := sorted(kind.__name__ for kind in kinds if not issubclass(kind, int | np.integer) or kind is bool):

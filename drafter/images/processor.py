@@ -36,8 +36,8 @@ _VIDEOS = "video_processor"
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 """Names by which models take the kind of each token, an image's or not."""
 _USUAL = ImageLimits()
-_MEMORY, _PIXEL_MEMORY = 128 << 20, 10
-"""Bytes in which a prompt is made of images, and those for each pixel that they may have: three copies of an image, of
+_MEMORY, _PIXEL_MEMORY = 128 << 20, 14
+"""Bytes in which a prompt is made of images, and those for each pixel that they may have: four copies of an image, of
 3 or 4 bytes a pixel, are there at the same time, or what the processor makes of many small ones."""
 _SECONDS, _PIXELS_PER_SECOND = 10.0, 4e6
 """Likewise of processor time."""

@@ -221,9 +221,12 @@ def images_of(value: Any) -> list[Any]:
 
 
 def _dimensions(value: Any) -> int:
-    if isinstance(value, list):
-        return 1 + (_dimensions(value[0]) if value and isinstance(value[0], list) else 0)
-    return int(value.ndim)
+    if not isinstance(value, list):
+        return int(value.ndim)
+    count = 1
+    while value and isinstance(value[0], list):
+        value, count = value[0], count + 1
+    return count
 
 
 @dataclass(frozen=True)

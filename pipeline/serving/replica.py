@@ -122,13 +122,10 @@ class Answers:
         special_tokens: bool = False,
     ) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
-        self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
+        processor = lm.processor if lm.base.sight is not None else None
+        self._images = ChatImages(images or ImagesConfig(), processor)
         self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
         self._compiling = LargeWork(lm.engine.guides.spent, lm.engine.guides.stop)
-        self._looking = LargeWork()
-        if lm.processor is not None and (confined := lm.processor.confined) is not None:
-            confined.start()  # which takes seconds: no request waits for it
-            self._looking = LargeWork(lambda: time.thread_time() + confined.seconds, confined.stop)
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
@@ -162,6 +159,7 @@ class Answers:
         """Answer a request: yield a failure, or the parts of a stream's events or of a JSON body."""
         handles: list[Handle] = []
         sent = False
+        requests: list[Request] = []
         request = call.request
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
@@ -192,6 +190,7 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
+            await self._images.forget(call.client, requests)
 
     def _marks(self, prompt: Sequence[int]) -> ReasoningMarks | None:
         """Return the marks of the reasoning that may come after a prompt; None for none."""
@@ -202,17 +201,22 @@ class Answers:
 
     async def _encoded(self, call: Call) -> list[Request]:
         """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""
-        images = await self._images.fetched(call.request.images)
+        images = await self._images.fetched(call.request.images, call.client)
         make = partial(self._requests, call, images)
         if images:
-            requests = await self._looking.run(call.client, make)
+            requests = await self._images.run(call.client, make)
         elif _characters(call.request.prompts) > _LARGE_PROMPT:
             requests = await self._large_work.run(call.client, make)
         else:
             requests = await asyncio.to_thread(make)
         asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
-        if asked is not None and not guides.ready(asked, call.client):
-            await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids, call.client))
+        try:
+            if asked is not None and not guides.ready(asked, call.client):
+                prompt = requests[0].prompt_ids
+                await self._compiling.run(call.client, partial(guides.guide, asked, prompt, call.client))
+        except BaseException:
+            await self._images.forget(call.client, requests)
+            raise
         return requests
 
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:

@@ -90,6 +90,14 @@ def test_work_is_stopped_and_several_pieces_are_done_at_once(confined: Confined)
     assert confined.run("add", bounds=ROOMY)[0] == 7
 
 
+def test_a_worker_that_has_died_since_is_nobodys_loss(confined: Confined) -> None:
+    _, worker = confined.run("add", bounds=ROOMY)
+    os.kill(worker, signal.SIGKILL)
+    while not confined._idle[0].gone:
+        pass
+    assert confined.run("add", bounds=ROOMY)[1] != worker
+
+
 def test_a_process_that_has_died_is_replaced_and_a_failure_to_prepare_is_said() -> None:
     confined = Confined(prepared, 1)
     assert confined.run("add", bounds=ROOMY)[0] == 1

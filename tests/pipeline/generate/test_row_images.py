@@ -225,6 +225,8 @@ def test_a_broken_image_costs_its_row_alone(seeing: Path, pictures: Path, tmp_pa
         "http://pictures.test/a.png": "host 'pictures.test' is not among",
         "data:text/html;base64,AAAA": "'text/html'",
         "pictures/\0.png": "'.*0.png': it cannot be read: .*null",
+        data_uri(Image.new("L", (1, 300))): "1 × 300 pixels, and may be 200 times as long",
+        data_uri(Image.new("L", (400, 300))): "120,000 pixels|400 × 300 pixels, and 100,000",
         "../out.png": "'.*out.png': it is not in the input's folder",
     }
     rows: list[Any] = [
