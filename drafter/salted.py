@@ -38,7 +38,7 @@ def salted_cache(most: int) -> Callable[[Callable[Arguments, Result]], Callable[
 
         @wraps(function)
         def found(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-            return kept(_SALT.get(), *arguments, **named)
+            return kept(_SALT.get(), *arguments, **named)  # type: ignore[arg-type]
 
         return found
 

@@ -20,7 +20,7 @@ from drafter.errors import RequestError, one_line
 from drafter.salted import salted_cache
 from drafter.text.conversation import TURN, Conversation, Messages
 from drafter.text.sandbox import bounded_template
-from drafter.text.tokenizers import longest_token, refuse_endless, refuse_panics, tokenise
+from drafter.text.tokenizers import forget_words, longest_token, refuse_endless, refuse_panics, tokenise
 
 _WORDS = re.compile(r"[\w.:/ +-]*")  # a name, a number or a kind, which a template may compare and cannot be a token
 _NO_WORD = re.compile(r"[^\w\s/]", re.ASCII)
@@ -289,6 +289,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestErro
             spelling = _spelling(tokenizer, chat.template)
             with _SPELLING, refuse_panics():
                 ids = list(_render(spelling, chat.template, chat.arguments, chat.now, **settings))
+                forget_words(spelling)
     except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
         return refusal

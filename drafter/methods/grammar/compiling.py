@@ -17,7 +17,7 @@ from drafter.confined import BoundError, Bounds, Confined
 from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
-from drafter.methods.grammar.schemas import Place, checked_schema, places, pointer, refusal
+from drafter.methods.grammar.schemas import Place, checked_schema, mapped, places, pointer, refusal
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
 Result = TypeVar("Result")
@@ -38,9 +38,8 @@ TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at o
 _STACK = 512 << 20
 """Bytes of address space: llguidance follows `$ref`s by recursion without a bound, 27 kB for each."""
 _STARTING = threading.Lock()
-_BOUNDS = Bounds(memory=_STACK + (384 << 20), seconds=2.0)
-"""The address space has 128 MiB that a thread's allocator only reserves. The largest that compile need a third."""
-_TOO_LARGE = "it becomes too large when it is compiled: make it smaller"
+_BOUNDS = Bounds(memory=_STACK + (256 << 20), seconds=2.0)
+"""A thread's allocator reserves 128 MiB of the address space. Of the rest, the largest that compile take a third."""
 _STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -49,6 +48,8 @@ _STYLE: Any = {
 }
 """JSON on one line, as `json.dumps` writes it: free spacing would be a choice at every comma, and endless for some
 models. Without escapes by number, under which a property's name could be written a second time as another one."""
+_STEPS, _BRANCHES, _CLOSING = 8, 24, b'",]}'
+"""Choices in which a trial looks for long forced texts, bytes that it tries at each, and those that it prefers."""
 _MOST_TRIES = 200
 """Places of a schema that are compiled alone to find which one is refused."""
 
@@ -68,7 +69,8 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
     try:
         grammar: str = trials().run(asked, dict(added), tokenizer.vocab_size, bounds=_BOUNDS)
     except BoundError as error:
-        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_TOO_LARGE}") from error
+        why = f"{error} when it is compiled: make it smaller"
+        raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {why}") from error
     matcher = on_deep_stack(lambda: _begun(grammar, tokenizer))
     if matcher.is_error():
         raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_reason(matcher.get_error())}")
@@ -89,11 +91,10 @@ def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) 
     """Return the grammar of an output, which llguidance can compile, or raise `RequestError`."""
     schema = _read(asked.json) if asked.kind == "json" else None
     grammar = _grammar(asked, schema, added)
-    tokenizer = _bytes(tuple(added.items()), vocabulary)
-
-    matcher = _begun(grammar, tokenizer)
+    matcher = _begun(grammar, _bytes(tuple(added.items()), vocabulary))
     if not matcher.is_error():
-        if len(matcher.compute_ff_bytes()) <= MOST_FORCED:
+        texts = [*asked.choice, *_constants(schema)]
+        if max([_most_forced(matcher, vocabulary), *(len(text.encode()) for text in texts)]) <= MOST_FORCED:
             return grammar
         raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {TOO_MUCH_FORCED}")
     reason = _reason(matcher.get_error())
@@ -102,6 +103,37 @@ def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) 
     if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
         calls_grammar(_calls(asked), added, partial(_alone, vocabulary=vocabulary))
     raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
+
+
+def _constants(schema: Any) -> list[str]:
+    """Return the texts of a schema that stand in an output as they are."""
+    if not isinstance(schema, dict):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    found = [json.dumps(one, ensure_ascii=False) for one in values] + list(schema.get("properties", ()))
+    mapped(schema, lambda _, inner: found.extend(_constants(inner)))
+    return found
+
+
+def _most_forced(matcher: LLMatcher, first: int) -> int:
+    """Return the most bytes that are forced at once, as far as a few steps tell; `first` is the token of byte 0.
+
+    A grammar may hide gigabytes behind a choice. Each step looks at several, and goes where the most are forced.
+    """
+    most = 0
+    for _ in range(_STEPS):
+        most = max(most, len(matcher.compute_ff_bytes()))
+        matcher.consume_tokens(matcher.compute_ff_tokens())
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little") >> first
+        found = []
+        for byte in [one for one in range(256) if allowed >> one & 1][:_BRANCHES]:
+            after = matcher.deep_copy()
+            if after.consume_token(first + byte):
+                found.append((len(after.compute_ff_bytes()), byte in _CLOSING, byte, after))
+        if most > MOST_FORCED or not found:
+            break
+        *_, matcher = max(found)  # the last but one of each is another byte
+    return most
 
 
 class _Bytes:
@@ -217,7 +249,7 @@ def _reason(message: str) -> str:
     """Return what llguidance's message, of several lines with a drawing, says is wrong."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines[0].startswith("panic") or "too big" in lines[0] or lines[0] == "schema too large":
-        return _TOO_LARGE
+        return "it becomes too large when it is compiled: make it smaller"
     if lines[0].startswith("NoExtension"):
         return "no output can begin: look for a part that only refers to itself"
     if lines[0].startswith("Unable to determine if regex is empty"):

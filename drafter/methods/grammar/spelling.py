@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import llguidance.hf
@@ -43,6 +44,10 @@ class Spelling:
             raise RequestError(
                 f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
             ) from error
+        # It keeps the tokens of the first 10,000 words that it sees. A request's own would save time for other ones,
+        # which could tell by that what it has asked for.
+        for word in product("abcdefghij", repeat=4):
+            plain.tokenize_str("".join(word))
         self._plain, self._eos, self.eos_token_id = plain, sorted(eos), min(eos)
         self._special = {token for token in range(vocabulary) if plain.is_special_token(token)}
         added = tokenizer.added_tokens_decoder.items()

@@ -1,4 +1,4 @@
-"""Texts of a grammar that hold an added token's text, or what a normaliser changes: their bytes, by ordinary tokens."""
+"""Texts that contain an added token's text, or what a normaliser changes: their bytes, by ordinary tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_a_grammar_allows_is_written_as_it_is_by_ordinary_tokens(
     )
     assert outputs is not None
     tokens = written(grammars.guide(outputs, []), tokenizer, seed)
-    allowed = {"const": [f'"{one}"' for one in texts], "name": ['{"%s": 1}' % texts[0]]}.get(asked, texts)
+    allowed = {"const": [f'"{one}"' for one in texts], "name": [f'{{"{texts[0]}": 1}}']}.get(asked, texts)
     assert {*tokenizer.convert_tokens_to_ids([*SPECIAL, "<b>"])}.isdisjoint(tokens)
     assert grammars._tokenizer.decode_bytes(tokens) in [text.encode() for text in allowed]
 
