@@ -110,7 +110,7 @@ def outputs(drafter: str, requests: list[Request], length: int = 256) -> list[Ge
 
 def test_texts_longer_than_what_is_worked_out_at_once_are_the_same_with_every_drafter() -> None:
     long = "Anna has five apples. " * 60
-    regex, choice = f"{long}[0-9]{{3}}", [long + "x", long + "y", "n"]
+    regex, choice = f"{long}[0-9]{{3}}", [long + "x", long + "y"]
     asked: list[Any] = [{"choice": choice}, {"regex": regex}, {"json": {"const": long}}]
     requests = [
         Request([5, 6], SamplingParams(max_new_tokens=900, temperature=1.0, seed=4, structured_outputs=one))
