@@ -295,7 +295,7 @@ class Sequence:
             lossless=self.verifier.lossless,
             lenient=self.lenient,
             forced=self.forced,
-            valid=None if self.guide is None else self.guide.ended,
+            valid=None if self.guide is None else self.guide.valid,
             drafter_versions=self.versions,
         )
 

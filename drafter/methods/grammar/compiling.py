@@ -15,7 +15,9 @@ from drafter.calls import Calls
 from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
-from drafter.methods.grammar.schemas import Place, checked_schema, places, pointer, refusal
+from drafter.methods.grammar.endings import ending
+from drafter.methods.grammar.places import Place, places, pointer
+from drafter.methods.grammar.schemas import checked_schema, refusal
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
 LIMITS = LLParserLimits(
@@ -129,6 +131,8 @@ def _read(schema: str) -> Any:
 
 def _embedded(schema: str) -> str:
     checked = _read(schema)
+    if ending(json.loads(schema)) is not None:
+        raise refusal((), "uniqueItems and a fractional multipleOf are not supported in arguments: remove them")
     return json.dumps((checked if isinstance(checked, dict) else {"anyOf": [checked]}) | {"x-guidance": _STYLE})
 
 
@@ -153,6 +157,8 @@ def _reason(message: str) -> str:
         return "no output can begin: look for a part that only refers to itself"
     if lines[0].startswith("Unable to determine if regex is empty"):
         return "what its regular expressions and lengths have in common is too much to compile: use fewer of them"
+    if lines[0] == "Unsatisfiable schema: schema is false":
+        return "nothing is allowed there: look for bounds without a number between them, and for false"
     if errors := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
         expression = re.search(r'invalid regex "(.*?)" \(in regex\)', lines[0])
         return f"{errors[0]}, in the regular expression{f' {expression[1][:80]}' if expression else ''}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from threading import Lock
 from typing import Any
@@ -14,8 +15,11 @@ from llguidance import LLMatcher, LLTokenizer
 from drafter.acceptance.guide import Guide, Guides
 from drafter.errors import RequestError, first_line
 from drafter.methods.grammar.compiling import compiled
+from drafter.methods.grammar.digits import Digits
+from drafter.methods.grammar.endings import ending
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.reasoning import AfterReasoning
+from drafter.methods.grammar.record import RecordGuide
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning
 
@@ -39,14 +43,22 @@ class Grammars(Guides):
         self._added = {
             text: token for text, token in added.items() if token not in eos and self._tokenizer.is_special_token(token)
         }
+        self._digits = Digits(lambda token: self._tokenizer.decode_bytes([token]), vocabulary)
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        guide = GrammarGuide(self._beginning(asked), self._eos)
+        guide: Guide = GrammarGuide(self._beginning(asked), self._eos)
+        if asked.kind in ("json", "json_object"):
+            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked))
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
         if self._reasoning is None or inside is False:
             return guide
         return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
+
+    def _ending(self, asked: StructuredOutputs) -> Callable[[Sequence[int]], bool] | None:
+        """Return what tells of the tokens of a record whether it is valid by what a grammar cannot follow."""
+        holds = ending(json.loads(asked.json or "{}"))
+        return None if holds is None else lambda tokens: holds(self._tokenizer.decode_bytes(list(tokens)).decode())
 
     def _beginning(self, asked: StructuredOutputs) -> LLMatcher:
         """Return a state of its own. All share an automaton, which may grow to its limit and is then of no more use."""
