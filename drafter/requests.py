@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cached_property, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -350,6 +350,15 @@ class Generation:
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
     error: str | None = None  # reason for a missing text
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
+    asked: StructuredOutputs | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The output as what `structured_outputs` ask for: an instance of the type that was given, or the JSON value.
+
+        The text where these ask for no JSON, and None where the output is not valid.
+        """
+        return self.asked.read(self.text) if self.valid and self.asked is not None else None
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -20,6 +20,7 @@ TINIEST = 1e-20
 _LARGEST = 2.0**63 - 1024
 """The largest float that llguidance can hold as an integer."""
 _MOST_STATES = 10_000
+_MOST_DIGITS = 15
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MIRRORED = {
     "minimum": "maximum",
@@ -57,6 +58,9 @@ def parts(schema: Mapping[str, Any], *, whole: bool) -> list[Part]:
     multiple = Fraction(str(schema["multipleOf"])) if "multipleOf" in schema else None
     if whole or (multiple and multiple.denominator == 1):
         return _whole(low, high, multiple)
+    if multiple:  # so that all digits of a multiple have room
+        most = 10.0 ** (_MOST_DIGITS - max(_decimals(multiple)))
+        low, high = max(low, -most), min(high, most)
     found = _from_zero(max(low, TINIEST) if low > 0 else 0.0, high)
     found += [_mirrored(one) for one in _from_zero(max(-high, TINIEST), -low)]
     return found if multiple is None else [one for part in found for one in _multiples(part, multiple)]
@@ -65,7 +69,7 @@ def parts(schema: Mapping[str, Any], *, whole: bool) -> list[Part]:
 def can_follow(multiple: float) -> bool:
     """Return whether multiples of a number can be written."""
     exact = Fraction(str(multiple))
-    return all(_coefficient(exact, places) <= _MOST_STATES for places in _decimals(exact)) and all(
+    return len(_decimals(exact)) <= _MOST_DIGITS and all(_coefficient(exact, places) <= _MOST_STATES for places in _decimals(exact)) and all(
         _as_read(_step(exact, places)) == _shortest(_coefficient(exact, places), places) for places in _decimals(exact)
     )
 
@@ -98,13 +102,11 @@ def _rounded_up(number: float) -> float:
 
 
 def _whole(low: float, high: float, multiple: Fraction | None) -> list[Part]:
-    part: Part = {"type": "integer"} | ({} if multiple is None else {"multipleOf": int(multiple)})
-    low, high = (bound if math.isinf(bound) else min(max(bound, -_LARGEST), _LARGEST) for bound in (low, high))
-    if low > -math.inf:
-        part["minimum"] = math.ceil(low)
-    if high < math.inf:
-        part["maximum"] = math.floor(high)
-    return [part] if math.ceil(max(low, -_LARGEST)) <= math.floor(min(high, _LARGEST)) else []
+    least, most = math.ceil(max(low, -_LARGEST)), math.floor(min(high, _LARGEST))
+    part: Part = {"type": "integer", "minimum": least, "maximum": most}
+    if least > most:
+        return []
+    return [part if multiple is None else {**part, "multipleOf": int(multiple)}]
 
 
 def _from_zero(low: float, high: float) -> list[Part]:

@@ -1,0 +1,94 @@
+"""Python types that say what a record is: classes of Pydantic, dataclasses, typed dictionaries, `list[int]`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from typing import Any, get_origin
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+
+from drafter.errors import RequestError, first_line
+
+logger = logging.getLogger(__name__)
+
+_LOCAL_FORMATS = {"date-time": "date-time-local", "time": "time-local"}
+
+
+class RecordType:
+    """A type, with its schema, and what reads a record as a value of it."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    @classmethod
+    def of(cls, given: Any) -> RecordType | None:
+        """Return what a type or a `TypeAdapter` says of records; None for anything else, such as a schema."""
+        is_type = isinstance(given, type | TypeAdapter) or get_origin(given) is not None
+        return cls(given) if is_type or type(given).__module__ in ("typing", "types") else None
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self._given, "__name__", self._given))
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return self._given if isinstance(self._given, TypeAdapter) else TypeAdapter(self._given)
+
+    def schema(self) -> dict[str, Any]:
+        """Return the type's JSON schema; raise `RequestError` for a type without one."""
+        try:
+            return self._adapter.json_schema(schema_generator=_Schema)
+        except Exception as error:  # Pydantic has many, of types that have no schema
+            raise RequestError(f"structured_outputs.json: {self.name}: {first_line(error)}") from error
+
+    def read(self, text: str) -> Any:
+        """Return a record as a value of the type; raise what the type raises for one that it does not accept."""
+        return self._adapter.validate_json(text)
+
+    def accepts(self, text: str) -> bool:
+        """Return whether the type accepts a record, and say once if it does not, and its schema does."""
+        try:
+            self.read(text)
+        except Exception as error:  # validators of users raise what they like
+            _say_refused(self.name, " ".join(str(error).split())[:300])
+            return False
+        return True
+
+
+@lru_cache(maxsize=256)
+def _say_refused(name: str, why: str) -> None:
+    logger.warning("a record is valid by the schema of %s, which cannot say all, and refused by it: %s", name, why)
+
+
+class _Schema(GenerateJsonSchema):
+    """Schemas that say more of what Pydantic accepts than its own."""
+
+    def datetime_schema(self, schema: Any) -> JsonSchemaValue:
+        return _local(super().datetime_schema(schema), schema)
+
+    def time_schema(self, schema: Any) -> JsonSchemaValue:
+        return _local(super().time_schema(schema), schema)
+
+    def decimal_schema(self, schema: Any) -> JsonSchemaValue:
+        """As a number: the text that Pydantic takes as well has a regular expression with look-around."""
+        return self.float_schema({**schema, "type": "float"})
+
+    def url_schema(self, schema: Any) -> JsonSchemaValue:
+        """With the schemes that the type takes."""
+        schemes, made = schema.get("allowed_schemes"), super().url_schema(schema)
+        return {**made, "pattern": f"^(?:{'|'.join(map(re.escape, schemes))})://"} if schemes else made
+
+    def dict_schema(self, schema: Any) -> JsonSchemaValue:
+        """With the names that are numbers."""
+        made = super().dict_schema(schema)
+        keys = schema.get("keys_schema", {})
+        whole = isinstance(keys, Mapping) and keys.get("type") == "int"
+        return {**made, "propertyNames": {"pattern": "^(?:0|-?[1-9][0-9]{0,17})$"}} if whole else made
+
+
+def _local(made: JsonSchemaValue, schema: Any) -> JsonSchemaValue:
+    return {**made, "format": _LOCAL_FORMATS[made["format"]]} if schema.get("tz_constraint") == "naive" else made
