@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Any, get_origin
+from typing import Any, get_origin, get_type_hints, is_typeddict
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from typing_extensions import NotRequired, TypedDict
 
 from drafter.errors import RequestError, first_line
 
@@ -36,7 +38,7 @@ class RecordType:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
-        return self._given if isinstance(self._given, TypeAdapter) else TypeAdapter(self._given)
+        return self._given if isinstance(self._given, TypeAdapter) else TypeAdapter(_own(self._given))
 
     def schema(self) -> dict[str, Any]:
         """Return the type's JSON schema; raise `RequestError` for a type without one."""
@@ -57,6 +59,15 @@ class RecordType:
             _say_refused(self.name, " ".join(str(error).split())[:300])
             return False
         return True
+
+
+def _own(given: Any) -> Any:
+    """Return a type that Pydantic takes: before Python 3.12, it takes no dictionaries of `typing`."""
+    if not (is_typeddict(given) and sys.version_info < (3, 12)):
+        return given
+    hints = get_type_hints(given)
+    items = {name: hints[name] if name in given.__required_keys__ else NotRequired[hints[name]] for name in hints}
+    return TypedDict(given.__name__, items)  # type: ignore[operator]
 
 
 @lru_cache(maxsize=256)
@@ -80,7 +91,7 @@ class _Schema(GenerateJsonSchema):
     def url_schema(self, schema: Any) -> JsonSchemaValue:
         """With the schemes that the type takes."""
         schemes, made = schema.get("allowed_schemes"), super().url_schema(schema)
-        return {**made, "pattern": f"^(?:{'|'.join(map(re.escape, schemes))})://"} if schemes else made
+        return {**made, "pattern": f"^(?:{'|'.join(map(re.escape, schemes))})://[A-Za-z0-9\\[]"} if schemes else made
 
     def dict_schema(self, schema: Any) -> JsonSchemaValue:
         """With the names that are numbers."""

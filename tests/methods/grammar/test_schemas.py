@@ -59,8 +59,8 @@ def test_the_page_lists_every_refused_keyword_and_every_format() -> None:
     [
         ({"properties": {"age": {"not": {}}}}, "properties.age.not"),
         ({"properties": {"not": {"items": {"if": {}}}}}, "properties.not.items.if"),
-        ({"anyOf": [{}, {"prefixItems": [{"uniqueItems": True}]}]}, "anyOf.1.prefixItems.0.uniqueItems"),
-        ({"$defs": {"a": {"$ref": "#/$defs/b"}}}, "$defs.a.$ref"),
+        ({"anyOf": [{}, {"prefixItems": [{"contains": True}]}]}, "anyOf.1.prefixItems.0.contains"),
+        ({"type": "object", "$defs": {"a": {"$ref": "#/$defs/b"}}}, "$defs.a.$ref"),
         ({"$ref": "#/x", "x": {"type": "string"}}, "$ref"),
         ({"properties": {"a": {"patternProperties": {"a": {"type": "null"}, "b": {"type": "null"}}}}}, "properties.a:"),
         ({"properties": {"a": {"type": "strin"}}}, "properties.a:"),
@@ -90,19 +90,6 @@ def test_one_of_is_written_as_any_of_where_no_value_is_in_two() -> None:
         assert "oneOf" in error_of({"oneOf": overlapping})
     tagged = [{"properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]
     assert "oneOf" in error_of({"oneOf": tagged}), "3 is in both"
-
-
-@pytest.mark.parametrize(
-    ("given", "written"),
-    [
-        ({"exclusiveMinimum": 1}, {"minimum": 1.00000000000001}),
-        ({"exclusiveMaximum": 1.0}, {"maximum": 0.99999999999999}),
-        ({"exclusiveMinimum": 2, "minimum": 3}, {"minimum": 3}),
-        ({"exclusiveMinimum": 0}, {"exclusiveMinimum": 0}),
-    ],
-)
-def test_exclusive_bounds_are_met_after_rounding(given: dict[str, Any], written: dict[str, Any]) -> None:
-    assert checked_schema({"type": "number", **given}) == {"type": "number", **written}
 
 
 @pytest.mark.parametrize(
