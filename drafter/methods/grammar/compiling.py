@@ -16,6 +16,7 @@ from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
 from drafter.methods.grammar.endings import ending
+from drafter.methods.grammar.lark import as_lark_reads
 from drafter.methods.grammar.places import Place, places, pointer
 from drafter.methods.grammar.schemas import checked_schema, refusal
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
@@ -66,7 +67,7 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
         case "calls":
             grammar = LLMatcher.grammar_from_lark(calls_grammar(_calls(asked), added, _embedded))
         case _:
-            grammar = LLMatcher.grammar_from_lark(_checked_grammar(asked.grammar or ""))
+            grammar = LLMatcher.grammar_from_lark(_read_grammar(asked.grammar or ""))
     matcher, place = _on_deep_stack(grammar, tokenizer, schema)
     if matcher.is_error():
         if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
@@ -141,11 +142,14 @@ def _alone(schema: str, tokenizer: LLTokenizer) -> str:
     return schema
 
 
-def _checked_grammar(grammar: str) -> str:
+def _read_grammar(grammar: str) -> str:
     """Refuse options of the parser: some keep it from going back, which a draft tree needs; others are not checked."""
     if found := _LARK_REFUSED.search(_LARK_SKIPPED.sub(" ", grammar)):
         raise RequestError(f"structured_outputs.grammar cannot be used: {found.group()} is not supported: remove it")
-    return grammar
+    try:
+        return as_lark_reads(grammar, LIMITS)
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.grammar cannot be used: {error}") from error
 
 
 def _reason(message: str) -> str:
