@@ -7,11 +7,11 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Any, get_origin, get_type_hints, is_typeddict
+from typing import Any, NotRequired, get_origin, get_type_hints, is_typeddict
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from drafter.errors import RequestError, first_line
 

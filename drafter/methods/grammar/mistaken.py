@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_SAYS = frozenset(
-    """$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies
-    dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems
-    maxLength maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern
-    patternProperties prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties
-    uniqueItems""".split()
-)
-_ANNOTATES = frozenset(
-    """$anchor $comment $defs $dynamicAnchor $id $recursiveAnchor $schema $vocabulary contentEncoding contentMediaType
-    contentSchema default definitions deprecated description discriminator examples readOnly title writeOnly""".split()
-)
+_ASSERTIONS = """$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies
+dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems maxLength
+maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties
+prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems"""
+_ANNOTATIONS = """$anchor $comment $defs $dynamicAnchor $id $recursiveAnchor $schema $vocabulary contentEncoding
+contentMediaType contentSchema default definitions deprecated description discriminator examples readOnly title writeOnly"""
+_SAYS, _ANNOTATES = frozenset(_ASSERTIONS.split()), frozenset(_ANNOTATIONS.split())
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -40,6 +36,8 @@ def no_schema(schema: Mapping[str, Any], *, root: bool) -> str | None:
 def _advice(schema: Mapping[str, Any], unknown: list[str], problem: str) -> str:
     for name in unknown:
         inner = schema[name]
-        if isinstance(inner, Mapping) and (inner.keys() & _SAYS or any(isinstance(one, Mapping) for one in inner.values())):
+        if isinstance(inner, Mapping) and (
+            inner.keys() & _SAYS or any(isinstance(one, Mapping) for one in inner.values())
+        ):
             return f"{problem}: give what is in {name[:80]!r}, if that is the schema"
-    return f"{problem}: give a schema, such as {{\"type\": \"object\", \"properties\": …}}, and no example of a record"
+    return f'{problem}: give a schema, such as {{"type": "object", "properties": …}}, and no example of a record'

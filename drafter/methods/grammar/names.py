@@ -17,7 +17,10 @@ def with_names(schema: Mapping[str, Any], root: Any) -> dict[str, Any]:
 
     A listed name has a property of its own. Otherwise `propertyNames` stay.
     """
-    names, rest = schema.get("propertyNames"), {name: value for name, value in schema.items() if name != "propertyNames"}
+    names, rest = (
+        schema.get("propertyNames"),
+        {name: value for name, value in schema.items() if name != "propertyNames"},
+    )
     for _ in range(_MOST_REFERENCES):
         names = target(root, names["$ref"]) if isinstance(names, dict) and names.keys() == {"$ref"} else names
     if not isinstance(names, dict) or "patternProperties" in schema:

@@ -69,8 +69,13 @@ def parts(schema: Mapping[str, Any], *, whole: bool) -> list[Part]:
 def can_follow(multiple: float) -> bool:
     """Return whether multiples of a number can be written."""
     exact = Fraction(str(multiple))
-    return len(_decimals(exact)) <= _MOST_DIGITS and all(_coefficient(exact, places) <= _MOST_STATES for places in _decimals(exact)) and all(
-        _as_read(_step(exact, places)) == _shortest(_coefficient(exact, places), places) for places in _decimals(exact)
+    return (
+        len(_decimals(exact)) <= _MOST_DIGITS
+        and all(_coefficient(exact, places) <= _MOST_STATES for places in _decimals(exact))
+        and all(
+            _as_read(_step(exact, places)) == _shortest(_coefficient(exact, places), places)
+            for places in _decimals(exact)
+        )
     )
 
 
@@ -117,16 +122,17 @@ def _from_zero(low: float, high: float) -> list[Part]:
     low, high = _readable(low, math.inf), high if math.isinf(high) else _readable(min(high, _LARGEST), 0.0)
     if math.isinf(high):
         return [{**number, "minimum": _to_be_read(low)}]
-    if low >= high:
-        return [{**number, "enum": [_to_be_read(low)]}] if low == high else []
-    if high.is_integer():
-        return [{**number, "minimum": _to_be_read(low), "maximum": int(high)}]
+    if low > high:
+        return []
+    found: list[Part] = []
     whole, digits = math.floor(high), format(Decimal(repr(high)), "f")
-    beginnings = {float(digits[:end]) for end in range(digits.index(".") + 2, len(digits) + 1)}
-    found = [
-        {**number, "minimum": _to_be_read(low), "exclusiveMaximum": _to_be_read(high)},
-        {**number, "enum": [_to_be_read(one) for one in sorted(beginnings) if low <= one <= high]},
-    ]
+    if low < high and whole == high:
+        return [{**number, "minimum": _to_be_read(low), "maximum": whole}]
+    if low < high:
+        found.append({**number, "minimum": _to_be_read(low), "exclusiveMaximum": _to_be_read(high)})
+    decimals = len(digits.partition(".")[2])
+    beginnings = {float(digits[: len(digits) - left]) for left in range(max(decimals, 1))}
+    found.append({**number, "enum": [_to_be_read(one) for one in sorted(beginnings) if low <= one <= high]})
     if low <= whole and high < whole + 0.1:  # 3.0 is a beginning of 3.05, and no other text of 3 has a decimal
         found.append({**number, "minimum": whole, "exclusiveMaximum": round(whole + 0.1, 1), "multipleOf": 0.1})
     return found

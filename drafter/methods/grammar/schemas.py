@@ -53,6 +53,10 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _LARGEST_COUNT = 10**9
 _WRITABLE = "\b\t\n\f\r"  # control characters with an escape of one letter
 
+_LATE = (
+    "uniqueItems and a fractional multipleOf need branches of anyOf that can be told apart, such as by different types, "
+    "and cannot be in patternProperties"
+)
 _CASES = "list the cases in anyOf"
 _NAMED = "put the schema into $defs, and refer to it by #/$defs/NAME"
 REFUSED = {
@@ -99,7 +103,7 @@ class _Reading:
     references: dict[Place, str] = field(default_factory=dict)
     counted: list[Place] = field(default_factory=list)
     late: set[Place] = field(default_factory=set)
-    choices: list[Place] = field(default_factory=list)
+    choices: dict[Place, Any] = field(default_factory=dict)
     moved: dict[Place, str] = field(default_factory=dict)
 
     def read(self, schema: Any, place: Place, level: int) -> Any:
@@ -128,14 +132,12 @@ class _Reading:
                 raise refusal(
                     (*place, "$ref"), f"{reference!r} is not a place of this schema: give one such as #/$defs/NAME"
                 )
-        for place in self.choices:
-            branches = at(self.root, place)
+        for place, branches in self.choices.items():
             if self._reaches_late(place, set()) and not disjoint(branches, self.root):
-                raise refusal(
-                    place,
-                    f"uniqueItems and a fractional multipleOf need {place[-1]} to have branches that can be told apart: "
-                    "give them different types",
-                )
+                raise refusal(place, _LATE)
+        for place in self.found:
+            if place[-2:-1] == ("patternProperties",) and at(self.root, place) and self._reaches_late(place, set()):
+                raise refusal(place, _LATE)
         limits = [
             (self.properties, MOST_PROPERTIES, "properties in all"),
             (self.optional, MOST_OPTIONAL, "properties in all that are not required"),
@@ -196,7 +198,7 @@ class _Reading:
             self.multiples.add(Fraction(str(schema["multipleOf"])))
         if checks_at_end(schema):
             self.late.add(place)
-        self.choices += [(*place, name) for name in ("anyOf", "oneOf") if name in schema]
+        self.choices |= {(*place, name): schema[name] for name in ("anyOf", "oneOf") if name in schema}
 
     def _count(self, schema: dict[str, Any], place: Place) -> None:
         listed = schema.get("required", [])
@@ -261,7 +263,9 @@ class _Reading:
         while left := [place for place, name in self.moved.items() if name not in definitions]:
             for place in left:
                 known = schema.get(place[0], {}) if len(place) == 2 and place[0] in ("$defs", "definitions") else {}
-                found = known[place[1]] if place[1:] and place[1] in known else self.read(at(self.root, place), place, 0)
+                found = (
+                    known[place[1]] if place[1:] and place[1] in known else self.read(at(self.root, place), place, 0)
+                )
                 definitions[self.moved[place]] = found
         return {**schema, "$defs": definitions} if self.moved else dict(schema)
 

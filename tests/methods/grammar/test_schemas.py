@@ -70,6 +70,57 @@ def test_the_message_names_the_place(schema: Any, place: str) -> None:
     assert place in error_of(schema)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "record", "schema": {"type": "object"}}, ["'name'", "give what is in 'schema'"]),
+        ({"name": "record", "description": "d", "strict": True, "schema": {"$ref": "#"}}, ["in 'schema'"]),
+        ({"type": "json_schema", "json_schema": {"name": "r", "schema": {}}}, ["'json_schema'", "in 'json_schema'"]),
+        ({"json": {"type": "object"}}, ["in 'json'"]),
+        ({"type": "function", "function": {"parameters": {"type": "object"}}}, ["'function'"]),
+        ({"name": "Tom", "age": 3}, ["'name'", "no example"]),
+        ({"title": "Dune", "author": "Herbert"}, ["'author'", "no example"]),
+        ({"type": "book", "pages": 3}, ["'book'", "no type"]),
+        ({"properties": {"age": {"integer": True}}}, ["properties.age", "'integer'"]),
+        ({"$defs": {"A": {"type": "string"}}}, ["$ref"]),
+    ],
+)
+def test_what_is_no_schema_is_refused(given: Any, words: list[str]) -> None:
+    message = error_of(given)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("schema", [True, {}, {"title": "x"}, {"properties": {"a": {"description": "d", "ui": 1}}}])
+def test_a_schema_may_say_nothing(schema: Any) -> None:
+    assert checked_schema(schema) == ({} if schema is True else schema)
+
+
+@pytest.mark.parametrize(
+    ("names", "written"),
+    [
+        ({"enum": ["a", "b"]}, {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}}),
+        ({"$ref": "#/$defs/N"}, {"properties": {"c": {"type": "null"}}}),
+        ({"pattern": "^x"}, {"patternProperties": {"^x": {"type": "null"}}}),
+        (
+            {"type": "string", "minLength": 1, "maxLength": 3},
+            {"patternProperties": {r"^[\s\S]{1,3}$": {"type": "null"}}},
+        ),
+    ],
+)
+def test_names_of_properties_are_written_as_properties(names: Any, written: Any) -> None:
+    definitions = {"$defs": {"N": {"const": "c"}}}
+    given = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "null"}, **definitions}
+    assert checked_schema(given) == {"type": "object", "additionalProperties": False, **written, **definitions}
+
+
+def test_formats_that_only_annotate_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert checked_schema({"type": "string", "format": "x-colour"}) == {"type": "string"}
+    assert [record.getMessage() for record in caplog.records if "x-colour" in record.getMessage()] == [
+        "format 'x-colour' only annotates: texts of it are not checked"
+    ]
+
+
 def test_options_of_the_parser_are_dropped_wherever_they_are() -> None:
     options = {"x-guidance": {"lenient": True}}
     assert checked_schema({**options, "items": {"anyOf": [{**options, "type": "null"}]}}) == {
