@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_ASSERTIONS = """$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies
-dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems maxLength
-maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties
-prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems"""
-_ANNOTATIONS = """$anchor $comment $defs $dynamicAnchor $id $recursiveAnchor $schema $vocabulary contentEncoding
-contentMediaType contentSchema default definitions deprecated description discriminator examples readOnly title writeOnly"""
+_ASSERTIONS = """
+$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies
+dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems
+maxLength maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern
+patternProperties prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties
+uniqueItems"""
+_ANNOTATIONS = """
+$anchor $comment $defs $dynamicAnchor $id $recursiveAnchor $schema $vocabulary contentEncoding contentMediaType
+contentSchema default definitions deprecated description discriminator examples readOnly title writeOnly"""
 _SAYS, _ANNOTATES = frozenset(_ASSERTIONS.split()), frozenset(_ANNOTATIONS.split())
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 

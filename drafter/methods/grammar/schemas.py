@@ -54,8 +54,8 @@ _LARGEST_COUNT = 10**9
 _WRITABLE = "\b\t\n\f\r"  # control characters with an escape of one letter
 
 _LATE = (
-    "uniqueItems and a fractional multipleOf need branches of anyOf that can be told apart, such as by different types, "
-    "and cannot be in patternProperties"
+    "uniqueItems and a fractional multipleOf need branches of anyOf that can be told apart, by their types, say, and "
+    "cannot be in patternProperties"
 )
 _CASES = "list the cases in anyOf"
 _NAMED = "put the schema into $defs, and refer to it by #/$defs/NAME"
