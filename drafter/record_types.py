@@ -86,7 +86,8 @@ class _Schema(GenerateJsonSchema):
 
     def decimal_schema(self, schema: Any) -> JsonSchemaValue:
         """As a number: the text that Pydantic takes as well has a regular expression with look-around."""
-        return self.float_schema({**schema, "type": "float"})
+        bounds: Any = {**schema, "type": "float"}
+        return self.float_schema(bounds)
 
     def url_schema(self, schema: Any) -> JsonSchemaValue:
         """With the schemes that the type takes."""

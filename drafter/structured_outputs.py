@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.calls import Calls
 from drafter.errors import RequestError, shown, unknown_setting
-from drafter.record_types import RecordType
+
+if TYPE_CHECKING:
+    from drafter.record_types import RecordType
 
 MOST_CHOICES = 1000
 LONGEST = 120_000
@@ -37,11 +39,11 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
-    record_type: ClassVar[RecordType | None] = None  # of an instance, what was given as `json` if that was a type
+    record_type: ClassVar[Any] = None  # of an instance, a `RecordType` if `json` was given as a type
 
     def __post_init__(self) -> None:
         # No field: what is asked for is the schema, which other processes get alone.
-        object.__setattr__(self, "record_type", RecordType.of(self.json))
+        object.__setattr__(self, "record_type", _record_type(self.json))
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.record_type.schema() if self.record_type else self.json))
         if not isinstance(self.json_object, bool):
@@ -113,6 +115,14 @@ class CallOutputs(StructuredOutputs):
 
     def _text(self) -> str:
         return "" if self.calls is None else self.calls.text
+
+
+def _record_type(given: Any) -> RecordType | None:
+    if given is None or isinstance(given, str | bool | dict):
+        return None
+    from drafter.record_types import RecordType  # with Pydantic, which is loaded for those alone who have types
+
+    return RecordType.of(given)
 
 
 def _schema_text(schema: Any) -> str:

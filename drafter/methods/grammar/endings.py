@@ -80,7 +80,7 @@ class _Ending:
                 self._fits(named.get(name, others), one) for name, one in value.items()
             )
         if "multipleOf" in schema and type(value) in (int, float) and checks_at_end(schema):
-            return (value / schema["multipleOf"]).is_integer()
+            return bool((value / schema["multipleOf"]).is_integer())
         return True
 
 

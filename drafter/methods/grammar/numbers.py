@@ -185,7 +185,7 @@ def _decimals(multiple: Fraction) -> range:
 
 def _coefficient(multiple: Fraction, places: int) -> int:
     """Return the least multiple with so many decimals, in units of the last one."""
-    scaled = multiple.numerator * 10**places
+    scaled: int = multiple.numerator * 10**places
     return scaled // math.gcd(scaled, multiple.denominator)
 
 

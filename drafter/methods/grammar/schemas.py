@@ -230,7 +230,7 @@ class _Reading:
     def _written(self, schema: dict[str, Any], place: Place) -> dict[str, Any]:
         """Return a schema by keywords that llguidance enforces."""
         written = {name: value for name, value in schema.items() if name not in _DROPPED}
-        joined = []
+        joined = list[dict[str, Any]]()
         if "format" in written and (form := str(written["format"])) and _may_be_text(written):
             del written["format"]
             joined += FORMATS.get(form, ())
