@@ -17,7 +17,7 @@ from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
 from drafter.methods.grammar.endings import ending
 from drafter.methods.grammar.lark import as_lark_reads
-from drafter.methods.grammar.places import Place, places, pointer
+from drafter.methods.grammar.places import Place, existing, places, pointer
 from drafter.methods.grammar.schemas import checked_schema, refusal
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
@@ -73,11 +73,9 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
         if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
             calls_grammar(_calls(asked), added, partial(_alone, tokenizer=tokenizer))
         reason = _reason(matcher.get_error())
-        raise (
-            RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
-            if place is None
-            else refusal(place, reason)
-        )
+        if place is None:
+            raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
+        raise refusal(existing(place, json.loads(asked.json)), reason)
     return matcher
 
 

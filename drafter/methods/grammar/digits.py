@@ -73,8 +73,9 @@ class Digits:
     _TABLE = _automaton()
 
     def __init__(self, text: Callable[[int], bytes], vocabulary: int) -> None:
-        self._classes = [text(token).translate(_CLASS) for token in range(vocabulary)]
-        self._of_numbers = [token for token in range(vocabulary) if _OF_A_NUMBER.match(text(token))]
+        texts = [text(token) for token in range(vocabulary)]
+        self._classes = [one.translate(_CLASS) for one in texts]
+        self._of_numbers = [token for token, one in enumerate(texts) if _OF_A_NUMBER.match(one)]
         self._allowed: dict[int, Tensor | None] = {}
 
     def after(self, state: int, token: int) -> int:

@@ -69,6 +69,11 @@ def at(root: Any, place: Place) -> Any:
     return found
 
 
+def existing(place: Place, root: Any) -> Place:
+    """Return as much of a place as `root` has."""
+    return next(place[:end] for end in range(len(place), -1, -1) if at(root, place[:end]) is not None)
+
+
 def target(root: Any, reference: Any) -> Any:
     """Return the schema that a `$ref` names; None if there is none."""
     place = place_of(reference, root) if isinstance(reference, str) else None

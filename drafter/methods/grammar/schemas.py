@@ -132,11 +132,9 @@ class _Reading:
                 raise refusal(
                     (*place, "$ref"), f"{reference!r} is not a place of this schema: give one such as #/$defs/NAME"
                 )
-        for place, branches in self.choices.items():
-            if self._reaches_late(place, set()) and not disjoint(branches, self.root):
-                raise refusal(place, _LATE)
-        for place in self.found:
-            if place[-2:-1] == ("patternProperties",) and at(self.root, place) and self._reaches_late(place, set()):
+        for place in self._leading_to_late():
+            overlapping = place in self.choices and not disjoint(self.choices[place], self.root)
+            if overlapping or (place[-2:-1] == ("patternProperties",) and at(self.root, place) is not None):
                 raise refusal(place, _LATE)
         limits = [
             (self.properties, MOST_PROPERTIES, "properties in all"),
@@ -269,17 +267,18 @@ class _Reading:
                 definitions[self.moved[place]] = found
         return {**schema, "$defs": definitions} if self.moved else dict(schema)
 
-    def _reaches_late(self, place: Place, seen: set[Place]) -> bool:
-        """Return whether something at or below a place, or that it refers to, is checked at a record's end."""
-        if place in seen:
-            return False
-        seen.add(place)
-        below = [one for one in (*self.late, *self.references) if one[: len(place)] == place]
-        return any(one in self.late for one in below) or any(
-            self._reaches_late(named, seen)
-            for one in below
-            if one in self.references and (named := place_of(self.references[one], self.root)) is not None
-        )
+    def _leading_to_late(self) -> set[Place]:
+        """Return the places at or below which, or where they refer to, something is checked at a record's end."""
+        referring: dict[Place | None, list[Place]] = {}
+        for place, reference in self.references.items() if self.late else ():
+            referring.setdefault(place_of(reference, self.root), []).append(place)
+        found, left = set[Place](), list(self.late)
+        while left:
+            place = left.pop()
+            new = {place[:end] for end in range(len(place) + 1)} - found
+            found |= new
+            left += [one for named in new for one in referring.get(named, ())]
+        return found
 
 
 @lru_cache(maxsize=256)

@@ -64,6 +64,7 @@ def test_the_page_lists_every_refused_keyword_and_every_format() -> None:
         ({"$ref": "#/x", "x": {"type": "string"}}, "$ref"),
         ({"properties": {"a": {"patternProperties": {"a": {"type": "null"}, "b": {"type": "null"}}}}}, "properties.a:"),
         ({"properties": {"a": {"type": "strin"}}}, "properties.a:"),
+        ({"minimum": 3, "maximum": 2, "type": "number"}, "cannot be used: nothing is allowed there"),
     ],
 )
 def test_the_message_names_the_place(schema: Any, place: str) -> None:
