@@ -6,14 +6,14 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
-from typing import Any, NotRequired, get_origin, get_type_hints, is_typeddict
+from functools import cached_property
+from typing import Any, ClassVar, NotRequired, get_origin, get_type_hints, is_typeddict
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from typing_extensions import TypedDict
 
-from drafter.errors import RequestError, first_line
+from drafter.errors import RequestError, first_line, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ _LOCAL_FORMATS = {"date-time": "date-time-local", "time": "time-local"}
 
 class RecordType:
     """A type, with its schema, and what reads a record as a value of it."""
+
+    _said: ClassVar[set[str]] = set()  # the names of types that have refused a record
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -56,7 +58,9 @@ class RecordType:
         try:
             self.read(text)
         except Exception as error:  # validators of users raise what they like
-            _say_refused(self.name, " ".join(str(error).split())[:300])
+            if self.name not in self._said:
+                self._said.add(self.name)
+                logger.warning("a schema cannot say all of %s, which refuses a record: %s", self.name, one_line(error))
             return False
         return True
 
@@ -68,11 +72,6 @@ def _own(given: Any) -> Any:
     hints = get_type_hints(given)
     items = {name: hints[name] if name in given.__required_keys__ else NotRequired[hints[name]] for name in hints}
     return TypedDict(given.__name__, items)  # type: ignore[operator]
-
-
-@lru_cache(maxsize=256)
-def _say_refused(name: str, why: str) -> None:
-    logger.warning("a record is valid by the schema of %s, which cannot say all, and refused by it: %s", name, why)
 
 
 class _Schema(GenerateJsonSchema):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from drafter.methods.grammar.formats import FORMATS
 from drafter.methods.grammar.places import at, places, target
 
 _OF_TYPES: dict[str, tuple[type, ...]] = {
@@ -36,6 +37,12 @@ def checks_at_end(schema: Any) -> bool:
 def ending(schema: Any) -> Callable[[str], bool] | None:
     """Return what tells of a JSON text whether it is valid by all that is checked at its end; None for nothing."""
     return _Ending(schema).holds if any(checks_at_end(at(schema, one)) for one in places(schema)) else None
+
+
+def annotating(schema: Any) -> set[str]:
+    """Return the formats of a schema that say nothing of a text."""
+    found = (at(schema, one) for one in places(schema))
+    return {str(one["format"]) for one in found if isinstance(one, dict) and "format" in one} - FORMATS.keys()
 
 
 def _is_dyadic(multiple: Fraction) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -13,18 +15,28 @@ import llguidance.hf
 from llguidance import LLMatcher, LLTokenizer
 
 from drafter.acceptance.guide import Guide, Guides
-from drafter.errors import RequestError, first_line
+from drafter.errors import RequestError, first_line, printable
 from drafter.methods.grammar.compiling import compiled
 from drafter.methods.grammar.digits import Digits
-from drafter.methods.grammar.endings import ending
+from drafter.methods.grammar.endings import annotating, ending
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.reasoning import AfterReasoning
 from drafter.methods.grammar.record import RecordGuide
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning
 
+logger = logging.getLogger(__name__)
+
 _KEPT = 32
 """Compiled grammars: a few MB each, and 90 MB for one whose automaton has grown to its limit."""
+
+
+_LATE = ('"format"', '"uniqueItems"', '"multipleOf"')
+
+
+@lru_cache(maxsize=256)
+def _say_left(form: str) -> None:
+    logger.warning("format %r only annotates: texts of it are not checked", printable(form)[:80])
 
 
 class Grammars(Guides):
@@ -57,7 +69,11 @@ class Grammars(Guides):
 
     def _ending(self, asked: StructuredOutputs) -> Callable[[Sequence[int]], bool] | None:
         """Return what tells of the tokens of a record whether it is valid by what a grammar cannot follow."""
-        holds = ending(json.loads(asked.json or "{}"))
+        text = asked.json or ""
+        schema = json.loads(text) if any(name in text for name in _LATE) else True
+        for form in annotating(schema):
+            _say_left(form)
+        holds = ending(schema)
         return None if holds is None else lambda tokens: holds(self._tokenizer.decode_bytes(list(tokens)).decode())
 
     def _beginning(self, asked: StructuredOutputs) -> LLMatcher:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, printable
@@ -24,8 +22,6 @@ from drafter.methods.grammar.names import with_names
 from drafter.methods.grammar.numbers import BOUNDS, can_follow, with_parts
 from drafter.methods.grammar.patterns import pattern_problem
 from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
-
-logger = logging.getLogger(__name__)
 
 MOST_PROPERTIES = 5000
 MOST_OPTIONAL = 1500
@@ -232,8 +228,6 @@ class _Reading:
         if "format" in written and (form := str(written["format"])) and _may_be_text(written):
             del written["format"]
             joined += FORMATS.get(form, ())
-            if form not in FORMATS:
-                _say_left(form)
         if "oneOf" in written:
             branches = written.pop("oneOf")
             if len(branches) > MOST_BRANCHES or not disjoint(branches, self.root):
@@ -279,11 +273,6 @@ class _Reading:
             found |= new
             left += [one for named in new for one in referring.get(named, ())]
         return found
-
-
-@lru_cache(maxsize=256)
-def _say_left(form: str) -> None:
-    logger.warning("format %r only annotates: texts of it are not checked", printable(form)[:80])
 
 
 def _common(multiples: set[Fraction]) -> int:
