@@ -19,8 +19,12 @@ TINIEST = 1e-20
 """The least number above 0 within bounds, where numbers have no exponents."""
 _LARGEST = 2.0**63 - 1024
 """The largest float that llguidance can hold as an integer."""
+_EXACT = 2.0**53
+"""Floats up to here are exact for all whole numbers."""
 _MOST_STATES = 10_000
+"""The largest multiple in units of its last decimal: an automaton has a state for each remainder."""
 _MOST_DIGITS = 15
+"""Digits of a multiple, so that all are exact."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MIRRORED = {
     "minimum": "maximum",
@@ -56,9 +60,11 @@ def parts(schema: Mapping[str, Any], *, whole: bool) -> list[Part]:
     bounds = {name: schema[name] for name in _MIRRORED if name in schema}
     low, high = _least(bounds), -_least(_mirrored(bounds))
     multiple = Fraction(str(schema["multipleOf"])) if "multipleOf" in schema else None
-    if whole or (multiple and multiple.denominator == 1):
+    if whole:
         return _whole(low, high, multiple)
-    if multiple:  # so that all digits of a multiple have room
+    if multiple and multiple.denominator == 1:  # beyond, a float next to a multiple is none
+        return _whole(max(low, -_EXACT), min(high, _EXACT), multiple)
+    if multiple:
         most = 10.0 ** (_MOST_DIGITS - max(_decimals(multiple)))
         low, high = max(low, -most), min(high, most)
     found = _from_zero(max(low, TINIEST) if low > 0 else 0.0, high)
