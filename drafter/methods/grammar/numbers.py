@@ -21,8 +21,8 @@ _LARGEST = 2.0**63 - 1024
 """The largest float that llguidance can hold as an integer."""
 _EXACT = 2.0**53
 """Floats up to here are exact for all whole numbers."""
-_MOST_STATES = 10_000
-"""The largest multiple in units of its last decimal: an automaton has a state for each remainder."""
+LARGEST_MULTIPLE = 10_000
+"""In units of the last decimal: an automaton has a state for each remainder."""
 _MOST_DIGITS = 15
 """Digits of a multiple, so that all are exact."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -77,7 +77,7 @@ def can_follow(multiple: float) -> bool:
     exact = Fraction(str(multiple))
     return (
         len(_decimals(exact)) <= _MOST_DIGITS
-        and all(_coefficient(exact, places) <= _MOST_STATES for places in _decimals(exact))
+        and all(_coefficient(exact, places) <= LARGEST_MULTIPLE for places in _decimals(exact))
         and all(
             _as_read(_step(exact, places)) == _shortest(_coefficient(exact, places), places)
             for places in _decimals(exact)

@@ -19,7 +19,7 @@ from drafter.methods.grammar.endings import checks_at_end
 from drafter.methods.grammar.formats import FORMATS, NOT_FOLLOWED
 from drafter.methods.grammar.mistaken import no_schema
 from drafter.methods.grammar.names import with_names
-from drafter.methods.grammar.numbers import BOUNDS, can_follow, with_parts
+from drafter.methods.grammar.numbers import BOUNDS, LARGEST_MULTIPLE, can_follow, with_parts
 from drafter.methods.grammar.patterns import pattern_problem
 from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
 
@@ -36,8 +36,6 @@ SHORT_ENUM, LONGEST_ENUM = 250, 15_000
 """An `enum` of more values than the first may have as many characters as the second."""
 MOST_BRANCHES = 100
 """Of a `oneOf`, whose branches are compared in pairs."""
-LARGEST_MULTIPLE = 10_000
-"""Of all `multipleOf` together, their least common multiple: an automaton has a state for each remainder."""
 LARGEST_NUMBER, SMALLEST_NUMBER = 2**53, 1e-7
 MOST_DIGITS = 15
 """Beyond these, decimal numbers share floats with their neighbours, and llguidance reads one as another."""
