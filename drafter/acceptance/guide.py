@@ -47,6 +47,11 @@ class Guide(ABC):
         """True after an end-of-sequence token: the output is whole."""
 
     @property
+    def valid(self) -> bool:
+        """True if the output is whole, and what could not be seen before its end holds, too."""
+        return self.ended
+
+    @property
     def problem(self) -> str | None:
         """Why nothing may follow, if its work became too much for its limits."""
         return None

@@ -322,7 +322,7 @@ class Sequence:
             lossless=self.verifier.lossless,
             lenient=self.lenient,
             forced=self.forced,
-            valid=None if self.guide is None else self.guide.ended,
+            valid=None if self.guide is None else self.guide.valid,
             drafter_versions=self.versions,
             reasoning_content=said.reasoning,
             marked=said.marked,

@@ -17,7 +17,10 @@ from drafter.confined import BoundError, Bounds, Confined
 from drafter.errors import RequestError
 from drafter.methods.grammar.calls import calls_grammar
 from drafter.methods.grammar.closing import closed
-from drafter.methods.grammar.schemas import Place, checked_schema, mapped, places, pointer, refusal
+from drafter.methods.grammar.endings import ending
+from drafter.methods.grammar.lark import as_lark_reads
+from drafter.methods.grammar.places import Place, existing, mapped, places, pointer
+from drafter.methods.grammar.schemas import checked_schema, refusal
 from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
 Result = TypeVar("Result")
@@ -99,7 +102,7 @@ def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) 
         raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {TOO_MUCH_FORCED}")
     reason = _reason(matcher.get_error())
     if asked.kind == "json":
-        raise refusal(_refused_place(schema, reason), reason)
+        raise refusal(existing(_refused_place(schema, reason), json.loads(asked.json)), reason)
     if asked.kind == "calls":  # the schema that is to blame has an error of its own, with its place
         calls_grammar(_calls(asked), added, partial(_alone, vocabulary=vocabulary))
     raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {reason}")
@@ -171,7 +174,7 @@ def _grammar(asked: StructuredOutputs, schema: Any, added: Mapping[str, int]) ->
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in asked.choice))
         case "calls":
             return LLMatcher.grammar_from_lark(calls_grammar(_calls(asked), added, _embedded))
-    return LLMatcher.grammar_from_lark(_checked_grammar(asked.grammar or ""))
+    return LLMatcher.grammar_from_lark(_read_grammar(asked.grammar or ""))
 
 
 def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -230,6 +233,8 @@ def _read(schema: str) -> Any:
 
 def _embedded(schema: str) -> str:
     checked = _read(schema)
+    if ending(json.loads(schema)) is not None:
+        raise refusal((), "uniqueItems and a fractional multipleOf are not supported in arguments: remove them")
     return json.dumps((checked if isinstance(checked, dict) else {"anyOf": [checked]}) | {"x-guidance": _STYLE})
 
 
@@ -238,11 +243,14 @@ def _alone(schema: str, vocabulary: int) -> str:
     return schema
 
 
-def _checked_grammar(grammar: str) -> str:
+def _read_grammar(grammar: str) -> str:
     """Refuse options of the parser: some keep it from going back, which a draft tree needs; others are not checked."""
     if found := _LARK_REFUSED.search(_LARK_SKIPPED.sub(" ", grammar)):
         raise RequestError(f"structured_outputs.grammar cannot be used: {found.group()} is not supported: remove it")
-    return grammar
+    try:
+        return as_lark_reads(grammar, LIMITS)
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.grammar cannot be used: {error}") from error
 
 
 def _reason(message: str) -> str:
@@ -254,6 +262,8 @@ def _reason(message: str) -> str:
         return "no output can begin: look for a part that only refers to itself"
     if lines[0].startswith("Unable to determine if regex is empty"):
         return "what its regular expressions and lengths have in common is too much to compile: use fewer of them"
+    if lines[0] == "Unsatisfiable schema: schema is false":
+        return "nothing is allowed there: look for bounds without a number between them, and for false"
     if errors := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
         expression = re.search(r'invalid regex "(.*?)" \(in regex\)', lines[0])
         return f"{errors[0]}, in the regular expression{f' {expression[1][:80]}' if expression else ''}"

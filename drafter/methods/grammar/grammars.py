@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher
 
 from drafter.acceptance.guide import Guide, Guides
+from drafter.errors import printable
 from drafter.methods.grammar.compiling import compiled, trials
+from drafter.methods.grammar.digits import Digits
+from drafter.methods.grammar.endings import annotating, ending
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.reasoning import AfterReasoning
+from drafter.methods.grammar.record import RecordGuide
 from drafter.methods.grammar.spelling import Spelling
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning
+
+logger = logging.getLogger(__name__)
 
 _Key = tuple[str, StructuredOutputs]
 """A salt, and what is asked for: nobody can find out by the time it takes whether another one has asked for it."""
 _KEPT = 8
 """Compiled grammars: an automaton takes some MB, and 70 MB once it has grown to its limit, so that these take 560."""
+
+
+_LATE = ('"format"', '"uniqueItems"', '"multipleOf"')
+
+
+@lru_cache(maxsize=256)
+def _say_left(form: str) -> None:
+    logger.warning("format %r only annotates: texts of it are not checked", printable(form)[:80])
 
 
 class Grammars(Guides):
@@ -33,14 +50,26 @@ class Grammars(Guides):
         self._tokenizer = spelling.made()
         self._kept: OrderedDict[_Key, Future[LLMatcher]] = OrderedDict()
         self._added = {text: token for token, text in spelling.added.items() if token not in eos}
+        self._digits = Digits(lambda token: self._tokenizer.decode_bytes([token]), vocabulary)
         self._lock = Lock()
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
-        guide = GrammarGuide(self._beginning((salt, asked)), self._eos)
+        guide: Guide = GrammarGuide(self._beginning((salt, asked)), self._eos)
+        if asked.kind in ("json", "json_object"):
+            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked))
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
         if self._reasoning is None or self._reasoning.begin is None or inside is False:
             return guide
         return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
+
+    def _ending(self, asked: StructuredOutputs) -> Callable[[Sequence[int]], bool] | None:
+        """Return what tells of the tokens of a record whether it is valid by what a grammar cannot follow."""
+        text = asked.json or ""
+        schema = json.loads(text) if any(name in text for name in _LATE) else True
+        for form in annotating(schema):
+            _say_left(form)
+        holds = ending(schema)
+        return None if holds is None else lambda tokens: holds(self._tokenizer.decode_bytes(list(tokens)).decode())
 
     def _beginning(self, key: _Key) -> LLMatcher:
         """Return a state of its own. All share an automaton, which may grow to its limit and is then of no more use."""

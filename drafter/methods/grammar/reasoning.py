@@ -67,5 +67,9 @@ class AfterReasoning(Guide):
         return self._inner.ended
 
     @property
+    def valid(self) -> bool:
+        return self._inner.valid
+
+    @property
     def problem(self) -> str | None:
         return self._inner.problem
