@@ -31,7 +31,7 @@ from drafter.engine.sequence import LearningStart, RowTap
 from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
 from drafter.images.loading import load_with_processor
 from drafter.images.messages import take_images
-from drafter.images.opening import ImageLimits, open_image
+from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
 from drafter.many import (
     Completed,
@@ -213,7 +213,6 @@ class SpeculativeLM:
         limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
-        salt: str = "",
     ) -> list[int] | TokenPrompt: ...
 
     def encode(
@@ -224,7 +223,6 @@ class SpeculativeLM:
         limits: ImageLimits | None = None,
         special_tokens: bool = False,
         now: datetime | None = None,
-        salt: str = "",
     ) -> list[int] | TokenPrompt:
         """Tokenise a text as it is, or a chat by the chat template, which gets messages, or all of a `Conversation`.
 
@@ -238,7 +236,6 @@ class SpeculativeLM:
             special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
                 prompt that is a text they are always parsed.
             now: Time for chat templates that read the clock; by default the present.
-            salt: Whose the prompt is, as in `Request`.
 
         Raises:
             RequestError: The prompt is too long, or neither a text, messages nor token ids, there is no chat template,
@@ -252,7 +249,6 @@ class SpeculativeLM:
         prompt, sources = _images_apart(prompt, images)
         refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
         settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
-        settings["salt"] = salt
         if sources:
             return self._encode_images(prompt, sources, limits or ImageLimits(), settings)
         if isinstance(prompt, str):
@@ -269,9 +265,7 @@ class SpeculativeLM:
     ) -> TokenPrompt:
         if self.processor is None or self.base.sight is None:
             raise RequestError(f"the prompt has images, and {self.base.blind}: leave them out")
-        if len(sources) > limits.images:
-            raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
-        return self.processor.encode(asked, [open_image(source, limits) for source in sources], **settings)
+        return self.processor.encode(asked, sources, limits=limits, **settings)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; with `stream` the handle is iterated over for its tokens. Safe from any thread.

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cached_property, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -353,6 +353,15 @@ class Generation:
     reasoning_content: str | None = None  # what comes before the answer; None for a model that does not reason
     marked: str | None = field(default=None, repr=False)  # `text` with the marks of calls: see `CallMarks`
     num_cached_tokens: int = 0  # tokens of the prompt whose state was there already, from other requests
+    asked: StructuredOutputs | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The output as what `structured_outputs` ask for: an instance of the type that was given, or the JSON value.
+
+        The text where these ask for no JSON, and None where the output is not valid.
+        """
+        return self.asked.read(self.text) if self.valid and self.asked is not None else None
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.calls import Calls
-from drafter.errors import RequestError, first_line, shown, unknown_setting
+from drafter.errors import RequestError, shown, unknown_setting
+
+if TYPE_CHECKING:
+    from drafter.record_types import RecordType
 
 MOST_CHOICES = 1000
 LONGEST = 120_000
@@ -20,7 +23,8 @@ class StructuredOutputs:
     """One of these, under vLLM's names.
 
     Args:
-        json: A JSON schema: an object, its JSON text, or a Pydantic model. It is kept as text.
+        json: A JSON schema: an object, its JSON text, or a type: a Pydantic model, a dataclass, a `TypedDict`,
+            `list[int]`, a `TypeAdapter`. It is kept as text.
         json_object: Any JSON object.
         regex: A regular expression that matches the whole output.
         choice: Texts of which the output is one.
@@ -35,10 +39,13 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
+    record_type: ClassVar[Any] = None  # of an instance, a `RecordType` if `json` was given as a type
 
     def __post_init__(self) -> None:
+        # No field: what is asked for is the schema, which other processes get alone.
+        object.__setattr__(self, "record_type", _record_type(self.json))
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", _schema_text(self.record_type.schema() if self.record_type else self.json))
         if not isinstance(self.json_object, bool):
             raise RequestError(f"structured_outputs.json_object must be true or false, not {shown(self.json_object)}")
         texts = {"regex": self.regex, "grammar": self.grammar}
@@ -60,6 +67,19 @@ class StructuredOutputs:
             raise RequestError(
                 f"structured_outputs.{given[0]} has {error.object[error.start]!r}, half a character: remove it"
             ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "record_type": None}
+
+    def read(self, text: str) -> Any:
+        """Return what a whole output stands for: a JSON value, or one of the type that was given; otherwise the text.
+
+        Raises:
+            Exception: The type does not accept it.
+        """
+        if self.record_type is not None:
+            return self.record_type.read(text)
+        return json.loads(text) if self.kind in ("json", "json_object") else text
 
     def _text(self) -> str:
         """Return the characters of the one that is given."""
@@ -97,12 +117,15 @@ class CallOutputs(StructuredOutputs):
         return "" if self.calls is None else self.calls.text
 
 
+def _record_type(given: Any) -> RecordType | None:
+    if given is None or isinstance(given, str | bool | dict):
+        return None
+    from drafter.record_types import RecordType  # with Pydantic, which is loaded for those alone who have types
+
+    return RecordType.of(given)
+
+
 def _schema_text(schema: Any) -> str:
-    if isinstance(schema, type) and callable(made := getattr(schema, "model_json_schema", None)):
-        try:
-            schema = made()
-        except Exception as error:  # Pydantic has many, of types that have no schema
-            raise RequestError(f"structured_outputs.json: {schema.__name__}: {first_line(error)}") from error
     try:
         if isinstance(schema, str):
             schema = json.loads(schema, parse_constant=_refuse_constant)

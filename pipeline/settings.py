@@ -109,8 +109,8 @@ class ImagesConfig:
     Args:
         hosts: Hosts from which images at addresses of http and https are fetched, as HOST or HOST:PORT; by default
             none. Addresses that are not public are refused in any case, after redirects, too.
-        bytes: Largest file, in bytes.
-        pixels: Most pixels of an image.
+        bytes: Most bytes of the files of a prompt's images, all together.
+        pixels: Most pixels of a prompt's images, all together. Memory and time for these follow from it.
         most: Most images of a prompt.
     """
 

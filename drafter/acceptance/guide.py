@@ -6,6 +6,7 @@ add what makes guides (`Method.guides`).
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from threading import Lock
@@ -46,6 +47,11 @@ class Guide(ABC):
         """True after an end-of-sequence token: the output is whole."""
 
     @property
+    def valid(self) -> bool:
+        """True if the output is whole, and what could not be seen before its end holds, too."""
+        return self.ended
+
+    @property
     def problem(self) -> str | None:
         """Why nothing may follow, if its work became too much for its limits."""
         return None
@@ -55,12 +61,22 @@ class Guides(ABC):
     """Makes the guides of an engine's requests. Safe from any thread."""
 
     @abstractmethod
-    def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        """Return a guide for the output of a request; raise `RequestError` for what cannot be followed."""
+    def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
+        """Return a guide for the output of a request; raise `RequestError` for what cannot be followed.
 
-    def ready(self, asked: StructuredOutputs) -> bool:
+        What is worked out for one salt serves no other one; see `Request.salt`.
+        """
+
+    def ready(self, asked: StructuredOutputs, salt: str = "") -> bool:
         """Return whether `guide` takes no time, because it has been asked for the same."""
         return False
+
+    def stop(self) -> None:  # noqa: B027 (there may be nothing to end)
+        """End the work on what is being asked for, as far as possible: `guide` then raises `RequestError`."""
+
+    def spent(self) -> float:
+        """Return the seconds of processor time so far: of this thread, and of other processes for all guides."""
+        return time.thread_time()
 
 
 class FirstGuides(Guides):
@@ -69,14 +85,21 @@ class FirstGuides(Guides):
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self._settings, self._made, self._lock = (tokenizer, vocabulary, eos), list[Guides](), Lock()
 
-    def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
+    def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
         with self._lock:
             if not self._made:
                 makers = list(resolved("guides").values())
                 if not makers:
                     raise RequestError("structured_outputs cannot be met: no method that guides output is installed")
                 self._made.append(makers[0](*self._settings))
-        return self._made[0].guide(asked, prompt)
+        return self._made[0].guide(asked, prompt, salt)
 
-    def ready(self, asked: StructuredOutputs) -> bool:
-        return bool(self._made) and self._made[0].ready(asked)
+    def ready(self, asked: StructuredOutputs, salt: str = "") -> bool:
+        return bool(self._made) and self._made[0].ready(asked, salt)
+
+    def stop(self) -> None:
+        for made in self._made:
+            made.stop()
+
+    def spent(self) -> float:
+        return self._made[0].spent() if self._made else super().spent()

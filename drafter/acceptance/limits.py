@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from drafter.devices import send
 from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
+from drafter.salted import salted_cache
 from drafter.text.tokenizers import refuse_panics
 from drafter.tree.token_tree import TokenTree
 
@@ -72,7 +73,7 @@ class Limits:
         return found
 
 
-@lru_cache(maxsize=64)  # the requests of a job have the same
+@salted_cache(64)  # the requests of a job have the same
 def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, and those that it has after a space, unless they only end with the former."""
     found: dict[tuple[int, ...], None] = {}

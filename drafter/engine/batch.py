@@ -24,6 +24,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import Features
+from drafter.target_model.towers import InPieces
 from drafter.tree.token_tree import root_only
 
 
@@ -97,18 +98,16 @@ class BatchState:
             self.shift[slot] = 0
         self.reset_drafter(slot, text, request)
 
-    def see(self, slot: int, request: Request) -> Features:
-        """Return the features of a slot's prompt with images, by which the positions of later tokens are set.
-
-        Raises:
-            RequestError: The model cannot take these images.
-        """
+    def look(self, request: Request, tokens: int) -> InPieces[Features]:
+        """Return the features of a prompt with images, to be computed in pieces; see `Sight.in_pieces`."""
         assert self.base.sight is not None  # or the prompt was refused
-        assert self.shift is not None
         assert isinstance(request.prompt, Prompt)
-        features = self.base.sight.features(request.prompt, request.salt)
+        return self.base.sight.in_pieces(request.prompt, request.salt, tokens)
+
+    def seen(self, slot: int, features: Features) -> None:
+        """Set the positions of a slot's later tokens by the features of its prompt."""
+        assert self.shift is not None
         self.shift[slot] = features.shift
-        return features
 
     def reset_drafter(self, slot: int, text: Ids, request: Request | None = None) -> None:
         """Replace what the drafter keeps for the slot by that of a text of which it has read nothing."""

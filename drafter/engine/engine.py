@@ -32,6 +32,7 @@ from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
 from drafter.errors import EngineError, LoadError
 from drafter.prompt import Prompt
 from drafter.requests import Request, sampling_defaults
+from drafter.salted import kept_for
 from drafter.statistics import EngineState, StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
@@ -126,12 +127,13 @@ class Engine:
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         asked = request.sampling.structured_outputs
-        guide = None if asked is None else self.guides.guide(asked, request.prompt_ids)
+        guide = None if asked is None else self.guides.guide(asked, request.prompt_ids, request.salt)
         handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
         assert isinstance(request.prompt, Prompt)
         sees = self.base.sight is not None and self.base.sight.reads(request.prompt)
         known = (self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
-        sequence = Sequence(handle, *known, guide, sees=sees)
+        with kept_for(request.salt):
+            sequence = Sequence(handle, *known, guide, sees=sees)
         if self.idle:
             self.last_step = time.monotonic()
         self.scheduler.waiting.put(sequence)
@@ -177,6 +179,7 @@ class Engine:
         for sequence in [*self.scheduler.clear(), *self.scheduler.waiting.close(failure)]:
             if not sequence.ended:
                 sequence.handle.future.set_exception(failure)
+        self._reader.leave()
 
     # ---- the loop
 
@@ -192,6 +195,7 @@ class Engine:
         try:
             for sequence in self.scheduler.take_unwanted(time.monotonic()):
                 sequence.fail_unwanted()
+            self._reader.leave()
             self._park()
             self._share_slots()
             self._admit()
@@ -347,7 +351,7 @@ class Engine:
             self.scheduler.kept.clear()
             for member in renewal.members:
                 self.budget.renewed(member)
-        self._prefilled_before = self._counts["prefilled_tokens"]
+        self._prefilled_before, self._looks_before = self._counts["prefilled_tokens"], self._reader.looks
 
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
@@ -361,7 +365,8 @@ class Engine:
             self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
-        read = self._counts["prefilled_tokens"] - self._prefilled_before
+        looks = self._reader.looks - self._looks_before
+        read = self._counts["prefilled_tokens"] - self._prefilled_before + looks * self.scheduler.chunk
         return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _prefill(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from drafter.requests import Generation, Request, TokenDelta
@@ -53,17 +54,25 @@ class Handle:
             RequestTimeoutError: The request's own time was up.
             EngineError: The engine failed.
         """
-        return self.future.result(timeout)
+        return self._judged(self.future.result(timeout))
 
     async def outcome(self) -> Generation:
         """Wait in an asyncio loop; see `result`. A task that is cancelled meanwhile cancels only a streamed request."""
         try:
-            return await asyncio.wrap_future(self.future)
+            return self._judged(await asyncio.wrap_future(self.future))
         finally:
             self._leave()
 
     def __await__(self) -> Generator[Any, None, Generation]:
         return self.outcome().__await__()
+
+    def _judged(self, found: Generation) -> Generation:
+        """Return a result that is valid only if the type of its record accepts it, too: in the caller's thread."""
+        asked = self.request.sampling.structured_outputs
+        if asked is None:
+            return found
+        accepted = asked.record_type is None or not found.valid or asked.record_type.accepts(found.text)
+        return replace(found, asked=asked, valid=found.valid and accepted)
 
     def cancel(self) -> None:
         """Free the request's slot at the next step; its result is the tokens until then."""

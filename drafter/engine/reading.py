@@ -10,27 +10,54 @@ from drafter.engine.batch import BatchState
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Sequence
 from drafter.errors import RequestError
+from drafter.target_model.sight import Features
+from drafter.target_model.towers import InPieces
 
 
 class PromptReader:
-    """Reads into a batch state what a scheduler has admitted; `counts` are the engine's."""
+    """Reads into a batch state what a scheduler has admitted; `counts` are the engine's.
+
+    Attributes:
+        looks: Pieces of features that were computed, without the last ones: each is as much work as a chunk of text.
+    """
 
     def __init__(self, scheduler: Scheduler, state: BatchState, counts: Counter[str]) -> None:
         self._scheduler, self._state, self._counts = scheduler, state, counts
+        self._looking: tuple[Sequence, InPieces[Features]] | None = None
+        self.looks = 0
 
     def sees(self, sequence: Sequence) -> bool:
-        """Compute the features of a prompt that is read by them; end its sequence, and return False, if that fails."""
+        """Compute the next piece of the features of a prompt that is read by them.
+
+        It returns False until all of them are there, and ends the sequence if they cannot be had.
+        """
         request = sequence.handle.request
         known = sequence.features is not None or not sequence.unread or sequence.read >= len(request.prompt_ids)
         if known or not sequence.sees:
             return True
+        self.leave()
+        if self._looking is None:
+            self._looking = sequence, self._state.look(request, self._scheduler.chunk)
+        work = self._looking[1]
+        if not work.go_on():
+            self.looks += 1
+            return False
+        self._looking = None
         try:
-            sequence.look(self._state.see(len(self._scheduler.active), request))
+            features = work.result()
         except RequestError as error:
             self._scheduler.take_out(sequence)
             sequence.handle.future.set_exception(error)
             return False
+        self._state.seen(len(self._scheduler.active), features)
+        sequence.look(features)
         return True
+
+    def leave(self) -> None:
+        """Leave the features that are being computed, unless their sequence is still the next one to be read."""
+        if self._looking is not None and self._scheduler.entering[:1] != [self._looking[0]]:
+            self._looking[1].close()
+            self._looking = None
 
     def read(self) -> tuple[list[slice], Verified | None]:
         """Read the next tokens of the sequences that enter, up to the last one, which is the first pending token.

@@ -105,7 +105,7 @@ class Sequence:
         self.features: Features | None = None  # of such a prompt, while it is being read
         self.borders: Borders | None = None  # where such a prompt may be cut; None if everywhere
         self.handling = Handling.ALONE if scored else Handling.FREE
-        self._said = TextStream(tokenizer, prompt, sampling, self.salt)  # at its end it has all of the output
+        self._said = TextStream(tokenizer, prompt, sampling)  # at its end it has all of the output
         self._heard = 0  # number of tokens that it has
         self._shown = 0  # characters of the answer that the caller has
         self._forced_parts: list[tuple[int, int]] = []  # (start, end) of the forced tokens' characters
@@ -322,7 +322,7 @@ class Sequence:
             lossless=self.verifier.lossless,
             lenient=self.lenient,
             forced=self.forced,
-            valid=None if self.guide is None else self.guide.ended,
+            valid=None if self.guide is None else self.guide.valid,
             drafter_versions=self.versions,
             reasoning_content=said.reasoning,
             marked=said.marked,

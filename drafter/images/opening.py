@@ -8,8 +8,9 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -30,6 +31,12 @@ _MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd7\xff])")  # others have no leng
 _SCAN, _END = 0xDA, 0xD9
 _DEEP = ("I", "F")  # first letters of modes with more than 8 bits, which Pillow would cut off at 255
 _HEAD = 256
+_MOST_RATIO = 200
+"""Of an image's longer side to the shorter one, as Qwen2-VL has it: processors make a square of it, or make the shorter
+side as long as they need it."""
+_BLANKS = b" \t\r\n\f\v"
+_STRIP = 1 << 20
+"""Pixels of which a digest is made at a time."""
 
 # A hostile file could fill the log, and the memory of warnings shown, with what Pillow warns of.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -43,13 +50,13 @@ class ImageLimits:
     """Limits on the images of a prompt.
 
     Args:
-        bytes: Largest size of a file.
-        pixels: Most pixels of an image, which take 4 bytes each while it is opened.
+        bytes: Most bytes of the files of all images together.
+        pixels: Most pixels of all images together. Each takes up to 14 bytes while a prompt is made of them.
         images: Most images of a prompt.
     """
 
     bytes: int = 32 << 20
-    pixels: int = 50_000_000
+    pixels: int = 24 << 20  # a photograph of most cameras
     images: int = 32
 
 
@@ -64,19 +71,68 @@ def open_image(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) 
     Raises:
         RequestError: It cannot be read, is no image of `FORMATS`, is damaged or exceeds a limit.
     """
-    with _named_errors(source):
-        given = _given(source, limits, fetch)
-        image = given if isinstance(given, Image.Image) else _opened(given, limits)
-        return _upright(_within(image, limits))
+    (opened,) = open_images([given_image(source, limits, fetch=fetch)], limits)
+    return opened
+
+
+@dataclass(frozen=True)
+class GivenImage:
+    """An image's file, or its pixels, and how messages name it."""
+
+    content: bytes | Image.Image
+    name: str
+
+
+def given_image(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) -> GivenImage:
+    """Return what is at a source, which is not decoded; see `open_image`. One that is given already stays as it is."""
+    if isinstance(source, GivenImage):
+        return source
+    with _named_errors(name := named(source)):
+        return GivenImage(_given(source, limits, fetch), name)
+
+
+def given_images(sources: Sequence[Any], limits: ImageLimits, *, fetch: Fetch | None = None) -> list[GivenImage]:
+    """Return what is at the sources of a prompt's images; raise `RequestError` for too many, or too many bytes."""
+    if len(sources) > limits.images:
+        raise RequestError(f"the prompt has {len(sources)} images, and may have up to {limits.images}")
+    given, left = [], limits.bytes
+    for source in sources:
+        given.append(given_image(source, limits, fetch=fetch))
+        left -= 0 if isinstance(given[-1].content, Image.Image) else len(given[-1].content)
+        if left < 0:
+            so_far = f"up to this one the prompt's images have more than {limits.bytes:,} bytes, the limit"
+            raise RequestError(f"{given[-1].name}: {so_far}")
+    return given
+
+
+def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.Image]:
+    """Return images as RGB, turned upright. None is decoded before the sizes of all are known.
+
+    Raises:
+        RequestError: One is no image of `FORMATS`, is damaged or much longer than wide, or they exceed a limit.
+    """
+    opened: deque[Image.Image] = deque()
+    pixels = 0
+    for one in given:
+        with _named_errors(one.name):
+            opened.append(_within(_opened(one.content, limits), limits))
+            pixels += opened[-1].width * opened[-1].height
+            if pixels > limits.pixels:
+                so_far = f"up to this one the prompt's images have {pixels:,} pixels"
+                raise RequestError(f"{so_far}, and {limits.pixels:,} are the limit: give fewer or smaller ones")
+    upright = []
+    for one in given:
+        with _named_errors(one.name):
+            upright.append(_upright(opened.popleft()))
+    return upright
 
 
 def image_content(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) -> bytes:
     """Return the bytes of an image's file, which is not decoded. Raises as `open_image`, and for mere pixels."""
-    with _named_errors(source):
-        given = _given(source, limits, fetch)
-        if isinstance(given, Image.Image):
-            raise RequestError("it has pixels, and no file")
-        return given
+    given = given_image(source, limits, fetch=fetch)
+    if isinstance(given.content, Image.Image):
+        raise RequestError(f"{given.name}: it has pixels, and no file")
+    return given.content
 
 
 def image_digest(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None) -> str:
@@ -84,7 +140,7 @@ def image_digest(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None
 
     No file is decoded. Raises as `open_image`.
     """
-    with _named_errors(source):
+    with _named_errors(named(source)):
         given = _given(source, limits, fetch)
         digest = hashlib.blake2b(digest_size=16)
         if isinstance(given, Image.Image):
@@ -94,15 +150,28 @@ def image_digest(source: Any, limits: ImageLimits, *, fetch: Fetch | None = None
         return digest.hexdigest()
 
 
+def pixel_digest(image: Image.Image) -> bytes:
+    """Return what images of equal pixels have in common, whatever file they come from."""
+    digest = hashlib.sha256(b"%dx%d:" % image.size)
+    rows = max(_STRIP // image.width, 1)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        # A processor may lay what is transparent over white, also where the pixels are RGB and a colour counts as such.
+        digest.update(strip.convert("RGBA").tobytes())
+    return digest.digest()
+
+
 @contextmanager
-def _named_errors(source: Any) -> Iterator[None]:
+def _named_errors(name: str) -> Iterator[None]:
     # Decoders raise whatever a damaged file leads them to.
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{named(source)}: {error}") from error
+        raise RequestError(f"{name}: {error}") from error
+    except MemoryError:
+        raise
     except Exception as error:
-        raise RequestError(f"{named(source)}: it is damaged: {one_line(error, 200)}") from error
+        raise RequestError(f"{name}: it is damaged: {one_line(error, 200)}") from error
 
 
 def named(source: Any) -> str:
@@ -136,9 +205,9 @@ def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Ima
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(refuse_large(source, limits.bytes))
     if isinstance(source, Image.Image):
-        return source
+        return _within(source, limits)
     if isinstance(source, list | tuple) or hasattr(source, "__array__"):
-        return _of_pixels(source)
+        return _of_pixels(source, limits)
     raise RequestError(f"it must be a path, a data: URI, bytes, an image of Pillow or an array, not {shown(source)}")
 
 
@@ -170,26 +239,24 @@ def read_file(address: str, most: int) -> bytes:
 
 
 def _of_data(address: str, limits: ImageLimits) -> bytes:
-    head, comma, text = address.partition(",")
-    kind, *others = head[5:].lower().split(";")
-    if not comma or "base64" not in others:
+    comma = address.find(",", 0, _HEAD)
+    kind, *others = address[5 : max(comma, 0)].lower().split(";")
+    if "base64" not in others:
         raise RequestError("it must be of the form data:image/png;base64,…")
     if kind.strip() and not kind.strip().startswith("image/"):
         raise RequestError(f"it holds {shown(kind.strip())}, which is no image")
-    if len(text) > 2 * limits.bytes + 16:  # before anything is made of it; a line break may follow each few letters
+    if len(address) > 2 * limits.bytes + _HEAD:  # before anything is made of it; blanks may follow each few letters
         raise RequestError(f"it has more than {limits.bytes:,} bytes, the limit")
     try:
-        content = base64.b64decode("".join(text.split()), validate=True)
+        text = address[comma + 1 :].encode("ascii").translate(None, _BLANKS)
+        content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"it is not base64: {one_line(error)}") from error
     return bytes(refuse_large(content, limits.bytes))
 
 
-def _of_pixels(source: Any) -> Image.Image:
-    try:
-        pixels: npt.NDArray[Any] = np.asarray(source)
-    except ValueError as error:
-        raise RequestError("its rows are not of one length") from error
+def _of_pixels(source: Any, limits: ImageLimits) -> Image.Image:
+    pixels = _of_lists(source, limits) if isinstance(source, list | tuple) else np.asarray(source)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
@@ -201,8 +268,26 @@ def _of_pixels(source: Any) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
 
 
-def _opened(content: bytes, limits: ImageLimits) -> Image.Image:
+def _of_lists(source: Sequence[Any], limits: ImageLimits) -> npt.NDArray[Any]:
+    # An array of texts has room for the longest one everywhere.
+    pixels: npt.NDArray[Any] = np.array(source, dtype=object)
+    if pixels.size > 4 * limits.pixels:
+        raise RequestError(f"it has more than {limits.pixels:,} pixels, the limit")
+    kinds = {type(one) for one in pixels.ravel()}
+    if any(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
+        raise RequestError("its rows are not of one length")
+    if strange := sorted(kind.__name__ for kind in kinds if not issubclass(kind, int | np.integer) or kind is bool):
+        raise RequestError(f"pixels must be integers of 0 to 255, not of type {strange[0]}")
+    try:
+        return pixels.astype(np.int64)
+    except OverflowError as error:
+        raise RequestError("pixels must be integers of 0 to 255") from error
+
+
+def _opened(content: bytes | Image.Image, limits: ImageLimits) -> Image.Image:
     """Return an image whose size is known; its pixels are decoded when they are asked for."""
+    if isinstance(content, Image.Image):
+        return content
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError as error:
@@ -239,6 +324,10 @@ def _within(image: Image.Image, limits: ImageLimits) -> Image.Image:
         raise RequestError("it has no pixels")
     if width * height > limits.pixels:
         raise RequestError(f"it has {width:,} × {height:,} pixels, and {limits.pixels:,} are the limit")
+    if max(width, height) > _MOST_RATIO * min(width, height):
+        raise RequestError(
+            f"it has {width:,} × {height:,} pixels, and may be {_MOST_RATIO} times as long as wide: cut it in pieces"
+        )
     return image
 
 
@@ -246,8 +335,6 @@ def _upright(image: Image.Image) -> Image.Image:
     if image.mode.startswith(_DEEP):
         raise RequestError(f"its pixels have more than 8 bits (mode {image.mode}): convert it")
     image.load()
-    try:
-        turned = ImageOps.exif_transpose(image)
-    except Exception:  # EXIF data that cannot be read says nothing about the pixels
-        turned = image
-    return turned.convert("RGB")
+    with suppress(Exception):  # EXIF data that cannot be read says nothing about the pixels
+        image = ImageOps.exif_transpose(image)
+    return image.convert("RGB")

@@ -7,6 +7,7 @@ the prompt's *features*; the engine calls it with parts of these, and with its o
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from drafter import devices
 from drafter.errors import RequestError, one_line
 from drafter.prompt import Prompt
+from drafter.target_model.towers import InPieces, Towers
 
 KEPT_BYTES = 256 << 20
 """Bytes of images' features that are kept for prompts with the same images."""
@@ -126,6 +128,7 @@ class Sight:
         self.bytes_per_token = 0
         # As transformers' `generate` does: it encodes images first, and hands their features to the model's forward.
         self._encode: Callable[..., Any] | None = getattr(model.base_model, "get_image_features", None)
+        self._towers = Towers(model, decoder)
         self._kept: OrderedDict[tuple[str, tuple[tuple[int, bytes], ...]], tuple[Any, int]] = OrderedDict()
 
     def reads(self, prompt: Prompt) -> bool:
@@ -161,13 +164,23 @@ class Sight:
         """
         ids = devices.send(torch.tensor([list(prompt.ids)]), self._model.device)
         try:
-            inputs = self._encoded(prompt, salt)
-            arguments = call_of(self._decoder, lambda: self._model(input_ids=ids, use_cache=False, **inputs))
+            with self._towers.few_at_a_time():
+                inputs = self._encoded(prompt, salt)
+                arguments = call_of(self._decoder, lambda: self._model(input_ids=ids, use_cache=False, **inputs))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model's code may raise anything for what it was not made for
             raise RequestError(f"the model cannot read these images: {one_line(error, 200)}") from error
         return self._features(arguments, ids.shape[1])
+
+    def in_pieces(self, prompt: Prompt, salt: str, tokens: int) -> InPieces[Features]:
+        """Return `features` to be computed in pieces, each of about as much work as so many tokens of text take."""
+
+        def work(rest: Callable[[], None]) -> Features:
+            with self._towers.resting(rest, tokens):
+                return self.features(prompt, salt)
+
+        return InPieces(work)
 
     def forget(self) -> None:
         """Free what is kept of images."""
@@ -232,9 +245,11 @@ class Sight:
 
 def call_of(decoder: nn.Module, run: Callable[[], Any]) -> dict[str, Any]:
     """Return what `run` calls `decoder` with, which is not run; raise `RuntimeError` if it does not call it."""
+    caller = threading.get_ident()
 
     def stop(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        raise _Reached(given)
+        if threading.get_ident() == caller:  # others may call it while `run` rests
+            raise _Reached(given)
 
     hook = decoder.register_forward_pre_hook(stop, with_kwargs=True)
     try:

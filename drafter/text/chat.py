@@ -17,9 +17,10 @@ from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, one_line
+from drafter.salted import salted_cache
 from drafter.text.conversation import TURN, Conversation, Messages
 from drafter.text.sandbox import bounded_template
-from drafter.text.tokenizers import longest_token, refuse_endless, refuse_panics, tokenise
+from drafter.text.tokenizers import forget_words, longest_token, refuse_endless, refuse_panics, tokenise
 
 _WORDS = re.compile(r"[\w.:/ +-]*")  # a name, a number or a kind, which a template may compare and cannot be a token
 _NO_WORD = re.compile(r"[^\w\s/]", re.ASCII)
@@ -57,12 +58,12 @@ class Chat:
     written: tuple[int, ...] | None
 
 
-def render_chat(tokenizer: Any, asked: Conversation | Messages, now: datetime | None = None, salt: str = "") -> Chat:
+def render_chat(tokenizer: Any, asked: Conversation | Messages, now: datetime | None = None) -> Chat:
     """Apply the tokeniser's chat template; `RequestError` if it takes no such messages, or leaves out what one says.
 
     A text is given as a part where the template reads parts, and parts of text as a text where it reads texts. A
     template that reads the clock gets `now`, by default the present time. What is found out about the form of the
-    messages is kept for others of the same `salt`.
+    messages is kept for others of the same salt.
     """
     asked = asked if isinstance(asked, Conversation) else Conversation(asked)
     now = now or datetime.now()
@@ -70,7 +71,7 @@ def render_chat(tokenizer: Any, asked: Conversation | Messages, now: datetime | 
         template = str(tokenizer.get_chat_template(None, asked.tools))
         refuse_unread(tokenizer, template, asked)
         arguments = asked.arguments()
-        form, written, lost = _reading(tokenizer, template, _shape(arguments), salt)
+        form, written, lost = _reading(tokenizer, template, _shape(arguments))
         if lost is not None:
             raise RequestError(lost)
         arguments["conversation"] = _in_form(arguments["conversation"], form)
@@ -135,8 +136,8 @@ def _mark(said: str, place: int, index: int) -> str:
     return f"x{place}x{index}x" if said.strip() else said
 
 
-@lru_cache(maxsize=64)
-def _reading(tokenizer: Any, template: str, shape: str, salt: str) -> tuple[str, tuple[int, ...] | None, str | None]:
+@salted_cache(64)
+def _reading(tokenizer: Any, template: str, shape: str) -> tuple[str, tuple[int, ...] | None, str | None]:
     """Return the form of messages that a template reads, the control tokens that it writes, and what it leaves out."""
     arguments = json.loads(shape)
     messages, lost = arguments["conversation"], None
@@ -225,10 +226,9 @@ def encode_chat(
     special_tokens: bool = False,
     max_length: float = math.inf,
     now: datetime | None = None,
-    salt: str = "",
 ) -> list[int]:
     """Return the tokens of one chat, or raise `RequestError`; see `render_chat` and `encode_chats`."""
-    chat = render_chat(tokenizer, asked, now, salt)
+    chat = render_chat(tokenizer, asked, now)
     refuse_endless(chat.text, max_length, longest_token(tokenizer))
     (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)
     if isinstance(found, RequestError):
@@ -289,6 +289,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestErro
             spelling = _spelling(tokenizer, chat.template)
             with _SPELLING, refuse_panics():
                 ids = list(_render(spelling, chat.template, chat.arguments, chat.now, **settings))
+                forget_words(spelling)
     except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
         return refusal

@@ -189,12 +189,11 @@ def _clean_end(text: str, end: int) -> int:
 class StopSearch:
     """Finds non-empty stop strings in a text that comes in pieces, in amortised constant time per character and string.
 
-    `cut` is the number of shown characters before the first one found; None if there is none so far. What is made of
-    the strings is kept for others of the same `salt`.
+    `cut` is the number of shown characters before the first one found; None if there is none so far.
     """
 
-    def __init__(self, stop: Sequence[str], salt: str = "") -> None:
-        self._searches = [_Search(text, salt) for text in stop]
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._searches = [_Search(text) for text in stop]
         self._shown: list[_Search] = []  # in the shown text alone, once there are hidden pieces
         self.cut: int | None = None
         self._length = 0
@@ -239,8 +238,8 @@ class StopSearch:
 class _Search:
     """Knuth-Morris-Pratt search; `matched` is the longest prefix of `wanted` with which the text ends."""
 
-    def __init__(self, wanted: str, salt: str) -> None:
-        self.wanted, self._borders = wanted, _borders(wanted, salt)
+    def __init__(self, wanted: str) -> None:
+        self.wanted, self._borders = wanted, _borders(wanted)
         self.matched = 0
 
     def push(self, piece: str, *, counts: bool = True) -> int:
@@ -257,9 +256,8 @@ class _Search:
         return 0
 
 
-@lru_cache(maxsize=64)  # the choices of a request share strings
-def _borders(wanted: str, salt: str) -> tuple[int, ...]:
-    """Return, for each prefix of a string, the length of its longest border; `salt` says whose the string is."""
+def _borders(wanted: str) -> tuple[int, ...]:
+    """Return, for each prefix of a string, the length of its longest border."""
     borders = [0]
     for character in wanted[1:]:
         borders.append(_next(wanted, borders, borders[-1], character))

@@ -67,7 +67,7 @@ class Reasoning:
 
 @lru_cache(maxsize=4)
 def _reasoning_of(tokenizer: Any) -> Reasoning | None:
-    vocabulary = getattr(tokenizer, "get_vocab", dict)()
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     for begin, end in _PAIRS:
         if begin in vocabulary and end in vocabulary:
             return Reasoning(vocabulary[begin], vocabulary[end], begin, end)

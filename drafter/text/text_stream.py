@@ -49,14 +49,13 @@ class TextStream:
 
     Args:
         prompt: The prompt's tokens.
-        salt: Whose output it is.
 
     Attributes:
         searches: There are stop strings, so that each token must come before the next one is chosen.
         length: Characters of the answer that are sure.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], sampling: SamplingParams, salt: str = "") -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], sampling: SamplingParams) -> None:
         asked, self._tokenizer = sampling.structured_outputs, tokenizer
         self._guided, exact = asked is not None, asked is not None and asked.kind != "calls"
         self._calls: CallMarks | None = None
@@ -65,7 +64,7 @@ class TextStream:
         self._reasoning = Reasoning.of(tokenizer)
         self._reader = _reader(self._reasoning, prompt, tokenizer, guided=self._guided, exact=exact)
         self._detokenizer = Detokenizer(tokenizer, goes_on=exact, exact=self._guided)
-        self._stops, self._min_tokens = StopSearch(sampling.stop, salt), sampling.min_tokens
+        self._stops, self._min_tokens = StopSearch(sampling.stop), sampling.min_tokens
         self._special = special_texts(tokenizer) if sampling.stop else {}
         self.searches = bool(sampling.stop)
         self._count = 0  # tokens

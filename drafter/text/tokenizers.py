@@ -104,6 +104,13 @@ def mark_texts(tokenizer: Any) -> dict[int, str]:
     }
 
 
+def forget_words(tokenizer: Any) -> None:
+    """Drop what a tokeniser keeps of the words of all texts so far: those would take less time than others."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if model is not None and hasattr(model, "_clear_cache"):
+        model._clear_cache()
+
+
 def refuse_half_characters(prompt: Any) -> None:
     """Raise `RequestError` if a text, or one in messages, has an unpaired surrogate: no tokeniser takes it."""
     try:

@@ -261,6 +261,7 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "reading.skip": "rows",
     "reading.limit": "rows",
     "images": "bound",
+    "images.folders": "rows",
     "loading": "free",
     "loading.dtype": "bound",
     "sampling": "bound",

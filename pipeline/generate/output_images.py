@@ -13,7 +13,6 @@ import pyarrow.dataset
 from pyarrow import fs
 
 from drafter.images.messages import take_images
-from drafter.images.opening import ImageLimits
 from pipeline.errors import InputError
 from pipeline.generate.row_images import IMAGES, ImageReading, folders_of, staged_images
 from pipeline.io.parts import StagedInput
@@ -76,11 +75,11 @@ def images_of_output(output: OutputFolder, run: Mapping[str, Any]) -> OutputImag
     return OutputImages(output.root.filesystem, files, run["config"]["reading"].get("images_column"))
 
 
-def reading_of_output(run: Mapping[str, Any], limits: ImageLimits | None = None) -> ImageReading:
-    """Return how an output's images are read again, by its `run.json`; with `limits` of others, not from the web."""
+def reading_of_output(run: Mapping[str, Any]) -> ImageReading:
+    """Return how an output's images are read again, by its `run.json`."""
     config = RowImagesConfig(**run["config"].get("images", {}))
     try:
         folders, scheme = folders_of(config, run["config"]["input"])
     except InputError:  # it may have moved away since
         folders, scheme = (), ""
-    return ImageReading(limits or config.limits, folders, scheme, () if limits else tuple(config.hosts))
+    return ImageReading(config.limits, folders, scheme, tuple(config.hosts))

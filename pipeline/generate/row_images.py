@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
-from drafter.images.opening import ImageLimits, image_digest, is_data, open_image, unwrapped
+from drafter.images.opening import (
+    GivenImage,
+    ImageLimits,
+    given_image,
+    image_digest,
+    is_data,
+    open_image,
+    unwrapped,
+)
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web
-from pipeline.io.files import in_parallel
+from pipeline.io.files import in_parallel, locate
 from pipeline.io.listing import PromptSource
 from pipeline.io.named_files import (
     NamedFolder,
@@ -104,11 +113,11 @@ class ImageReading:
         except RequestError:
             return None
 
-    def opened(self, source: Any, identity: str | None) -> Image.Image:
-        """Open an image of a staged row.
+    def given(self, source: Any, identity: str | None) -> GivenImage:
+        """Return what is at the source of a staged row's image.
 
         Raises:
-            RequestError: It cannot be opened, or is not the one with this identity, if there is one.
+            RequestError: It cannot be read, or is not the one with this identity, if there is one.
         """
 
         def fetch(address: str, most: int) -> bytes:
@@ -117,7 +126,7 @@ class ImageReading:
                 raise RequestError("it has changed since rows were read: submit the same command again")
             return content
 
-        return open_image(source, self.limits, fetch=fetch)
+        return given_image(source, self.limits, fetch=fetch)
 
 
 def seeing_processor(name: str, *, trust_remote_code: bool) -> ImageProcessor | None:
@@ -143,10 +152,13 @@ def image_reading(processor: ImageProcessor, config: RowImagesConfig, input: str
     Raises:
         InputError: The processor cannot take any, or a folder cannot be opened.
     """
+    for folder in config.folders:
+        if not scheme_of(folder) and locate(folder).type != fs.FileType.Directory:
+            raise InputError(f"images.folders: there is no folder {folder}")
     has_template = processor.tokenizer.chat_template is not None
     asked = [{"role": "user", "content": [PLACE]}] if has_template else processor.processor.image_token
     try:
-        usual = processor.encode(asked, [Image.new("RGB", _USUAL_SIZE)])
+        usual = type(processor)(processor.processor).encode(asked, [Image.new("RGB", _USUAL_SIZE)])  # of our own
     except RequestError as error:
         raise InputError(f"the processor of the model takes no images: {error}") from error
     size = sum(values.nbytes for values in usual.inputs.values())
@@ -213,9 +225,12 @@ def images_of(value: Any) -> list[Any]:
 
 
 def _dimensions(value: Any) -> int:
-    if isinstance(value, list):
-        return 1 + (_dimensions(value[0]) if value and isinstance(value[0], list) else 0)
-    return int(value.ndim)
+    if not isinstance(value, list):
+        return int(value.ndim)
+    count = 1
+    while value and isinstance(value[0], list):
+        value, count = value[0], count + 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -281,8 +296,9 @@ def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:
     for part in staged.parts:
         if part.name not in gone:
             table = staged.file(part).read_parquet([IMAGES, IMAGE_STATES])
-            lists = (column.combine_chunks().flatten().to_pylist() for column in table.columns)
-            before |= {one for one in zip(*lists, strict=True) if one[0] is not None}
+            found = [table[name].combine_chunks().flatten().to_pylist() for name in table.column_names]
+            addresses, states = found if len(found) == 2 else (found[0], [None] * len(found[0]))  # an earlier release
+            before |= {one for one in zip(addresses, states, strict=True) if one[0] is not None and not is_data(one[0])}
     addresses = sorted({address for address, _ in before})
     now = list(zip(addresses, in_parallel(reading.state, addresses), strict=True))
     return None if before == set(now) else hashlib.blake2b(json.dumps(now).encode(), digest_size=16).hexdigest()

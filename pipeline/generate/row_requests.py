@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -183,10 +183,9 @@ def _written(
             return render_chat(encoder.tokenizer, asked, settings.now)
         assert encoder.processor is not None
         assert settings.images is not None
-        opened = [settings.images.opened(*one) for one in images]
-        special, longest = settings.reading.special_tokens, settings.max_length
-        encode = encoder.processor.encode
-        return encode(asked, opened, special_tokens=special, max_length=longest, now=settings.now)
+        given = [settings.images.given(*one) for one in images]
+        encode = partial(encoder.processor.encode, special_tokens=settings.reading.special_tokens, now=settings.now)
+        return encode(asked, given, limits=settings.images.limits, max_length=settings.max_length)
     except PromptTooLongError as error:
         raise RowError("Refused", str(error)) from error
     except RequestError as error:

@@ -54,7 +54,10 @@ def fetch_web(address: str, most: int, hosts: Collection[str], seconds: float = 
             moved = answer.headers.get("Location") if answer.status in _MOVED else None
             if moved is None:
                 return _content(answer, most)
-        address = urljoin(address, moved)
+        try:
+            address = urljoin(address, moved)
+        except ValueError as error:
+            raise RequestError(f"it leads to {shown(moved)}, which is no address: {one_line(error)}") from error
     raise RequestError(f"it leads to more than {_MOST_HOPS - 1} other addresses")
 
 
@@ -67,8 +70,6 @@ def _allowed(address: str, hosts: Collection[str]) -> SplitResult:
         raise RequestError(f"{shown(address)} is no address: {one_line(error)}") from error
     if url.scheme not in _PORTS or not host:
         raise RequestError(f"{shown(address)} is no address of http or https")
-    if url.username is not None or url.password is not None:
-        raise RequestError("an address of an image has no user or password")
     if not address.isascii() or any(one <= " " for one in address):
         raise RequestError(
             f"{shown(address)} is no address: spaces, and letters that are not ASCII, have codes such as %20"
@@ -78,6 +79,8 @@ def _allowed(address: str, hosts: Collection[str]) -> SplitResult:
     named = own if port in (None, usual) else with_port
     if named not in hosts and with_port not in hosts:
         raise RequestError(f"the host {shown(named)} is not among those from which images are fetched")
+    if url.username is not None or url.password is not None:
+        raise RequestError("an address of an image has no user or password")
     return url
 
 
@@ -152,7 +155,9 @@ def _connected(url: SplitResult, end: float) -> Iterator[_Connection]:
         yield connection
         if late.is_set():  # what was cut may look like an end
             raise TimeoutError(f"{url.hostname} did not end in time")
-    except (OSError, http.client.HTTPException) as error:
+    except RequestError:
+        raise
+    except (OSError, ValueError, http.client.HTTPException) as error:  # a host of names that are too long is a value
         why = "takes too long" if late.is_set() or isinstance(error, TimeoutError) else "cannot be asked"
         raise RequestError(f"its host {why}: {one_line(error, 200)}") from error
     finally:

@@ -56,9 +56,11 @@ def told(chat: Conversation, *, needed: bool, system: bool) -> Conversation:
             when=_WHEN[needed],
         )
         role = "system" if system else "user"
-        first = messages[0] if messages[0]["role"] == role else {"role": role, "content": ""}
-        said, tells = (first["content"], text) if system else (text, first["content"])
-        messages = [first | {"content": _joined(said, tells, "\n\n")}, *messages[first is messages[0] :]]
+        if messages[0]["role"] != role:
+            messages.insert(0, {"role": role, "content": ""})
+        said = messages[0]["content"]
+        content = _joined(said, text, "\n\n") if system else _joined(text, said, "\n\n")
+        messages[0] = messages[0] | {"content": content}
     return replace(chat, messages=messages, tools=None)
 
 

@@ -59,7 +59,7 @@ class CallReader:
     def push(self, text: str) -> list[Delta]:
         """Take more text; return what is sure by now."""
         self._held += text
-        if self._optional and self._held.lstrip().startswith(self._optional):
+        if self._optional and not (self._said or self._calls) and self._held.lstrip().startswith(self._optional):
             self._held, self._optional = self._held.lstrip().removeprefix(self._optional), ""
         found: list[Delta] = []
         while self._advance(found):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
 from PIL import Image
 
 from drafter.errors import RequestError, one_line
-from drafter.images.opening import ImageLimits, open_image
+from drafter.images.opening import open_image
 from pipeline.generate.output_images import images_of_output, reading_of_output
 from pipeline.generate.row_images import ImageReading
 from pipeline.output.columns import PROMPT_IMAGES
@@ -32,7 +33,7 @@ def pictures_of(output: OutputFolder, run: Mapping[str, Any], rows: Sequence[Row
     if not seen:
         return {}
     sources = images_of_output(output, run).sources([row["request_id"] for row in seen])
-    reading = reading_of_output(run, ImageLimits())
+    reading = replace(reading_of_output(run), hosts=())
     found = {}
     for row in seen:
         name, count = row["request_id"], len(row[PROMPT_IMAGES])

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import ray
@@ -30,8 +30,9 @@ from drafter.errors import (
 from drafter.llm import SpeculativeLM
 from drafter.prompt import Prompt as EncodedPrompt
 from drafter.requests import Generation, Request, TokenDelta, sample_seed, sampling_defaults
+from drafter.salted import kept_for
 from drafter.text.conversation import Conversation
-from drafter.text.tokenizers import refuse_long
+from drafter.text.tokenizers import forget_words, refuse_long
 from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.engines.models import EngineSpec
 from pipeline.learning.config import LearnerSpec
@@ -83,6 +84,8 @@ _LARGE_PROMPT = 2 << 10
 """Prompts above this many characters are encoded one at a time. Others take up to four milliseconds."""
 _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
+_TOKEN_TEXTS = 1 << 16
+"""Texts of tokens that are kept, for each client apart."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
@@ -117,12 +120,14 @@ class Answers:
         special_tokens: bool = False,
     ) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
-        self._images = ChatImages(images or ImagesConfig(), sees=lm.base.sight is not None)
-        self._metrics, self._large_work, self._compiling = ReplicaMetrics(), LargeWork(), LargeWork()
+        processor = lm.processor if lm.base.sight is not None else None
+        self._images = ChatImages(images or ImagesConfig(), processor)
+        self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
+        self._compiling = LargeWork(lm.engine.guides.spent, lm.engine.guides.stop)
         given = lm.base.generation_settings
         longest = given.get("max_new_tokens") or lm.max_length
         self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
-        self._token_text = cache(partial(token_text, lm.tokenizer))
+        self._token_text = lru_cache(_TOKEN_TEXTS)(lambda client, token: token_text(lm.tokenizer, token))
         self._edge = EdgeHost(
             lm, edge or EdgeConfig(), address, self._encoded, self._metrics.finished, self._client_error
         )
@@ -151,6 +156,7 @@ class Answers:
         """Answer a request: yield a failure, or the parts of a stream's events or of a JSON body."""
         handles: list[Handle] = []
         sent = False
+        requests: list[Request] = []
         request = call.request
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
@@ -161,7 +167,8 @@ class Answers:
             for each in requests:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
-                chunks = Chunks(request, name, created, self._token_text, speculation=call.speculation)
+                texts = partial(self._token_text, call.client)
+                chunks = Chunks(request, name, created, texts, speculation=call.speculation)
                 async for events in self._stream(chunks, handles, apart=request.wants_logprobs):
                     for part in _messages(events):
                         yield part
@@ -177,18 +184,26 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
+            await self._images.forget(call.client, requests)
 
     async def _encoded(self, call: Call) -> list[Request]:
         """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""
-        images = await self._images.fetched(call.request.images)
+        images = await self._images.fetched(call.request.images, call.client)
         make = partial(self._requests, call, images)
-        if images or _characters(call.request.prompts) > _LARGE_PROMPT:
+        if images:
+            requests = await self._images.run(call.client, make)
+        elif _characters(call.request.prompts) > _LARGE_PROMPT:
             requests = await self._large_work.run(call.client, make)
         else:
             requests = await asyncio.to_thread(make)
         asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
-        if asked is not None and not guides.ready(asked):
-            await self._compiling.run(call.client, partial(guides.guide, asked, requests[0].prompt_ids))
+        try:
+            if asked is not None and not guides.ready(asked, call.client):
+                prompt = requests[0].prompt_ids
+                await self._compiling.run(call.client, partial(guides.guide, asked, prompt, call.client))
+        except BaseException:
+            await self._images.forget(call.client, requests)
+            raise
         return requests
 
     async def _body(self, call: Call, handles: list[Handle], name: str, created: int) -> str:
@@ -199,12 +214,13 @@ class Answers:
             prompts = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
             generations = [echoed(one, prompt) for one, prompt in zip(generations, prompts, strict=True)]
         short = [replace(generation, logprobs=None) for generation in generations]
-        body = response(request, short, name, created, self._token_text) | lossless_mark(*generations)
+        texts = partial(self._token_text, call.client)
+        body = response(request, short, name, created, texts) | lossless_mark(*generations)
         if call.speculation:
             body[FIELD] = [generation_statistics(generation) for generation in generations]
         if not request.wants_logprobs:
             return to_json(body)
-        return await _written(long_answer(body, generations, logprobs_format(request), self._token_text))
+        return await _written(long_answer(body, generations, logprobs_format(request), texts))
 
     async def _stream(self, chunks: Chunks, handles: list[Handle], *, apart: bool) -> AsyncIterator[str]:
         """Yield the events of all choices as they come, batched where several are ready."""
@@ -255,21 +271,28 @@ class Answers:
         request = call.request
         settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
         sampling = replace(request, settings=settings).sampling(self._defaults)
+        forget_words(self._lm.tokenizer)
+        with kept_for(call.client):
+            prompts = [self._prompt(prompt, images) for prompt in request.prompts]
         requests = []
-        for prompt in request.prompts:
-            encode = partial(self._lm.encode, special_tokens=self._special_tokens, salt=call.client)
-            ids: Any = prompt
-            if isinstance(prompt, str):
-                ids = encode(prompt)
-            elif isinstance(prompt, Conversation):
-                ids = encode(prompt, images=images, limits=self._images.limits)
-            refuse_long(len(ids.ids if isinstance(ids, EncodedPrompt) else ids), self._lm.max_length)
+        for ids in prompts:
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 scored = own.logprobs if request.echo else None
                 made = Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach, salt=call.client)
                 requests.append(made)
         return requests
+
+    def _prompt(self, prompt: Prompt, images: Sequence[str | bytes]) -> Any:
+        """Return what an engine takes of a prompt."""
+        encode = partial(self._lm.encode, special_tokens=self._special_tokens)
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = encode(prompt)
+        elif isinstance(prompt, Conversation):
+            ids = encode(prompt, images=images, limits=self._images.limits)
+        refuse_long(len(ids.ids if isinstance(ids, EncodedPrompt) else ids), self._lm.max_length)
+        return ids
 
     def _text(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else str(self._lm.tokenizer.decode(prompt))

@@ -1,4 +1,4 @@
-"""Limits on the work that clients cause: turns at a limited rate, and large work one piece at a time with rests."""
+"""Limits on the work that clients cause: turns at a limited rate, and large work one piece at a time, with rests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holder = TypeVar("Holder")
 Result = TypeVar("Result")
 
 _REST = 3.0
-"""Rest after large work, for each second that it took: it has a quarter of one core at most."""
+"""Rest of a client after large work, for each second of processor time that it took: it has a quarter of one core."""
 
 
 class Turns(Generic[Holder]):
@@ -61,44 +61,71 @@ class Turns(Generic[Holder]):
 
 
 class LargeWork:
-    """Does large work in a thread, one piece after the other, each followed by a rest. Clients take turns.
+    """Does large work in a thread, one piece after the other. Clients take turns, and rest after a piece of theirs.
 
-    Work whose caller has gone is not begun; once begun it is done, and the next waits for it.
+    Work whose caller has gone is not begun, and stopped where it can be.
+
+    Args:
+        spent: Seconds of processor time so far of the thread that asks, and of what works for it.
+        stop: Ends the work that is being done, if possible.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, spent: Callable[[], float] = time.thread_time, stop: Callable[[], object] = lambda: None
+    ) -> None:
         self._thread = ThreadPoolExecutor(1, "large-work")
-        self._rested = 0.0
+        self._spent, self._stop = spent, stop
         self._busy = False
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # of each client; the one served last comes last
+        self._rested: dict[str, float] = {}  # when the rest of a client ends, by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, client: str, work: Callable[[], Result]) -> Result:
         """Do `work` at the client's turn, and return its result."""
-
-        def rested() -> Result:
-            time.sleep(max(self._rested - time.monotonic(), 0))
-            begun = time.monotonic()
-            try:
-                return work()
-            finally:
-                now = time.monotonic()
-                self._rested = now + _REST * (now - begun)
-
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         self._give()
         try:
             await turn
-            return await loop.run_in_executor(self._thread, rested)
-        finally:
-            if not turn.cancelled():
-                self._busy = False
-                self._give()
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it has gone at its turn
+                self._end(client, 0.0)
+            raise
+        seconds = 0.0
+
+        def measured() -> Result:
+            nonlocal seconds
+            begun = self._spent()
+            try:
+                return work()
+            finally:
+                seconds = self._spent() - begun
+
+        def ended(done: asyncio.Future[Result]) -> None:
+            done.exception()  # nobody may be left to hear of it
+            self._end(client, seconds)
+
+        done = loop.run_in_executor(self._thread, measured)
+        done.add_done_callback(ended)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if not done.done():
+                self._stop()
+            raise
+
+    def _end(self, client: str, seconds: float) -> None:
+        self._busy = False
+        self._rested[client] = asyncio.get_running_loop().time() + _REST * seconds
+        self._give()
 
     def _give(self) -> None:
-        while self._waiting and not self._busy:
-            client = next(iter(self._waiting))
+        """Give the turn to the first client that has rested."""
+        now = asyncio.get_running_loop().time()
+        self._rested = {client: end for client, end in self._rested.items() if end > now}
+        while not self._busy and (rested := [one for one in self._waiting if one not in self._rested]):
+            client = rested[0]
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
@@ -106,3 +133,9 @@ class LargeWork:
             if not turn.done():
                 turn.set_result(None)
                 self._busy = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and not self._busy:
+            first = min(self._rested[client] for client in self._waiting)
+            self._timer = asyncio.get_running_loop().call_later(first - now, self._give)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from drafter.errors import LoadError, RequestError
-from drafter.images.opening import ImageLimits, image_content, named, open_image
+from drafter.images.opening import ImageLimits, image_content, named
 from drafter.prompt import Prompt
 from pipeline.generate.output_images import OutputImages, images_of_output, reading_of_output
 from pipeline.generate.row_images import ImageReading
@@ -98,18 +98,15 @@ class TextImages:
         processor: ImageProcessor,
     ) -> None:
         """Raise `RequestError` unless the files are the images that the prompt `ids` had in these spans."""
-        from drafter.images.processor import digest  # late, as in `processor_of`
-
         if len(files) != len(spans):
             raise RequestError(f"its prompt had {len(spans)} images, and its staged input has {len(files)}")
-        images = []
-        for source, file, span in zip(sources, files, spans, strict=True):
-            address = source if isinstance(source, str) else None
-            images.append(open_image({"path": address, "bytes": file}, self.reading.limits))
-            if digest(images[-1]).hex() != span["digest"]:
+        addresses = [source if isinstance(source, str) else None for source in sources]
+        images = [{"path": address, "bytes": file} for address, file in zip(addresses, files, strict=True)]
+        found = processor.again(ids, images, self.reading.limits).spans
+        for source, one, span in zip(sources, found, spans, strict=True):
+            if one.digest.hex() != span["digest"]:
                 raise RequestError(f"{named(source)}: it has changed since the target model has seen it")
-        places = [(span.start, span.stop) for span in processor.again(ids, images).spans]
-        if places != [(span["start"], span["stop"]) for span in spans]:
+        if [(one.start, one.stop) for one in found] != [(span["start"], span["stop"]) for span in spans]:
             raise RequestError("the target model's processor has other places for its images now: distil again")
 
 
@@ -132,4 +129,4 @@ def processor_of(model: str, trust_remote_code: bool) -> ImageProcessor:
 
 def prompt_of(processor: ImageProcessor, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
     """Return the prompt of a staged text of these ids and images; raise `RequestError` if it cannot be made."""
-    return processor.again(ids, [open_image(one, _CHECKED) for one in files])
+    return processor.again(ids, files, _CHECKED)

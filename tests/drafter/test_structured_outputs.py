@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from drafter import RequestError, SamplingParams, SpeculativeLM, StructuredOutputs
 
@@ -45,6 +47,67 @@ def test_a_record_of_a_pydantic_model(lm: SpeculativeLM) -> None:
     parts = [delta.text[start:stop] for delta in deltas for start, stop in delta.forced]
     expected = [lm.tokenizer.decode([answer.token_ids[place]], skip_special_tokens=True) for place in answer.forced]
     assert [part for part in parts if part] == [text for text in expected if text]
+
+
+class Picky(BaseModel):
+    fruit: Literal["apples", "pens"]
+
+    @field_validator("fruit")
+    @classmethod
+    def never(cls, value: str) -> str:
+        raise ValueError("no fruit is good enough")
+
+
+@dataclass
+class Point:
+    x: Annotated[int, Field(ge=0, le=9)]
+
+
+class Pair(TypedDict):
+    left: Annotated[int, Field(ge=0, le=9)]
+    right: NotRequired[bool]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (Order, Order),
+        (Point, Point),
+        (Pair, dict),
+        (Annotated[list[Point], Field(max_length=2)], list),
+        (TypeAdapter(tuple[Literal["a"], bool]), tuple),
+        (Literal["a", "b"], str),
+        (Order.model_json_schema(), dict),
+    ],
+)
+def test_an_answer_is_read_as_what_was_asked_for(lm: SpeculativeLM, given: Any, kind: type) -> None:
+    (answer,) = lm.chat("Tom has 3 apples.", structured_outputs={"json": given}, max_new_tokens=80)
+    assert answer.valid
+    assert isinstance(answer.parsed, kind)
+    assert answer.parsed is answer.parsed
+    handle = lm.stream("Tom", structured_outputs=StructuredOutputs(json=given), max_new_tokens=1)
+    assert (handle.result().valid, handle.result().parsed) == (False, None)
+
+
+def test_a_record_that_its_type_refuses_is_not_valid(lm: SpeculativeLM, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        (answer,) = lm.chat("Tom has apples.", structured_outputs={"json": Picky}, max_new_tokens=60)
+        assert (answer.finish_reason, answer.valid, answer.parsed) == ("stop", False, None)
+    assert [one for one in caplog.messages if "no fruit is good enough" in one and "Picky" in one] == caplog.messages[
+        -1:
+    ]
+    (by_schema,) = lm.chat("Tom has apples.", structured_outputs={"json": Picky.model_json_schema()}, max_new_tokens=60)
+    assert (by_schema.valid, by_schema.token_ids) == (True, answer.token_ids)
+
+
+def test_what_is_asked_for_is_the_schema_alone() -> None:
+    asked = StructuredOutputs(json=Order)
+    assert asked == StructuredOutputs(json=Order.model_json_schema())
+    assert hash(asked) == hash(StructuredOutputs(json=Order.model_json_schema()))
+    away = pickle.loads(pickle.dumps(StructuredOutputs(json=Picky)))
+    assert away.read('{"fruit": "pens"}') == {"fruit": "pens"}
+    with pytest.raises(RequestError, match=r"structured_outputs\.json: SpeculativeLM: "):
+        StructuredOutputs(json=SpeculativeLM)
 
 
 def test_each_prompt_may_have_a_form_of_its_own(lm: SpeculativeLM) -> None:

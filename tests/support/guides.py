@@ -66,7 +66,7 @@ class RuleGuides(Guides):
         self.made: list[RuleGuide] = []
         self._settings = rule, vocabulary, eos
 
-    def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
+    def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
         self.made.append(RuleGuide(*self._settings))
         return self.made[-1]
 
@@ -80,11 +80,11 @@ def hold_new(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Ev
     begun, may_go_on = Event(), Event()
     guide, ready = guides.guide, guides.ready
 
-    def slowly(asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        if not ready(asked):
+    def slowly(asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
+        if not ready(asked, salt):
             begun.set()
             assert may_go_on.wait(PATIENCE)
-        return guide(asked, prompt)
+        return guide(asked, prompt, salt)
 
     monkeypatch.setattr(guides, "guide", slowly)
     return begun, may_go_on

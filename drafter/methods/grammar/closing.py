@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafter.methods.grammar.schemas import mapped
+from drafter.methods.grammar.places import mapped
 
 _SAYS_MORE = {"patternProperties", "additionalProperties", "minProperties"}
 _OF_OBJECTS = {"properties", "required", "maxProperties", *_SAYS_MORE}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations, islice, product
 from typing import Any
 
+from drafter.methods.grammar.places import target
+
 _MOST_COMPARISONS = 20_000
 _MOST_PARTS = 8
 _TYPES = {
@@ -45,7 +47,7 @@ class _Comparison:
         if isinstance(schema, dict):
             yield schema
             if most:
-                yield from self._parts(_at(self.root, schema.get("$ref")), most - 1)
+                yield from self._parts(target(self.root, schema.get("$ref")), most - 1)
                 for one in _listed(schema, "allOf"):
                     yield from self._parts(one, most - 1)
 
@@ -61,17 +63,6 @@ class _Comparison:
         required = [name for name in _listed(one, "required") if name in _listed(other, "required")]
         ours, theirs = one.get("properties", {}), other.get("properties", {})
         return any(self.apart(ours[name], theirs[name]) for name in required if name in ours and name in theirs)
-
-
-def _at(root: Any, reference: Any) -> Any:
-    found = root if isinstance(reference, str) else None
-    for part in str(reference).split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            found = found.get(part) if isinstance(found, dict) else None
-    return found
 
 
 def _listed(schema: dict[str, Any], name: str) -> list[Any]:

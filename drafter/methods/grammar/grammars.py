@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-import llguidance.hf
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from drafter.acceptance.guide import Guide, Guides
-from drafter.errors import RequestError, first_line
-from drafter.methods.grammar.compiling import compiled
+from drafter.errors import printable
+from drafter.methods.grammar.compiling import compiled, trials
+from drafter.methods.grammar.digits import Digits
+from drafter.methods.grammar.endings import annotating, ending
 from drafter.methods.grammar.guide import GrammarGuide
 from drafter.methods.grammar.reasoning import AfterReasoning
+from drafter.methods.grammar.record import RecordGuide
+from drafter.methods.grammar.spelling import Spelling
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning
 
-_KEPT = 32
-"""Compiled grammars: a few MB each, and 90 MB for one whose automaton has grown to its limit."""
+logger = logging.getLogger(__name__)
+
+_Key = tuple[str, StructuredOutputs]
+"""A salt, and what is asked for: nobody can find out by the time it takes whether another one has asked for it."""
+_KEPT = 8
+"""Compiled grammars: an automaton takes some MB, and 70 MB once it has grown to its limit, so that these take 560."""
+
+
+_LATE = ('"format"', '"uniqueItems"', '"multipleOf"')
+
+
+@lru_cache(maxsize=256)
+def _say_left(form: str) -> None:
+    logger.warning("format %r only annotates: texts of it are not checked", printable(form)[:80])
 
 
 class Grammars(Guides):
@@ -28,55 +46,66 @@ class Grammars(Guides):
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
         self._hf_tokenizer, self._eos, self._reasoning = tokenizer, frozenset(eos), Reasoning.of(tokenizer)
-        try:
-            self._tokenizer: LLTokenizer = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(eos))
-        except Exception as error:  # its Rust code raises what it likes
-            raise RequestError(
-                f"structured_outputs need a tokeniser that llguidance can read: {first_line(error)}"
-            ) from error
-        self._kept: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
-        added = {entry.content: token for token, entry in tokenizer.added_tokens_decoder.items() if token < vocabulary}
-        self._added = {
-            text: token for text, token in added.items() if token not in eos and self._tokenizer.is_special_token(token)
-        }
+        spelling = Spelling(tokenizer, vocabulary, eos)
+        self._tokenizer = spelling.made()
+        self._kept: OrderedDict[_Key, Future[LLMatcher]] = OrderedDict()
+        self._added = {text: token for token, text in spelling.added.items() if token not in eos}
+        self._digits = Digits(lambda token: self._tokenizer.decode_bytes([token]), vocabulary)
         self._lock = Lock()
 
-    def guide(self, asked: StructuredOutputs, prompt: Sequence[int]) -> Guide:
-        guide = GrammarGuide(self._beginning(asked), self._eos)
+    def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
+        guide: Guide = GrammarGuide(self._beginning((salt, asked)), self._eos)
+        if asked.kind in ("json", "json_object"):
+            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked))
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
         if self._reasoning is None or self._reasoning.begin is None or inside is False:
             return guide
         return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
 
-    def _beginning(self, asked: StructuredOutputs) -> LLMatcher:
+    def _ending(self, asked: StructuredOutputs) -> Callable[[Sequence[int]], bool] | None:
+        """Return what tells of the tokens of a record whether it is valid by what a grammar cannot follow."""
+        text = asked.json or ""
+        schema = json.loads(text) if any(name in text for name in _LATE) else True
+        for form in annotating(schema):
+            _say_left(form)
+        holds = ending(schema)
+        return None if holds is None else lambda tokens: holds(self._tokenizer.decode_bytes(list(tokens)).decode())
+
+    def _beginning(self, key: _Key) -> LLMatcher:
         """Return a state of its own. All share an automaton, which may grow to its limit and is then of no more use."""
-        matcher = self._compiled(asked).deep_copy()
+        matcher = self._compiled(key).deep_copy()
         matcher.compute_bitmask()
         if not matcher.is_error():
             return matcher
-        self._forget(asked)
-        return self._compiled(asked).deep_copy()
+        self._forget(key)
+        return self._compiled(key).deep_copy()
 
-    def _forget(self, asked: StructuredOutputs) -> None:
+    def _forget(self, key: _Key) -> None:
         with self._lock:
-            self._kept.pop(asked, None)
+            self._kept.pop(key, None)
 
-    def ready(self, asked: StructuredOutputs) -> bool:
-        found = self._kept.get(asked)
+    def ready(self, asked: StructuredOutputs, salt: str = "") -> bool:
+        found = self._kept.get((salt, asked))
         return found is not None and found.done()
 
-    def _compiled(self, asked: StructuredOutputs) -> LLMatcher:
+    def stop(self) -> None:
+        trials().stop()
+
+    def spent(self) -> float:
+        return super().spent() + trials().seconds
+
+    def _compiled(self, key: _Key) -> LLMatcher:
         """Compile what is new: once, however many threads ask, while those that ask for something else go on."""
         with self._lock:
-            known = asked in self._kept
-            matcher = self._kept.setdefault(asked, Future())
-            self._kept.move_to_end(asked)
+            known = key in self._kept
+            matcher = self._kept.setdefault(key, Future())
+            self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         if not known:
             try:
-                matcher.set_result(compiled(asked, self._tokenizer, self._added))
+                matcher.set_result(compiled(key[1], self._tokenizer, self._added))
             except BaseException as error:
-                self._forget(asked)
+                self._forget(key)
                 matcher.set_exception(error)
         return matcher.result()

@@ -1,26 +1,9 @@
-"""Regular expressions: what those of a schema may not have, and those of dates and times."""
+"""Regular expressions: what those of a schema may not have."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
-
-_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = (
-    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-)
-_TIME = r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-
-FORMATS: dict[str, str | None] = {
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    **dict.fromkeys(("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
-}
-"""The formats that are followed. Those with an expression are written by it, because llguidance's own allow the 29th
-of February in every year, and second 60 in every minute."""
 
 _QUANTIFIER = r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}"
 _UNSUPPORTED = (

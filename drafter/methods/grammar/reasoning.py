@@ -19,7 +19,9 @@ class AfterReasoning(Guide):
     """
 
     def __init__(self, inner: Guide, reasoning: Reasoning, eos: Collection[int], *, inside: bool) -> None:
-        self._inner, self._reasoning, self._eos, self._begins_inside = inner, reasoning, frozenset(eos), inside
+        assert reasoning.begin is not None
+        self._begin, self._end = reasoning.begin, reasoning.end
+        self._inner, self._eos, self._begins_inside = inner, frozenset(eos), inside
         self._free = 0  # tokens of reasoning, with both markers
         self._guided = 0  # tokens that `inner` has consumed
         self._over = False  # the last free token has ended it
@@ -29,12 +31,12 @@ class AfterReasoning(Guide):
         return not self._over and (self._begins_inside or self._free > 0)
 
     def consume(self, token: int) -> bool:
-        begins = token == self._reasoning.begin and not (self._over or self._guided)
+        begins = token == self._begin and not (self._over or self._guided)
         if self._inside or begins:
             if token in self._eos:
                 return False
             self._free += 1
-            self._over = token == self._reasoning.end
+            self._over = token == self._end
             return True
         if not self._inner.consume(token):
             return False
@@ -58,11 +60,15 @@ class AfterReasoning(Guide):
             return
         self._inner.fill(mask)
         if not (self._over or self._guided):
-            allow(mask, [self._reasoning.begin])
+            allow(mask, [self._begin])
 
     @property
     def ended(self) -> bool:
         return self._inner.ended
+
+    @property
+    def valid(self) -> bool:
+        return self._inner.valid
 
     @property
     def problem(self) -> str | None:

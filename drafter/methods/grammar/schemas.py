@@ -6,15 +6,22 @@ rejects it is refused by its place and name, or written as something that llguid
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from drafter.errors import RequestError, printable
 from drafter.methods.grammar.disjoint import disjoint
-from drafter.methods.grammar.patterns import FORMATS, pattern_problem
+from drafter.methods.grammar.endings import checks_at_end
+from drafter.methods.grammar.formats import FORMATS, NOT_FOLLOWED
+from drafter.methods.grammar.mistaken import no_schema
+from drafter.methods.grammar.names import with_names
+from drafter.methods.grammar.numbers import BOUNDS, LARGEST_MULTIPLE, can_follow, with_parts
+from drafter.methods.grammar.patterns import pattern_problem
+from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
 
 MOST_PROPERTIES = 5000
 MOST_OPTIONAL = 1500
@@ -29,34 +36,27 @@ SHORT_ENUM, LONGEST_ENUM = 250, 15_000
 """An `enum` of more values than the first may have as many characters as the second."""
 MOST_BRANCHES = 100
 """Of a `oneOf`, whose branches are compared in pairs."""
-LARGEST_MULTIPLE = 10_000
-"""Of all `multipleOf` together, their least common multiple: an automaton has a state for each remainder."""
 LARGEST_NUMBER, SMALLEST_NUMBER = 2**53, 1e-7
 MOST_DIGITS = 15
 """Beyond these, decimal numbers share floats with their neighbours, and llguidance reads one as another."""
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLES = ("items", "additionalProperties")
-_DEEPER = ("properties", "patternProperties", "prefixItems", *_SINGLES)
+_DEEPER = ("properties", "patternProperties", "prefixItems", *SINGLES)
 _DEEPEST_PLACE = 100  # Python recurses once for each schema in a schema, and JSON parsers stop at 128 brackets
 _DROPPED = ("$schema", "$id", "x-guidance", "uniqueItems")  # x-guidance would set options of the parser
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_EXCLUSIVE: tuple[tuple[str, str, Callable[[float, float], float], int], ...] = (
-    ("exclusiveMinimum", "minimum", max, 1),
-    ("exclusiveMaximum", "maximum", min, -1),
-)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LARGEST_COUNT = 10**9
 _WRITABLE = "\b\t\n\f\r"  # control characters with an escape of one letter
 
+_LATE = (
+    "uniqueItems and a fractional multipleOf need branches of anyOf that can be told apart, by their types, say, and "
+    "cannot be in patternProperties"
+)
 _CASES = "list the cases in anyOf"
 _NAMED = "put the schema into $defs, and refer to it by #/$defs/NAME"
 REFUSED = {
     "not": "say what is allowed instead",
     **dict.fromkeys(("if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"), _CASES),
     **dict.fromkeys(("contains", "minContains", "maxContains"), "describe the array by prefixItems and items"),
-    "uniqueItems": "remove it, and check the records that come out",
     "propertyNames": "use patternProperties with additionalProperties: false",
     "unevaluatedProperties": "use additionalProperties",
     "unevaluatedItems": "use items",
@@ -64,8 +64,6 @@ REFUSED = {
     **dict.fromkeys(("$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"), _NAMED),
 }
 """Keywords of JSON Schema that are not followed, and what to do instead."""
-
-Place = tuple[str, ...]
 
 
 def checked_schema(schema: Any) -> dict[str, Any]:
@@ -77,39 +75,13 @@ def checked_schema(schema: Any) -> dict[str, Any]:
     reading = _Reading(schema)
     checked: Any = reading.read(schema, (), 0)
     reading.finish()
-    return {} if checked is True else dict(checked)
-
-
-def places(schema: Any, place: Place = ()) -> list[Place]:
-    """Return where a schema has schemas, each before those inside it."""
-    found = [place]
-    if isinstance(schema, dict):
-        mapped(schema, lambda tail, inner: found.extend(places(inner, (*place, *tail))))
-    return found
-
-
-def pointer(place: Place) -> str:
-    """Return how `$ref` names a place."""
-    return "#" + "".join("/" + part.replace("~", "~0").replace("/", "~1") for part in place)
+    return {} if checked is True else reading.with_definitions(checked)
 
 
 def refusal(place: Place, problem: str) -> RequestError:
     """Return the error for what is wrong at a place of a schema."""
     where = f" at {printable('.'.join(place))[:200]}" if place else ""
     return RequestError(f"structured_outputs.json cannot be used{where}: {problem}")
-
-
-def mapped(schema: Mapping[str, Any], change: Callable[[Place, Any], Any]) -> dict[str, Any]:
-    """Return a schema with `change` of each schema directly inside it; it gets the way there, too."""
-    changed = dict(schema)
-    for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
-            changed[name] = {key: change((name, key), inner) for key, inner in value.items()}
-        elif name in _LISTS and isinstance(value, list):
-            changed[name] = [change((name, str(index)), inner) for index, inner in enumerate(value)]
-        elif name in _SINGLES:
-            changed[name] = change((name,), value)
-    return changed
 
 
 @dataclass
@@ -120,20 +92,26 @@ class _Reading:
     properties: int = 0
     optional: int = 0
     values: int = 0
-    multiple: int = 1
-    found: set[str] = field(default_factory=set)
-    references: list[tuple[str, Place]] = field(default_factory=list)
+    multiples: set[Fraction] = field(default_factory=set)
+    found: set[Place] = field(default_factory=set)
+    references: dict[Place, str] = field(default_factory=dict)
     counted: list[Place] = field(default_factory=list)
+    late: set[Place] = field(default_factory=set)
+    choices: dict[Place, Any] = field(default_factory=dict)
+    moved: dict[Place, str] = field(default_factory=dict)
 
     def read(self, schema: Any, place: Place, level: int) -> Any:
         """Check a schema that lies `level` objects and arrays deep, and return it as it is to be compiled."""
-        self.found.add(pointer(place))
+        self.found.add(place)
         if schema is True or (schema is False and place):
             return schema
         if not isinstance(schema, dict):
             raise refusal(place, "a schema must be an object, or a boolean inside of another, and allow something")
         if level > DEEPEST or len(place) > _DEEPEST_PLACE:
             raise refusal(place[:8], f"there may be up to {DEEPEST} levels of objects and arrays: make it flatter")
+        if problem := no_schema(schema, root=not place):
+            raise refusal(place, problem)
+        schema = with_names(schema, self.root)
         self._check_keywords(schema, place)
         self._check_texts(schema, place)
         self._check_numbers(schema, place)
@@ -143,16 +121,20 @@ class _Reading:
 
     def finish(self) -> None:
         """Check what is only known when all places are."""
-        for reference, place in self.references:
-            if reference not in self.found:
+        for place, reference in self.references.items():
+            if place_of(reference, self.root) not in self.found:
                 raise refusal(
                     (*place, "$ref"), f"{reference!r} is not a place of this schema: give one such as #/$defs/NAME"
                 )
+        for place in self._leading_to_late():
+            overlapping = place in self.choices and not disjoint(self.choices[place], self.root)
+            if overlapping or (place[-2:-1] == ("patternProperties",) and at(self.root, place) is not None):
+                raise refusal(place, _LATE)
         limits = [
             (self.properties, MOST_PROPERTIES, "properties in all"),
             (self.optional, MOST_OPTIONAL, "properties in all that are not required"),
             (self.values, MOST_VALUES, "values of enum in all"),
-            (self.multiple, LARGEST_MULTIPLE, "as least common multiple of all multipleOf"),
+            (_common(self.multiples), LARGEST_MULTIPLE, "as least common multiple of all multipleOf"),
         ]
         for number, most, what in limits:
             if number > most:
@@ -166,11 +148,11 @@ class _Reading:
 
     def _check_keywords(self, schema: dict[str, Any], place: Place) -> None:
         for name, instead in REFUSED.items():
-            if name in schema and not (name == "uniqueItems" and schema[name] is False):
+            if name in schema:
                 raise refusal((*place, name), f"{name} is not supported: {instead}")
         if "$id" in schema and place:
             raise refusal((*place, "$id"), f"$id is supported at the root alone: {_NAMED}")
-        for names, kind, called in ((_MAPS, dict, "an object"), (_LISTS, list, "a list"), (("enum",), list, "a list")):
+        for names, kind, called in ((MAPS, dict, "an object"), (LISTS, list, "a list"), (("enum",), list, "a list")):
             for name in names:
                 if name in schema and not (isinstance(schema[name], kind) and (schema[name] or kind is dict)):
                     raise refusal((*place, name), f"{name} must be {called} that is not empty")
@@ -179,39 +161,36 @@ class _Reading:
         if "$ref" in schema:
             if not (isinstance(reference := schema["$ref"], str) and reference.startswith("#")):
                 raise refusal((*place, "$ref"), f"$ref must lead to a place of this schema: {_NAMED}")
-            self.references.append((reference, place))
+            self.references[place] = reference
 
     def _check_texts(self, schema: dict[str, Any], place: Place) -> None:
         for name in ("pattern", "patternProperties"):
             for text in [schema[name]] if name == "pattern" and name in schema else schema.get(name, ()):
                 if problem := pattern_problem(text):
                     raise refusal((*place, name), problem)
-        if "format" in schema and _may_be_text(schema) and str(schema["format"]) not in FORMATS:
+        if "format" in schema and _may_be_text(schema) and str(schema["format"]) in NOT_FOLLOWED:
             raise refusal(
                 (*place, "format"),
-                f"format {str(schema['format'])[:80]!r} is not supported: remove it, use pattern, or one of "
-                f"{', '.join(FORMATS)}",
+                f"format {schema['format']!r} is not supported: remove it, use pattern, or one of {', '.join(FORMATS)}",
             )
 
     def _check_numbers(self, schema: dict[str, Any], place: Place) -> None:
-        for name in _BOUNDS:
-            if name in schema:
-                value = schema[name]
-                if isinstance(value, bool) or not isinstance(value, int | float):
-                    raise refusal((*place, name), f"{name} must be a number")
-                _check_value(value, (*place, name))
+        for name in BOUNDS:
+            if name in schema and (isinstance(schema[name], bool) or not isinstance(schema[name], int | float)):
+                raise refusal((*place, name), f"{name} must be a number")
         for name in _COUNTS:
             if name in schema and not (type(schema[name]) is int and 0 <= schema[name] <= _LARGEST_COUNT):
                 raise refusal((*place, name), f"{name} must be a whole number from 0 to {_LARGEST_COUNT}")
         if "multipleOf" in schema:
-            if not (float(multiple := schema["multipleOf"]).is_integer() and multiple > 0):
+            if not (schema["multipleOf"] > 0 and can_follow(schema["multipleOf"])):
                 raise refusal(
                     (*place, "multipleOf"),
-                    "multipleOf must be a whole number from 1: validators divide floats, and find 0.7 / 0.1 not whole",
+                    f"multipleOf must be a number above 0, of up to {LARGEST_MULTIPLE} units of its last decimal",
                 )
-            self.multiple = (
-                math.lcm(self.multiple, int(multiple)) if self.multiple <= LARGEST_MULTIPLE else self.multiple
-            )
+            self.multiples.add(Fraction(str(schema["multipleOf"])))
+        if checks_at_end(schema):
+            self.late.add(place)
+        self.choices |= {(*place, name): schema[name] for name in ("anyOf", "oneOf") if name in schema}
 
     def _count(self, schema: dict[str, Any], place: Place) -> None:
         listed = schema.get("required", [])
@@ -243,10 +222,10 @@ class _Reading:
     def _written(self, schema: dict[str, Any], place: Place) -> dict[str, Any]:
         """Return a schema by keywords that llguidance enforces."""
         written = {name: value for name, value in schema.items() if name not in _DROPPED}
-        joined = []
-        if "format" in written and (pattern := FORMATS.get(str(written["format"]))):
+        joined = list[dict[str, Any]]()
+        if "format" in written and (form := str(written["format"])) and _may_be_text(written):
             del written["format"]
-            joined.append({"pattern": pattern})
+            joined += FORMATS.get(form, ())
         if "oneOf" in written:
             branches = written.pop("oneOf")
             if len(branches) > MOST_BRANCHES or not disjoint(branches, self.root):
@@ -256,22 +235,52 @@ class _Reading:
                     "has other values in each: use anyOf",
                 )
             joined.append({"anyOf": branches})
-        # A reader rounds a fraction of many digits to the bound itself; at 0 it would take more than 300 zeros.
-        for exclusive, inclusive, nearer, step in _EXCLUSIVE:
-            if schema.get("type") != "integer" and (bound := written.get(exclusive)):
-                del written[exclusive]
-                written[inclusive] = nearer(written.get(inclusive, math.inf * -step), _next(bound, step))
-        return {**written, "allOf": [*written.get("allOf", []), *joined]} if joined else written
+        if "$ref" in written and (named := place_of(written["$ref"], self.root)) is not None:
+            written["$ref"] = self._reference(named)
+        return with_parts({**written, "allOf": [*written.get("allOf", []), *joined]} if joined else written)
+
+    def _reference(self, place: Place) -> str:
+        """Return a `$ref` by which llguidance finds a place: names that URIs escape are not read alike."""
+        if is_plain(place) and "oneOf" not in place:
+            return pointer(place)
+        taken = {*self.root.get("$defs", {}), *self.moved.values()}
+        free = (name for number in itertools.count() if (name := f"moved{number}") not in taken)
+        return pointer(("$defs", self.moved.setdefault(place, next(free))))
+
+    def with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema with a definition for each place that is not referred to by its name."""
+        definitions = dict(schema.get("$defs", {}))
+        while left := [place for place, name in self.moved.items() if name not in definitions]:
+            for place in left:
+                known = schema.get(place[0], {}) if len(place) == 2 and place[0] in ("$defs", "definitions") else {}
+                found = (
+                    known[place[1]] if place[1:] and place[1] in known else self.read(at(self.root, place), place, 0)
+                )
+                definitions[self.moved[place]] = found
+        return {**schema, "$defs": definitions} if self.moved else dict(schema)
+
+    def _leading_to_late(self) -> set[Place]:
+        """Return the places at or below which, or where they refer to, something is checked at a record's end."""
+        referring: dict[Place | None, list[Place]] = {}
+        for place, reference in self.references.items() if self.late else ():
+            referring.setdefault(place_of(reference, self.root), []).append(place)
+        found, left = set[Place](), list(self.late)
+        while left:
+            place = left.pop()
+            new = {place[:end] for end in range(len(place) + 1)} - found
+            found |= new
+            left += [one for named in new for one in referring.get(named, ())]
+        return found
+
+
+def _common(multiples: set[Fraction]) -> int:
+    """Return the least common multiple, in units of the last decimal of any."""
+    unit = max(math.lcm(*(one.denominator for one in multiples)), 1)
+    return math.lcm(*(int(one * unit) for one in multiples))
 
 
 def _may_be_text(schema: dict[str, Any]) -> bool:
     return "string" in json.dumps(schema.get("type", "string"))
-
-
-def _next(number: float, step: int) -> float:
-    """Return the nearest number of `MOST_DIGITS` digits that is greater, for `step` 1, or less, for -1."""
-    digits = MOST_DIGITS - 1 - math.floor(math.log10(abs(number)))
-    return round(number + step * 10.0**-digits, digits)
 
 
 def _exact(number: float) -> bool:

@@ -30,6 +30,7 @@ SESSION = "0123456789abcdef" * 2
 EVERY: list[Message] = [
     Open(SESSION, "digest", {"prompt": [1, 2], "seed": 3}),
     Open(SESSION, "digest", {"prompt": "é🙂"}, output=(4, 5), patience=2.5),
+    Open(SESSION, "digest", {"messages": []}, output=(4,), prompt=(1, 2)),
     Opened(0, (7,), 16, (1, 2)),
     Opened(3, (), 16, (1, 2), finished="stop"),
     Draft(1, 0, (5, 6, 7)),

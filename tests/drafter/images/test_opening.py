@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import random
 import struct
+import tracemalloc
 import zlib
 from contextlib import suppress
 from io import BytesIO
@@ -17,7 +19,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drafter.errors import RequestError
-from drafter.images.opening import ImageLimits, image_digest, open_image
+from drafter.images.opening import (
+    GivenImage,
+    ImageLimits,
+    given_images,
+    image_digest,
+    open_image,
+    open_images,
+    pixel_digest,
+)
 from tests.support.properties import examples
 
 LIMITS = ImageLimits(bytes=1 << 20, pixels=1_000_000, images=4)
@@ -112,6 +122,13 @@ def test_what_is_no_image_is_named() -> None:
     assert "0 to 255" in refusal(np.zeros((2, 2)))
     assert "0 to 255" in refusal(np.full((2, 2), 256))
     assert "one length" in refusal([[1, 2], [3]])
+    assert "not of type float" in refusal([[1, 2.5]])
+    assert "not of type bool" in refusal([[True]])
+    assert "[1, 1, 1, 1" in refusal(np.ones([1] * 32, int).tolist())
+    assert "0 to 255" in refusal([[10**30]])
+    assert "200 times as long as wide" in refusal(png(1, 201))
+    assert "200 times as long as wide" in refusal(Image.new("L", (402, 2)))
+    assert open_image(png(200, 1), LIMITS).size == (200, 1)
     assert "no pixels" in refusal(np.zeros((0, 2, 3), np.uint8))
 
 
@@ -160,6 +177,41 @@ def test_large_exif_data_and_many_passes_do_no_harm() -> None:
     end = several.index(b"\xff\xd9\xff\xd8")
     assert open_image(several, LIMITS).size == (8, 8)
     assert "passes" in refusal(several[:end] + scan * 70 + several[end:])
+
+
+def test_a_small_source_takes_little_memory() -> None:
+    small = data_uri(file_of(RED))
+    for source, why in (
+        ([["a" * 100_000], *[["b"]] * 10_000], "not of type str"),
+        (small + " " * 900_000, None),
+        ("data:" + ";" * 900_000 + "base64,AA", "of the form data:image"),
+    ):
+        tracemalloc.start()
+        if why is None:
+            assert open_image(source, LIMITS).size == RED.size
+        else:
+            assert why in refusal(source)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 4 << 20, str(source)[:20]
+
+
+def test_limits_are_those_of_all_images_of_a_prompt() -> None:
+    square = given_images([png(700, 700)] * 2, LIMITS)
+    assert [image.size for image in open_images(square, LIMITS)] == [(700, 700)] * 2
+    torn = GivenImage(png(700, 700)[:60], "torn")  # which is not decoded before the sizes of all are known
+    with pytest.raises(RequestError, match=r"^image: up to this one the prompt's images have 1,470,000 pixels"):
+        open_images([torn, *square], LIMITS)
+    with pytest.raises(RequestError, match=r"up to this one the prompt's images have more than 1,048,576 bytes"):
+        given_images([bytes(600_000)] * 2, LIMITS)
+    with pytest.raises(RequestError, match="has 5 images, and may have up to 4"):
+        given_images([RED] * 5, LIMITS)
+
+
+def test_a_digest_of_strips_is_that_of_all_pixels() -> None:
+    image = Image.effect_noise((3000, 700), 60).convert("RGB")
+    pixels = image.convert("RGBA")
+    assert pixel_digest(image) == hashlib.sha256(b"3000x700:" + pixels.tobytes()).digest()
 
 
 @examples(60)

@@ -88,7 +88,7 @@ def test_a_library_that_others_can_change_is_replaced(tmp_path: Path, monkeypatc
 def test_a_folder_of_another_user_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("CXX", compiler(tmp_path, 'echo ours > "$made"'))
     empty_cache.mkdir(parents=True)
     empty_cache.chmod(0o777)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
@@ -192,6 +194,43 @@ def test_steps_are_queued_as_a_whole(family: str, monkeypatch: pytest.MonkeyPatc
     found = [one.token_ids for one in run_engine(seeing, head, rows, max_num_seqs=3, num_draft_tokens=7)]
     assert found == [*expected(family), *expected(family)]
     assert recorder.repeated > 5
+
+
+@pytest.mark.parametrize("family", slow_but(["llava", "idefics3", "qwen3_vl"], FAMILIES))
+def test_images_are_looked_at_in_pieces_while_others_go_on(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeing, rows = base(family), requests(family)
+    assert seeing.sight is not None
+    monkeypatch.setattr("drafter.target_model.towers._PIXELS", 1)  # two tiles at a time
+    monkeypatch.setattr(seeing.sight._towers, "_text_size", 0)  # and a rest before each layer
+    seeing.sight.forget()
+    engine = Engine(seeing, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=4))
+    text = engine.submit(Request(rows[2].prompt, SamplingParams(150, ignore_eos=True)), stream=True)
+    while not engine.state().output_tokens:
+        engine.step()
+
+    def looked_at(handle: Handle) -> int:
+        """The pieces until a request's images have been looked at, each with a token of the text beside it."""
+        pieces = 0
+        while handle.request.prompt not in [one.handle.request.prompt for one in engine.scheduler.active]:
+            before = engine.state().output_tokens
+            engine.step()
+            assert engine.state().output_tokens > before
+            pieces += 1
+        return pieces
+
+    handles = [engine.submit(rows[number]) for number in (3, 4)]
+    assert all(looked_at(handle) > 1 for handle in handles)  # the two layers of each tower
+    gone = engine.submit(rows[0])
+    while engine._reader._looking is None:
+        engine.step()
+    gone.cancel()
+    engine.step()
+    assert not [one for one in threading.enumerate() if one.name == "in-pieces"]
+    last = engine.submit(rows[5])
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in (*handles, last)] == [expected(family)[one] for one in (3, 4, 5)]
+    assert len(text.result(0).token_ids) == 150
 
 
 def test_rows_share_what_their_images_have_in_common() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
+from drafter.salted import kept_for
 from drafter.text import chat
 from drafter.text.chat import Chat, encode_chat, encode_chats, reads_clock, render_chat
 
@@ -232,6 +233,7 @@ def test_what_is_found_out_about_a_form_is_kept_for_its_own_salt(monkeypatch: py
     counts = []
     for salt in ("first", "one", "two", "one", "two"):  # the first finds out about the template itself, too
         renders.clear()
-        render_chat(tokenizer, [*user("Salted"), *user("twice")], salt=salt)
+        with kept_for(salt):
+            render_chat(tokenizer, [*user("Salted"), *user("twice")])
         counts.append(len(renders))
     assert counts[1] == counts[2] > counts[3] == counts[4] == 1

@@ -55,11 +55,12 @@ def test_reasoning_is_what_stands_between_its_marks(tokenizer: Any) -> None:
         ("<think>", "a", "</think>", "b", "</think>", "b"): ("a", f"b{seen}b".format("</think>")),
     }
     assert {words: read(tokenizer, *words) for words in answers} == answers
-    for prompt in (("a", "<think>"), ("<think>", "a", "</think>", "<s>", "<think>", "\n")):
+    prompts: list[tuple[str, ...]] = [("a", "<think>"), ("<think>", "a", "</think>", "<s>", "<think>", "\n")]
+    for prompt in prompts:
         assert read(tokenizer, "a", "</think>", "\n", "b", prompt=prompt) == ("a", "b")
         assert read(tokenizer, "<s>", "a", prompt=prompt) == ("a", "")
-    for prompt in (("<think>", "\n", "</think>", "\n"), ("a", "</think>")):
-        assert read(tokenizer, "\n", "b", prompt=prompt) == ("", "\nb")
+    for over in (("<think>", "\n", "</think>", "\n"), ("a", "</think>")):
+        assert read(tokenizer, "\n", "b", prompt=over) == ("", "\nb")
 
 
 def special(tokenizer: Any) -> bool:

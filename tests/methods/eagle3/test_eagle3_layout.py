@@ -178,7 +178,7 @@ def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes:
 
 def test_what_says_nothing_of_drafting_is_passed_over(base: BaseModel, tmp_path: Path) -> None:
     """As NVIDIA's model optimiser and transformers write it."""
-    said = {"use_aux_hidden_state": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+    said: dict[str, Any] = {"use_aux_hidden_state": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
     said |= {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1, "next_layer_regular": True}
     notes = {"auto_map": {"AutoModel": "x"}, "id2label": {"0": "A"}, "dtype": "bfloat16", "block_size": None}
     loaded(midlayer(tmp_path, CASES["llama"], eagle_config=said, target_model_type="llama", **notes), base)

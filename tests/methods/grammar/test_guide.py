@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from drafter.acceptance.choices import bits
 from drafter.acceptance.guide import Guide
 from drafter.embedded import EMBEDDED_BASE
+from drafter.methods.grammar.compiling import MOST_FORCED
 from drafter.methods.grammar.grammars import Grammars
+from drafter.methods.grammar.spelling import Spelling
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.tokenizers import load_tokenizer
 from tests.support.properties import examples
@@ -44,8 +46,13 @@ def eos() -> int:
     return int(tokenizer().eos_token_id)
 
 
+@cache
+def shared() -> Grammars:
+    return Grammars(tokenizer(), vocabulary(), [eos()])
+
+
 def guide_of(**asked: Any) -> Guide:
-    return Grammars(tokenizer(), vocabulary(), [eos()]).guide(StructuredOutputs(**asked), [5])
+    return shared().guide(StructuredOutputs(**asked), [5])
 
 
 def allowed(guide: Guide) -> set[int]:
@@ -122,6 +129,77 @@ def test_a_forced_run_gets_shorter_as_it_comes() -> None:
     for place, token in enumerate(run):
         assert list(guide.forced())[: len(run) - place] == run[place:]
         assert guide.consume(token)
+
+
+LONG = "The quick brown fox. " * 190  # several times as long as what is tokenised at a time
+
+
+@examples(10)
+@given(st.randoms(use_true_random=False), st.sampled_from(["a record", "a long text", "long texts"]))
+def test_what_may_follow_depends_on_nothing_but_the_output(random: Any, kind: str) -> None:
+    """Not on what else has been asked, consumed and taken back: a draft tree must change nothing."""
+    asked = {
+        "a record": StructuredOutputs(json=SCHEMA),
+        "a long text": StructuredOutputs(regex=f"[ab]{LONG}[0-9]"),
+        "long texts": StructuredOutputs(choice=(LONG + "x", "b", LONG[:300] + "y")),
+    }[kind]
+    grammars = shared()
+    guide, output = grammars.guide(asked, []), list[int]()
+    for _ in range(6):
+        for _ in range(random.choice([1, 5, 300])):  # on, to the end of runs and beyond
+            if guide.ended:
+                break
+            token = next(iter(guide.forced()), None)
+            token = random.choice(sorted(allowed(guide))) if token is None else token
+            assert guide.consume(token)
+            output.append(token)
+        guide.rewind(int(guide.consume(random.randrange(vocabulary()))))
+        back = random.randrange(len(output) + 1) if random.random() < 0.3 else random.randrange(min(4, len(output) + 1))
+        guide.rewind(back)
+        output = output[: len(output) - back]
+        plain = grammars.guide(asked, [], "another one's")
+        assert all(plain.consume(token) for token in output)
+        assert (list(guide.forced()), allowed(guide)) == (list(plain.forced()), allowed(plain))
+        assert (guide.ended, guide.problem) == (plain.ended, None)
+
+
+def test_a_forced_text_is_tokenised_once_however_many_drafts_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = StructuredOutputs(choice=(LONG,))
+    guide = shared().guide(asked, [])
+    tokenised: list[int] = []
+    call = Spelling.__call__
+
+    def counted(self: Spelling, text: str) -> list[int]:
+        tokenised.append(len(text))
+        return call(self, text)
+
+    monkeypatch.setattr(Spelling, "__call__", counted)
+    steps = 0
+    while not guide.ended:
+        run = list(guide.forced())[:8]
+        drafted = [guide.consume(token) for token in run]
+        allowed(guide)
+        guide.rewind(sum(drafted))
+        assert guide.consume(min(allowed(guide)))
+        steps += 1
+    assert steps > 300
+    assert len(tokenised) < steps / 10
+    assert sum(min(one, 1000) for one in tokenised) < 10 * len(LONG)
+
+
+def test_more_than_may_be_forced_at_once_ends_that_output_alone() -> None:
+    """So far into it that a trial does not see it."""
+    guide = guide_of(regex=f"[0-9]{{20}}(y|z{'x' * (MOST_FORCED + 1)})")
+    assert all(guide.consume(token) for token in encoded("1") * 20)
+    (long,), (short,) = encoded("z"), encoded("y")
+    for _ in range(2):
+        assert guide.consume(long)
+        assert (list(guide.forced()), allowed(guide)) == ([], set())
+        assert "leaves no choice for more than 16,384 bytes" in str(guide.problem)
+        guide.rewind(1)
+        assert guide.problem is None
+    assert guide.consume(short)
+    assert guide.consume(eos())
 
 
 @pytest.mark.parametrize("asked", [{"json": SCHEMA}, {"json_object": True}, {"choice": ["a", "b"]}])

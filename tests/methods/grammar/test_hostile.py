@@ -9,7 +9,10 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from random import Random
+from resource import getpagesize
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
+from drafter.confined import BoundError, Bounds
 from drafter.drafters.registry import load_drafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -28,6 +32,7 @@ from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import base, tokenizer
 from tests.methods.grammar.test_validity import grammars as shared
 from tests.support.properties import examples
+from tests.support.waiting import wait_until
 from tests.support.walks import walk
 
 
@@ -46,6 +51,10 @@ def _nested(depth: int, wrap: Any) -> Any:
     for _ in range(depth):
         schema = wrap(schema)
     return schema
+
+
+def _pair(one: Any) -> dict[str, Any]:
+    return {"type": "array", "prefixItems": [one, one], "minItems": 2, "maxItems": 2}
 
 
 def _text(**more: Any) -> dict[str, Any]:
@@ -67,9 +76,11 @@ REFUSED: dict[str, Any] = {
     "one of 1,000 properties": _objects(1000, additionalProperties=False, minProperties=1),
     "many multiples": {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]},
     "a large multiple": {"type": "integer", "multipleOf": 999_983},
-    "bounds of 300 digits": {"type": "number", "minimum": -1.7e308, "maximum": 1.7e308},
     "a length of 20 digits": _text(maxLength=10**19),
     "a description of a megabyte": {"description": "x" * 10**6},
+    "a name of 50,000 characters": {"type": "object", "properties": {"n" * 50_000: {}}, "required": ["n" * 50_000]},
+    "constants that double": _chain(16, _pair, {"const": "x" * 100}),
+    "a pattern of a million": _text(pattern="^a{1000000}$"),
     "itself": {"$ref": "#"},
     "two that are each other": _chain(1, lambda next_one: next_one, {"$ref": "#/$defs/d0"}),
     "all of itself": {"allOf": [{"$ref": "#"}]},
@@ -82,6 +93,7 @@ REFUSED: dict[str, Any] = {
     "patterns that overlap": {"type": "object", "patternProperties": {f"^k{index}.*z$": {} for index in range(100)}},
 }
 FOLLOWED: dict[str, Any] = {
+    "bounds of 300 digits": {"type": "number", "minimum": -1.7e308, "maximum": 1.7e308},
     "a chain of 3,000 references": _chain(3000, lambda next_one: next_one, {"type": "integer"}),
     "a chain of 2,500 arrays": _chain(2500, lambda next_one: {"items": next_one}, True),
     "references that double": _chain(60, lambda next_one: {"anyOf": [next_one, next_one]}, {"type": "integer"}),
@@ -98,7 +110,7 @@ FOLLOWED: dict[str, Any] = {
     "at least a million characters": _text(minLength=10**6),
     "a billion items": {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9},
     "300 addresses": {"type": "object", "properties": {f"p{index}": _text(format="uri") for index in range(300)}},
-    "a name of 50,000 characters": {"type": "object", "properties": {"n" * 50_000: {}}, "required": ["n" * 50_000]},
+    "a name of 15,000 characters": {"type": "object", "properties": {"n" * 15_000: {}}, "required": ["n" * 15_000]},
     "a grammar that is many": {
         "$ref": "#/$defs/a",
         "$defs": {
@@ -195,6 +207,72 @@ def test_a_grammar_that_many_threads_ask_for_is_compiled_once_and_holds_up_no_ot
         go_on.set()
         assert {walk(one.result(), tokenizer(), Random(0)) for one in waiting} == {"yes"}
     assert sorted(compiled_ones, key=str) == sorted([slow, other], key=str)
+
+
+DOUBLED = "\n".join(["start: a0", *(f"a{one}: a{one + 1} a{one + 1}" for one in range(20)), f'a20: "{"x" * 8000}"'])
+"""A grammar of a few thousand characters, which forces a text of gigabytes."""
+HIDDEN = {"grammar": DOUBLED.replace("start: a0", 'start: /[0-9]+/ "," ("x" | "y" a0)')}
+TOO_LONG: list[dict[str, Any]] = [
+    HIDDEN,
+    {"choice": ["a" + "x" * 20_000, "b"]},
+    {"regex": "(yes|no)" + "x" * 20_000},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"const": ["x" * 100] * 200}}}},
+]
+_EITHER = [{"anyOf": [{"type": "object", "required": [f"{name}{one}"]} for name in "ab"]} for one in range(12)]
+SLOW = {"type": "object", "properties": {f"q{place}": {"allOf": _EITHER} for place in range(60)}}
+"""A schema that is refused after many seconds, as its places are tried."""
+
+
+def test_what_takes_too_much_memory_or_time_ends_in_another_process() -> None:
+    """And what is small is compiled after it as ever."""
+    made = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id])
+    before, begun = _resident(), process_time()
+    with patch.object(compiling, "_BOUNDS", Bounds(compiling._BOUNDS.memory, 0.0)):
+        for asked in ({"grammar": DOUBLED}, {"json": SLOW}):
+            with pytest.raises(RequestError, match="ends the process that does it when it is compiled"):
+                made.guide(StructuredOutputs(**asked), [])
+    assert walk(made.guide(StructuredOutputs(choice=("a", "b")), []), tokenizer(), Random(0)) in ("a", "b")
+    assert _resident() - before < 64 << 20
+    assert process_time() - begun < 1.0
+
+
+@pytest.mark.parametrize("asked", TOO_LONG)
+def test_a_long_text_is_refused_also_behind_a_choice(asked: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"cannot be used: it (leaves no choice for more than|takes more than 2 s)"):
+        shared().guide(StructuredOutputs(**asked), [])
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
+
+
+def test_who_gives_up_ends_the_work() -> None:
+    made = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id])
+    with ThreadPoolExecutor(1) as thread, patch.object(compiling, "_BOUNDS", Bounds(1 << 40, 1000.0)):
+        endless = thread.submit(made.guide, StructuredOutputs(json=SLOW), [])
+        wait_until(lambda: compiling.trials()._busy or None, "a trial")
+        made.stop()
+        with pytest.raises(RequestError) as found:
+            endless.result()
+    assert isinstance(found.value.__cause__, BoundError)
+
+
+def test_what_is_compiled_for_one_salt_serves_no_other() -> None:
+    made = grammars.Grammars(tokenizer(), len(tokenizer()), [tokenizer().eos_token_id])
+    asked = StructuredOutputs(choice=("yes", "no"))
+    with patch.object(grammars, "compiled", wraps=compiling.compiled) as compile_one:
+        for salt, known, compiled_ones in (("a", False, 1), ("a", True, 1), ("b", False, 2), ("", False, 3)):
+            assert made.ready(asked, salt) == known
+            assert walk(made.guide(asked, [], salt), tokenizer(), Random(1)) == "no"
+            assert compile_one.call_count == compiled_ones
+
+
+def test_threads_that_compile_at_once_leave_the_stacks_of_others_as_they_are() -> None:
+    before = threading.stack_size()
+    with ThreadPoolExecutor(8) as threads:
+        compiling._deep_thread.cache_clear()
+        names = set(threads.map(lambda _: compiling.on_deep_stack(threading.current_thread), range(16)))
+    assert (len(names), threading.stack_size()) == (1, before)
 
 
 def test_a_refusal_is_the_same_for_whoever_asks_again() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from drafter.errors import RequestError
-from drafter.methods.grammar.patterns import FORMATS, pattern_problem
-from drafter.methods.grammar.schemas import MOST_OPTIONAL, MOST_PROPERTIES, REFUSED, checked_schema, places, pointer
+from drafter.methods.grammar.formats import FORMATS
+from drafter.methods.grammar.patterns import pattern_problem
+from drafter.methods.grammar.places import places, pointer
+from drafter.methods.grammar.schemas import MOST_OPTIONAL, MOST_PROPERTIES, REFUSED, checked_schema
 from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import grammars
 from tests.support.paths import ROOT
@@ -57,15 +59,66 @@ def test_the_page_lists_every_refused_keyword_and_every_format() -> None:
     [
         ({"properties": {"age": {"not": {}}}}, "properties.age.not"),
         ({"properties": {"not": {"items": {"if": {}}}}}, "properties.not.items.if"),
-        ({"anyOf": [{}, {"prefixItems": [{"uniqueItems": True}]}]}, "anyOf.1.prefixItems.0.uniqueItems"),
-        ({"$defs": {"a": {"$ref": "#/$defs/b"}}}, "$defs.a.$ref"),
+        ({"anyOf": [{}, {"prefixItems": [{"contains": True}]}]}, "anyOf.1.prefixItems.0.contains"),
+        ({"type": "object", "$defs": {"a": {"$ref": "#/$defs/b"}}}, "$defs.a.$ref"),
         ({"$ref": "#/x", "x": {"type": "string"}}, "$ref"),
         ({"properties": {"a": {"patternProperties": {"a": {"type": "null"}, "b": {"type": "null"}}}}}, "properties.a:"),
         ({"properties": {"a": {"type": "strin"}}}, "properties.a:"),
+        ({"minimum": 3, "maximum": 2, "type": "number"}, "cannot be used: nothing is allowed there"),
     ],
 )
 def test_the_message_names_the_place(schema: Any, place: str) -> None:
     assert place in error_of(schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "record", "schema": {"type": "object"}}, ["'name'", "give what is in 'schema'"]),
+        ({"name": "record", "description": "d", "strict": True, "schema": {"$ref": "#"}}, ["in 'schema'"]),
+        ({"type": "json_schema", "json_schema": {"name": "r", "schema": {}}}, ["'json_schema'", "in 'json_schema'"]),
+        ({"json": {"type": "object"}}, ["in 'json'"]),
+        ({"type": "function", "function": {"parameters": {"type": "object"}}}, ["'function'"]),
+        ({"name": "Tom", "age": 3}, ["'name'", "no example"]),
+        ({"title": "Dune", "author": "Herbert"}, ["'author'", "no example"]),
+        ({"type": "book", "pages": 3}, ["'book'", "no type"]),
+        ({"properties": {"age": {"integer": True}}}, ["properties.age", "'integer'"]),
+        ({"$defs": {"A": {"type": "string"}}}, ["$ref"]),
+    ],
+)
+def test_what_is_no_schema_is_refused(given: Any, words: list[str]) -> None:
+    message = error_of(given)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("schema", [True, {}, {"title": "x"}, {"properties": {"a": {"description": "d", "ui": 1}}}])
+def test_a_schema_may_say_nothing(schema: Any) -> None:
+    assert checked_schema(schema) == ({} if schema is True else schema)
+
+
+@pytest.mark.parametrize(
+    ("names", "written"),
+    [
+        ({"enum": ["a", "b"]}, {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}}),
+        ({"$ref": "#/$defs/N"}, {"properties": {"c": {"type": "null"}}}),
+        ({"pattern": "^x"}, {"patternProperties": {"^x": {"type": "null"}}}),
+        (
+            {"type": "string", "minLength": 1, "maxLength": 3},
+            {"patternProperties": {r"^[\s\S]{1,3}$": {"type": "null"}}},
+        ),
+    ],
+)
+def test_names_of_properties_are_written_as_properties(names: Any, written: Any) -> None:
+    definitions = {"$defs": {"N": {"const": "c"}}}
+    given = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "null"}, **definitions}
+    assert checked_schema(given) == {"type": "object", "additionalProperties": False, **written, **definitions}
+
+
+def test_formats_that_only_annotate_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "x-colour"}, "b": {"format": "date"}}}
+    for _ in range(2):
+        grammars().guide(StructuredOutputs(json=schema), [])
+    assert caplog.messages == ["format 'x-colour' only annotates: texts of it are not checked"]
 
 
 def test_options_of_the_parser_are_dropped_wherever_they_are() -> None:
@@ -88,19 +141,6 @@ def test_one_of_is_written_as_any_of_where_no_value_is_in_two() -> None:
         assert "oneOf" in error_of({"oneOf": overlapping})
     tagged = [{"properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]
     assert "oneOf" in error_of({"oneOf": tagged}), "3 is in both"
-
-
-@pytest.mark.parametrize(
-    ("given", "written"),
-    [
-        ({"exclusiveMinimum": 1}, {"minimum": 1.00000000000001}),
-        ({"exclusiveMaximum": 1.0}, {"maximum": 0.99999999999999}),
-        ({"exclusiveMinimum": 2, "minimum": 3}, {"minimum": 3}),
-        ({"exclusiveMinimum": 0}, {"exclusiveMinimum": 0}),
-    ],
-)
-def test_exclusive_bounds_are_met_after_rounding(given: dict[str, Any], written: dict[str, Any]) -> None:
-    assert checked_schema({"type": "number", **given}) == {"type": "number", **written}
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,11 @@ def test_messages_have_images(tmp_path: Path) -> None:
         parts = [{"type": "image_url", "image_url": {"url": row["url"]}}, text] if row["url"] else [text]
         return {**row, "messages": [{"role": "user", "content": parts}], "images": row["pictures"]}
 
-    settings = {"batch_size": 3, "sampling_params": {"max_new_tokens": 8}, "images": {"folders": [str(tmp_path)]}}
+    settings: dict[str, Any] = {
+        "batch_size": 3,
+        "sampling_params": {"max_new_tokens": 8},
+        "images": {"folders": [str(tmp_path)]},
+    }
     answer = build_processor(ProcessorConfig(str(folder), **settings, **SMALL), chat)
     found = sorted(answer(ray.data.from_items(rows)).take_all(), key=lambda row: row["n"])
     with SpeculativeLM.from_pretrained(folder, "none") as lm:

@@ -225,6 +225,8 @@ def test_a_broken_image_costs_its_row_alone(seeing: Path, pictures: Path, tmp_pa
         "http://pictures.test/a.png": "host 'pictures.test' is not among",
         "data:text/html;base64,AAAA": "'text/html'",
         "pictures/\0.png": "'.*0.png': it cannot be read: .*null",
+        data_uri(Image.new("L", (1, 300))): "1 × 300 pixels, and may be 200 times as long",
+        data_uri(Image.new("L", (400, 300))): "120,000 pixels|400 × 300 pixels, and 100,000",
         "../out.png": "'.*out.png': it is not in the input's folder",
     }
     rows: list[Any] = [
@@ -263,15 +265,19 @@ def test_an_image_that_changes_meanwhile_is_an_error(seeing: Path, pictures: Pat
     assert changed_images(staged, reading) is not None
 
 
-@pytest.mark.parametrize("change", ["replaced", "same size and time", "gone", "there at last"])
+@pytest.mark.parametrize("change", ["replaced", "same size and time", "gone", "there at last", "allowed at last"])
 def test_images_that_rows_name_are_known_by_their_files(pictures: Path, tmp_path: Path, change: str) -> None:
-    names = ["pictures/red.png", "pictures/late.png", data_uri(RED), "https://a.test/a.png"]
+    names = ["pictures/red.png", "pictures/late.png", "../out.png", data_uri(RED), "https://a.test/a.png"]
     source = write_jsonl(tmp_path / "in" / "rows.jsonl", [{"prompt": "What?", "picture": one} for one in names])
     reading, file = reading_of(source), pictures / "red.png"
+    (tmp_path / "out.png").write_bytes(png(RED))
     staged = staged_input(source, tmp_path / "staged", 3, reading, images_column="picture")
     assert changed_images(staged, reading) is None
     if change == "gone":
         file.unlink()
+    elif change == "allowed at last":
+        allowed = RowImagesConfig(folders=[str(tmp_path)])
+        reading = ImageReading(LIMITS, *folders_of(allowed, str(source)))
     elif change == "there at last":
         (pictures / "late.png").write_bytes(png(BLUE))
     else:

@@ -146,6 +146,11 @@ def test_every_redirect_is_checked() -> None:
         address, listed = f"http://pictures.test:{port}/a", [f"pictures.test:{port}", f"pictures.test:{last}"]
         assert fetch_web(address, 100, listed) == b"picture"
         assert "not among" in refusal(address, listed[:1])
+    for broken in ("http://[", "//[::1", "//a\xbd.com/", "http://pictures.test:99999/", "gopher://a/", "http://a b/"):
+        with server(PUBLIC, moves_to(broken)) as (port, _):
+            assert "no address" in refusal(f"http://pictures.test:{port}/", [f"pictures.test:{port}"]), broken
+    for name in ("a" * 70 + ".test", "a..test"):
+        assert "host" in refusal(f"https://{name}/", [name])
     with server(PUBLIC, moves_to("/again")) as (port, asked):
         assert "3 other addresses" in refusal(f"http://pictures.test:{port}/", [f"pictures.test:{port}"])
         assert len(asked) == 4

@@ -97,7 +97,10 @@ def test_what_has_no_tools_or_a_template_for_them_stays() -> None:
 
 
 def test_a_message_of_the_system_is_added_to() -> None:
-    said = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "image"}]}]
+    said: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "image"}]},
+    ]
     for system, place in ((True, 0), (False, 0)):
         chat = told(Conversation(said[not system :], [TOOL]), needed=True, system=system)
         assert len(chat.messages) == 2 - (not system)

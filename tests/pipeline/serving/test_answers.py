@@ -393,7 +393,7 @@ def test_a_last_message_of_the_assistant_is_continued(client: OpenAI, plain: Spe
         ({"extra_body": {"best_guess": 4}}, "best_guess", "unknown_parameter"),
         ({"extra_body": {"speculation": "yes"}}, "speculation", "invalid_type"),
         ({"response_format": {"type": "json"}}, "response_format.type", "unsupported_value"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None, "invalid_value"),
+        ({"extra_body": {"documents": [{"text": "a"}]}}, None, "invalid_value"),
         ({"n": 17}, "n", "invalid_value"),
         ({"logit_bias": {"100000": 1}}, None, "invalid_value"),
         ({"messages": chat("a" * 3000)}, None, "context_length_exceeded"),

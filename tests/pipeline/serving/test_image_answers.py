@@ -140,3 +140,14 @@ def test_a_model_of_text_refuses_images(local: str) -> None:
     client = OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0)
     with pytest.raises(APIStatusError, match="takes text alone"):
         client.chat.completions.create(model="tiny", messages=messages(data_uri(file_of(RED))))
+
+
+def test_what_is_made_of_a_clients_images_is_bounded(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_images, "_HELD", 1)  # byte: one request at a time
+    good = messages(data_uri(file_of(RED)))
+    wanted = answer(client, good)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: answer(client, good), range(4))) == [wanted] * 4
+    with pytest.raises(APIStatusError):  # once a prompt was made
+        answer(client, good, extra_body={"structured_outputs": {"regex": "("}})
+    assert answer(client, good) == wanted

@@ -80,6 +80,7 @@ def test_prefixes_are_shared_within_one_key(keys: tuple[str, ...], shared: bool,
         stream.close()
     read = answer.usage.prompt_tokens - 1
     assert (state.shared_tokens, state.prefilled_tokens) == ((read, read) if shared else (0, 2 * read))
+    assert answer.usage.prompt_tokens_details.cached_tokens == (read if shared else 0)
 
 
 @pytest.mark.parametrize(("given", "isolated"), [({}, True), ({"isolation": False}, False)])

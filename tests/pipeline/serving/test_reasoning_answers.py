@@ -98,6 +98,10 @@ def test_python_and_devices_read_it_in_the_same_way(lm: SpeculativeLM, address: 
             "logit_bias": {end: 5},
         }
         [answer] = lm.chat([HOW_MANY], **settings)
+        [endless] = lm.chat([HOW_MANY], **settings | {"stop": ()})
+        assert endless.token_ids[: len(answer.token_ids)] == answer.token_ids
+        assert endless.text.partition("e")[0] == answer.text
+        assert endless.reasoning_content == answer.reasoning_content
         stream = lm.stream(HOW_MANY, **settings)
         deltas = list(stream)
         assert "".join(one.text for one in deltas) == answer.text

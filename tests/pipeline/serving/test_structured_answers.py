@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +15,13 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel
 
 from drafter import SamplingParams, SpeculativeLM
+from drafter.acceptance import limits
+from drafter.methods.grammar import grammars
 from drafter.structured_outputs import StructuredOutputs
+from drafter.text import chat
+from pipeline.openai.requests import parse_chat
+from pipeline.serving import replica
+from pipeline.serving.handles import Call
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.guides import hold_new
@@ -208,3 +216,39 @@ def test_a_schema_that_takes_its_time_delays_nobody_else(plain: SpeculativeLM, m
         begun.clear()
         assert ask(client, slow)  # it is known by now
         assert not begun.is_set()
+
+
+def test_what_another_key_has_sent_saves_no_work(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Counter[str]()
+
+    def count(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            work[name] += 1
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(chat, "_render")
+    count(grammars, "compiled")
+    count(replica, "token_text")
+    count(limits, "refuse_panics")  # around each bad word
+    schema = {**SCHEMA, "description": "Nobody has asked for this before either."}
+    given = {**SETTINGS, "messages": [*HOW_MANY, *HOW_MANY], "logprobs": True, "response_format": by_schema(schema)}
+    call = Call(parse_chat({**given, "bad_words": ["x", "y z"]}), speculation=False)
+
+    async def asked(answers: Answers, clients: str) -> list[tuple[str, Counter[str]]]:
+        found = []
+        for client in clients:
+            work.clear()
+            parts = [str(part) async for part in answers.answer(replace(call, client=client))]
+            found.append((json.loads("".join(parts))["choices"][0]["message"]["content"], work.copy()))
+        return found
+
+    first, again, other = asyncio.run(asked(Answers(plain, "replica", seconds=PATIENCE), "aab"))
+    assert first == other
+    assert again[0] == first[0]
+    assert set(first[1]) == {"_render", "compiled", "token_text", "refuse_panics"}
+    assert again[1].total() < first[1].total()
+    assert not {"compiled", "token_text", "refuse_panics"} & set(again[1])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from pipeline.serving import work_limits
 from pipeline.serving.work_limits import LargeWork, Turns
 
 
@@ -33,8 +31,10 @@ def test_turns_are_given_in_order_and_not_to_those_who_have_gone() -> None:
 
 
 def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone() -> None:
-    async def scene() -> list[str]:
-        large, done, first_is_on, go_on = LargeWork(), [], threading.Event(), threading.Event()
+    async def scene() -> tuple[list[str], int]:
+        done, stops = list[str](), list[None]()
+        first_is_on, go_on = threading.Event(), threading.Event()
+        large = LargeWork(stop=lambda: stops.append(None))
 
         def work(name: str) -> str:
             if name == "first":
@@ -45,19 +45,20 @@ def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone(
 
         tasks = [asyncio.create_task(large.run("", partial(work, name))) for name in ("first", "gone", "third")]
         await asyncio.to_thread(first_is_on.wait)
-        tasks[0].cancel()  # what has begun is done
+        tasks[0].cancel()  # what cannot be stopped is done
         tasks[1].cancel()
-        await asyncio.gather(*tasks[:2], return_exceptions=True)  # the thread is told in the loop's next turns
+        await asyncio.gather(*tasks[:2], return_exceptions=True)
+        assert not done, done
         go_on.set()
         assert await tasks[2] == "third"
-        return done
+        return done, len(stops)
 
-    assert asyncio.run(scene()) == ["first", "third"]
+    assert asyncio.run(scene()) == (["first", "third"], 1)
 
 
 def test_clients_take_turns_at_large_work() -> None:
     async def scene() -> list[str]:
-        large, done = LargeWork(), list[str]()
+        large, done = LargeWork(lambda: 0.0), list[str]()
         names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
         tasks = [asyncio.create_task(large.run(name[0], partial(done.append, name))) for name in names]
         await asyncio.sleep(0)  # all of them wait, and the first one has its turn
@@ -72,31 +73,37 @@ def test_who_goes_at_its_turn_passes_it_on() -> None:
     async def scene() -> list[str]:
         large, done = LargeWork(), list[str]()
         gone, other = (asyncio.create_task(large.run(name, partial(done.append, name))) for name in ("gone", "other"))
-        await large.run("first", partial(done.append, "first"))  # both others wait behind it
+        large._busy = True  # both wait behind another
+        await asyncio.sleep(0)
+        large._end("first", 0.0)
         gone.cancel()  # it has the turn, and has not heard of it
         await other
         return done
 
-    assert asyncio.run(scene()) == ["first", "other"]
+    assert asyncio.run(scene()) == ["other"]
 
 
-def test_after_large_work_there_is_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slept = [100.0], []
+def test_a_client_rests_after_its_large_work_by_processor_time_and_others_do_not_wait() -> None:
+    async def scene() -> tuple[list[str], dict[str, float]]:
+        spent, done = [0.0], list[str]()
+        large = LargeWork(lambda: spent[0])
 
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
+        def work(name: str, seconds: float) -> None:
+            spent[0] += seconds
+            done.append(name)
 
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(work_limits, "time", clock)
+        await large.run("a", partial(work, "a1", 1e9))  # no clock gets there
+        waiting = asyncio.create_task(large.run("a", partial(work, "a2", 0.0)))
+        for name in ("b1", "b2"):
+            await large.run("b", partial(work, name, 0.0))
+        left = {client: end - asyncio.get_running_loop().time() for client, end in large._rested.items()}
+        large._rested.clear()
+        await large.run("c", partial(work, "c1", 0.001))  # and afterwards whoever has rested
+        await large.run("c", partial(work, "c2", 0.0))
+        await waiting
+        return done, left
 
-    def work() -> None:
-        now[0] += 2.0
-
-    async def scene() -> None:
-        large = LargeWork()
-        await large.run("one", work)
-        await large.run("two", work)
-
-    asyncio.run(scene())
-    assert slept == [0, 6.0]
+    done, left = asyncio.run(scene())
+    assert done[:4] == ["a1", "b1", "b2", "a2"]
+    assert done[4:] == ["c1", "c2"]
+    assert left["a"] == pytest.approx(3e9, rel=1e-3)

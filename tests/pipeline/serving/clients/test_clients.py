@@ -104,7 +104,7 @@ def test_langchain(run: dict[str, Any], chat: str, text: str) -> None:
 @pytest.mark.parametrize("run", ["instructor"], indirect=True)
 def test_instructor(run: dict[str, Any], chat: str) -> None:
     assert run["chat"] == [chat]
-    assert len(run["records"]) == 4
+    assert len(run["records"]) == 3
     assert all(record in RECORDS for record in run["records"])
 
 
