@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from drafter.errors import RequestError
 from drafter.methods.grammar.endings import ending
 from drafter.methods.grammar.schemas import checked_schema
+from tests.support.properties import examples
 
 _VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(0, 2), st.sampled_from([1.0, 0.5, 0.7, "a", "b"])),
@@ -30,7 +31,7 @@ SCHEMAS: list[Any] = [
 ]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(SCHEMAS), _VALUES)
 def test_what_holds_is_what_a_validator_says(schema: Any, value: Any) -> None:
     checked_schema(schema)

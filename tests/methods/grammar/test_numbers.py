@@ -10,7 +10,7 @@ from random import Random
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +24,7 @@ from drafter.methods.grammar.numbers import with_parts
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import base, grammars, tokenizer
+from tests.support.properties import examples
 
 _BYTES = LLTokenizer("byte")
 _PYDANTIC = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
@@ -79,7 +80,7 @@ def plain(number: float) -> str:
     return format(Decimal(text), "f") if "e" in text else text
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(bounded(), st.data())
 def test_exactly_the_numbers_within_bounds_are_accepted(schema: dict[str, Any], data: st.DataObject) -> None:
     grammar = matcher(schema)
@@ -101,7 +102,7 @@ def test_exactly_the_numbers_within_bounds_are_accepted(schema: dict[str, Any], 
         assert not (grammar.is_error() and wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(bounded(), st.data())
 def test_texts_that_begin_as_a_bound_are_within_it(schema: dict[str, Any], data: st.DataObject) -> None:
     grammar = matcher(schema)

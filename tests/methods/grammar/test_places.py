@@ -7,12 +7,13 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.methods.grammar.places import place_of, pointer
 from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import grammars, tokenizer
+from tests.support.properties import examples
 from tests.support.walks import walk
 
 NAMES = ["Größe", "Option<Foo>", "a b", "list[int]", "a/b~c", "100%", "%41", "年齢", 'quo"te', "a#b", "a?b"]
@@ -34,7 +35,7 @@ def test_definitions_that_refer_to_each_other_may_have_such_names() -> None:
     assert walk(guide, tokenizer(), Random(1)) == '{"é": 1, "größe": 1}'
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.text(min_size=1), st.booleans())
 def test_every_name_is_found(name: str, quoted: bool) -> None:
     plain = pointer(("$defs", name))
