@@ -10,9 +10,9 @@ from benchmarks import costs
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.formulae import NO_DRAFT, step_bytes
 from drafter.drafters.contract import Drafter, Loan
-from drafter.evaluation.base_sizes import BaseSizes
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
+from recipes.paper.base_sizes import BaseSizes
 
 _CURVES: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
     ("rows", (1, 16, 64), {"nodes": 0, "context": 512}),

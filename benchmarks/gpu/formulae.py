@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drafter.acceptance.sampling import INTERVALS, PASSES
-from drafter.evaluation.base_sizes import BaseSizes
+from recipes.paper.base_sizes import BaseSizes
 
 
 @dataclass(frozen=True)

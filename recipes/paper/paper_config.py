@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drafter.evaluation.base_sizes import BaseSizes
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
+from recipes.paper.base_sizes import BaseSizes
 
 HERE = Path(__file__).parent
 RANDOM, SMOLLM2 = "random", "smollm2"

@@ -12,13 +12,13 @@ from benchmarks.gpu.formulae import NO_DRAFT, DraftWork, sampling_bytes, step_by
 from benchmarks.gpu.operation_counts import OperationCounts, Result
 from drafter.ctc.lattice import LATTICE_BEAM
 from drafter.drafters.contract import Drafter, PlainDecoding
-from drafter.evaluation.base_sizes import BaseSizes
 from drafter.heads.checkpoint import new_head
 from drafter.heads.contract import DraftHead
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import SamplingParams
 from drafter.target_model.attention import parts_of
 from drafter.target_model.model import BaseModel
+from recipes.paper.base_sizes import BaseSizes
 from tests.support.fake_gpus import base_of_shape, fake_gpus, move_to_gpus
 from tests.support.fake_steps import LLAMA_1B, LLAMA_8B, FakeStep, on_gpu
 from tests.support.marks import slow_but
