@@ -86,12 +86,15 @@ METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _er
 LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 403, 503)}}
 
 
-def _object(*required: str, others: bool = True, **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object with these properties, of which some are required, and maybe with `others`."""
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with these properties, of which some are required."""
     found: dict[str, Any] = {"type": "object", "properties": properties}
-    if required:
-        found["required"] = list(required)
-    return found if others else {**found, "additionalProperties": False}
+    return {**found, "required": list(required)} if required else found
+
+
+def _closed(*required: str, **properties: Any) -> dict[str, Any]:
+    """Return the schema of such an object without other properties."""
+    return {**_object(*required, **properties), "additionalProperties": False}
 
 
 def _list(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
@@ -110,15 +113,14 @@ _NAMED = {"name": _NAME, "description": _maybe("string")}
 _OF_FUNCTIONS = {"type": {"const": "function"}}
 _OF_ASSISTANT = "Of the assistant's messages."
 
-_IMAGE_URL = _object("url", others=False, url=_STRING, detail={"enum": ["auto", "low", "high", None]})
+_IMAGE_URL = _closed("url", url=_STRING, detail={"enum": ["auto", "low", "high", None]})
 _IMAGE_PART = _object("type", "image_url", type={"const": "image_url"}, image_url=_IMAGE_URL) | {
     "description": "In a user's message to a model that sees: a `data:` URI, or an address on a host that is listed."
 }
 _PARTS = _list({"anyOf": [_object("type", "text", type={"const": "text"}, text=_STRING), _IMAGE_PART]})
 _CALL = _object("type", "function", **_OF_FUNCTIONS, function={"type": "object"})
-_MESSAGE = _object(
+_MESSAGE = _closed(
     "role",
-    others=False,
     role={"enum": ["system", "developer", "user", "assistant", "tool"]},
     content={"anyOf": [_STRING, _PARTS, {"type": "null"}]},
     name=_maybe("string"),
@@ -127,22 +129,19 @@ _MESSAGE = _object(
     reasoning_content=_maybe("string", description=_OF_ASSISTANT),
 )
 _PARAMETERS = _maybe("object", properties={"type": {"const": "object"}})
-_FUNCTION = _object("name", others=False, **_NAMED, parameters=_PARAMETERS, strict=_maybe("boolean"))
+_FUNCTION = _closed("name", **_NAMED, parameters=_PARAMETERS, strict=_maybe("boolean"))
 _TOOLS = _list(_object("type", "function", **_OF_FUNCTIONS, function=_FUNCTION), maxItems=MOST_TOOLS)
 _NAMED_TOOL = _object("type", "function", **_OF_FUNCTIONS, function=_object("name", name=_STRING))
 _TOOL_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]}
-_SCHEMA = _object(
-    "name", others=False, **_NAMED, schema=_maybe("object", description="The JSON schema."), strict=_maybe("boolean")
-)
+_SCHEMA = _closed("name", **_NAMED, schema=_maybe("object", description="The JSON schema."), strict=_maybe("boolean"))
 _RESPONSE_FORMAT = {
     "anyOf": [
-        _object("type", others=False, type={"const": "text"}),
-        _object("type", others=False, type={"const": "json_object"}, schema=_maybe("object")),
-        _object("type", "json_schema", others=False, type={"const": "json_schema"}, json_schema=_SCHEMA),
+        _closed("type", type={"const": "text"}),
+        _closed("type", type={"const": "json_object"}, schema=_maybe("object")),
+        _closed("type", "json_schema", type={"const": "json_schema"}, json_schema=_SCHEMA),
     ]
 }
-_STRUCTURED_OUTPUTS = _object(
-    others=False,
+_STRUCTURED_OUTPUTS = _closed(
     json=_maybe("object", "boolean", "string", description="A JSON schema, or its text."),
     json_object=_maybe("boolean"),
     regex=_maybe("string"),
