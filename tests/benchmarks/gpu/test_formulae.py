@@ -127,7 +127,7 @@ def test_sampling_reads_what_the_formulae_say(name: str) -> None:
 
 
 def test_the_documentation_has_the_formulae() -> None:
-    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("## What a step reads and runs")[1]
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split("## What a step reads and runs")[1]
     lines = [line.split(" = ") for block in text.split("```")[1:6:2] for line in block.strip().splitlines()]
     written = {name.strip(): formula.replace("·", "*").replace("÷", "/").replace(",", "") for name, formula in lines}
     sizes, rows, nodes, length, depth = BaseSizes.of(LLAMA_8B, torch.bfloat16), 3, 16, 500, 6
