@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -83,3 +84,22 @@ class Stopping:
             drain()
         finally:
             self.stop(BY_SIGNAL)
+
+
+def in_thread(work: Callable[[], object]) -> Future[None]:
+    """Do `work` in a thread, so that signals reach this one whatever it waits for; its errors are raised by `result`.
+
+    No exit waits for the thread, as it would for a pool's.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="work", daemon=True).start()
+    return done

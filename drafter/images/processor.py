@@ -27,7 +27,7 @@ from drafter.errors import LoadError, RequestError, first_line, one_line
 from drafter.hub import local_only
 from drafter.images.opening import Fetch, GivenImage, ImageLimits, given_images, open_images, pixel_digest
 from drafter.prompt import Prompt, Span
-from drafter.text.chat import encode_chat, encode_chats, render_chat
+from drafter.text.chat import render_chat, tokens_of
 from drafter.text.conversation import Conversation, Messages
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, tokenise
 
@@ -106,15 +106,9 @@ class ImageProcessor:
             raise RequestError(f"the messages have {asked.image_parts} parts of images, and {len(images)} are given")
         if self.tokenizer.chat_template is None:
             raise RequestError("the processor has no chat template, which says where images go")
-        if not images:
-            settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": max_length, "now": now}
-            return Prompt(encode_chat(self.tokenizer, asked, **settings))
         chat = render_chat(self.tokenizer, asked, now)
-        refuse_endless(chat.text, max_length, longest_token(self.tokenizer))
-        (found,) = encode_chats(self.tokenizer, [chat], special_tokens=special_tokens)
-        if isinstance(found, RequestError):
-            raise found
-        return self._with_images(chat.text, found, len(images), process)
+        found = tokens_of(self.tokenizer, chat, special_tokens=special_tokens, max_length=max_length)
+        return self._with_images(chat.text, found, len(images), process) if images else Prompt(found)
 
     def again(self, ids: Sequence[int], images: Sequence[Any], limits: ImageLimits = _USUAL) -> Prompt:
         """Return the prompt that `encode` has made of these images, by its token ids.

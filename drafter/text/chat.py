@@ -229,6 +229,11 @@ def encode_chat(
 ) -> list[int]:
     """Return the tokens of one chat, or raise `RequestError`; see `render_chat` and `encode_chats`."""
     chat = render_chat(tokenizer, asked, now)
+    return tokens_of(tokenizer, chat, special_tokens=special_tokens, max_length=max_length)
+
+
+def tokens_of(tokenizer: Any, chat: Chat, *, special_tokens: bool = False, max_length: float = math.inf) -> list[int]:
+    """Return the tokens of one chat, or raise `RequestError`; see `encode_chats`. What is too long is not tokenised."""
     refuse_endless(chat.text, max_length, longest_token(tokenizer))
     (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)
     if isinstance(found, RequestError):

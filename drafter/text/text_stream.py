@@ -14,8 +14,7 @@ from drafter.requests import SamplingParams
 from drafter.structured_outputs import CallOutputs
 from drafter.text.call_marks import CallMarks
 from drafter.text.detokenizer import Detokenizer, StopSearch
-from drafter.text.reasoning import Reasoning
-from drafter.text.reasoning_reader import ReasoningMarks, ReasoningReader
+from drafter.text.reasoning import Reasoning, ReasoningMarks, ReasoningReader
 from drafter.text.tokenizers import special_texts
 
 _BEGIN, _END = "\udbfd", "\udbfe"

@@ -22,7 +22,7 @@ TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, the model and the drafter."""
 
 Fields = dict[str, tuple[str, str]]  # attribute of the exported state, and description in ASCII, by the metric's name
-_ENGINE_COUNTERS: Fields = {
+ENGINE_COUNTERS: Fields = {
     "steps": ("steps", "Decode steps of the engine: forwards of the target model over all active sequences."),
     "busy_seconds": ("busy_seconds", "Seconds in which the engine had something to decode."),
     "tokens": ("output_tokens", "New tokens."),
@@ -30,7 +30,7 @@ _ENGINE_COUNTERS: Fields = {
     "draft_tokens": ("draft_tokens", "Draft tokens verified."),
     "accepted_tokens": ("accepted_tokens", "Draft tokens that became output."),
 }
-_ENGINE_GAUGES: Fields = {
+ENGINE_GAUGES: Fields = {
     "slots": ("slots", "Sequences that can be decoded together."),
     "slots_active": ("active", "Sequences being decoded."),
     "requests_waiting": ("waiting", "Requests that wait for a slot."),
@@ -102,7 +102,7 @@ class EngineMetrics(StateMetrics):
     """Exports an engine's counters and state; `tags` are values of `TAGS`."""
 
     def __init__(self, tags: Mapping[str, str]) -> None:
-        super().__init__("drafter", _ENGINE_GAUGES, _ENGINE_COUNTERS, tags)
+        super().__init__("drafter", ENGINE_GAUGES, ENGINE_COUNTERS, tags)
         self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
 
     def show(self, state: EngineState) -> None:
@@ -121,11 +121,15 @@ def learner_metrics(run: str, begun: LearningReport) -> StateMetrics:
 
 
 def learner_families(now: LearningReport) -> list[Metric]:
-    """Return a learner's metrics for a page that does not come from Ray; unknown values have no sample."""
-    kinds = ((GaugeMetricFamily, _LEARNER_GAUGES), (CounterMetricFamily, _LEARNER_COUNTERS))
+    """Return a learner's metrics for a page that does not come from Ray."""
+    return families("drafter_learner", _LEARNER_GAUGES, _LEARNER_COUNTERS, now)
+
+
+def families(prefix: str, gauges: Fields, counters: Fields, state: Any) -> list[Metric]:
+    """Return attributes of a state as metrics for a page; unknown values have no sample."""
     return [
-        family(f"drafter_learner_{name}", what, getattr(now, field))
-        for family, fields in kinds
+        family(f"{prefix}_{name}", what, getattr(state, field))
+        for family, fields in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
         for name, (field, what) in fields.items()
     ]
 

@@ -10,8 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,6 +25,7 @@ from pipeline.errors import InputError, JobError
 from pipeline.io.files import local_path, locate, make_folders
 from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig
 from pipeline.serving.keys import ENVIRONMENT, read_agreement, read_keys, settle
+from pipeline.stopping import in_thread
 
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
@@ -79,7 +78,10 @@ def serve_until_signal(config: ServeConfig) -> None:
     watch.end_in(
         config.limits.seconds + _MARGIN_SECONDS, "error: the endpoint could not be taken down: Ray does not answer"
     )
-    _in_passing(lambda: take_down(at_once))
+    try:
+        in_thread(lambda: take_down(at_once)).result()
+    except Exception as error:  # Ray raises bare ones
+        raise JobError(f"the endpoint cannot be taken down: {one_line(error)}") from error
     watch.close()
 
 
@@ -89,21 +91,6 @@ def _with_local_files(config: ServeConfig) -> ServeConfig:
     if learning.agreed not in (EVERYBODY, NOBODY):
         learning = replace(learning, agreed=local_path(learning.agreed))
     return replace(config, keys_file=None if keys is None else local_path(keys), learning=learning)
-
-
-def _in_passing(work: Callable[[], None]) -> None:
-    """Do `work` in a thread, so that signals reach this one whatever it waits for; raise `JobError` for its errors."""
-    done: Future[None] = Future()
-
-    def settle_done() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except Exception as error:  # Ray raises bare ones
-            done.set_exception(JobError(f"the endpoint cannot be taken down: {one_line(error)}"))
-
-    threading.Thread(target=settle_done, daemon=True).start()
-    done.result()
 
 
 def _start(config: ServeConfig, *, own_cluster: bool) -> ClusterWatch:

@@ -84,133 +84,73 @@ MODEL: dict[str, Any] = {"responses": {200: {"model": Model}, **_errors(401, 404
 HEALTH: dict[str, Any] = {"responses": {200: {"model": Health}, **_errors(503)}}
 METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _errors(401, 403)}
 LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 403, 503)}}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+
+
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with these properties, of which some are required."""
+    found: dict[str, Any] = {"type": "object", "properties": properties}
+    return {**found, "required": list(required)} if required else found
+
+
+def _closed(*required: str, **properties: Any) -> dict[str, Any]:
+    """Return the schema of such an object without other properties."""
+    return {**_object(*required, **properties), "additionalProperties": False}
+
+
+def _list(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **bounds}
+
+
+def _maybe(*kinds: str, **more: Any) -> dict[str, Any]:
+    """Return the schema of a value that is null or of one of the JSON types `kinds`."""
+    return {"type": [*kinds, "null"], **more}
+
+
+_STRING = {"type": "string"}
+_TEXT = _STRING | {"minLength": 1}
+_NAME = _STRING | {"pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_NAMED = {"name": _NAME, "description": _maybe("string")}
+_OF_FUNCTIONS = {"type": {"const": "function"}}
+_OF_ASSISTANT = "Of the assistant's messages."
+
+_IMAGE_URL = _closed("url", url=_STRING, detail={"enum": ["auto", "low", "high", None]})
+_IMAGE_PART = _object("type", "image_url", type={"const": "image_url"}, image_url=_IMAGE_URL) | {
+    "description": "In a user's message to a model that sees: a `data:` URI, or an address on a host that is listed."
 }
-_IMAGE_PART = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object",
-            "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high", None]}},
-            "required": ["url"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "image_url"],
-    "description": "In a user's message to a model that sees: a `data:` URI, or an address on a host that is listed.",
-}
-_PARTS = {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}
-_OBJECTS = {"type": "array", "items": {"type": "object"}}
-_TOOL = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "function": {"type": "object"}},
-    "required": ["type", "function"],
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]},
-        "name": {"type": ["string", "null"]},
-        "tool_calls": {"type": ["array", "null"], "items": _TOOL, "description": "Of the assistant's messages."},
-        "tool_call_id": {"type": ["string", "null"], "description": "Of the role `tool`."},
-        "reasoning_content": {"type": ["string", "null"], "description": "Of the assistant's messages."},
-    },
-    "required": ["role"],
-    "additionalProperties": False,
-}
-_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-_OPTIONAL_TEXT = {"type": ["string", "null"]}
-_STRICT = {"type": ["boolean", "null"]}
-_FUNCTION = {
-    "type": "object",
-    "properties": {
-        "name": _NAME,
-        "description": _OPTIONAL_TEXT,
-        "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
-        "strict": _STRICT,
-    },
-    "required": ["name"],
-    "additionalProperties": False,
-}
-_TOOLS = {
-    "type": "array",
-    "maxItems": MOST_TOOLS,
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-        "required": ["type", "function"],
-    },
-}
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-            },
-            "required": ["type", "function"],
-        },
-    ]
-}
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": _NAME,
-        "description": _OPTIONAL_TEXT,
-        "schema": {"type": ["object", "null"], "description": "The JSON schema."},
-        "strict": _STRICT,
-    },
-    "required": ["name"],
-    "additionalProperties": False,
-}
+_PARTS = _list({"anyOf": [_object("type", "text", type={"const": "text"}, text=_STRING), _IMAGE_PART]})
+_CALL = _object("type", "function", **_OF_FUNCTIONS, function={"type": "object"})
+_MESSAGE = _closed(
+    "role",
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content={"anyOf": [_STRING, _PARTS, {"type": "null"}]},
+    name=_maybe("string"),
+    tool_calls=_maybe("array", items=_CALL, description=_OF_ASSISTANT),
+    tool_call_id=_maybe("string", description="Of the role `tool`."),
+    reasoning_content=_maybe("string", description=_OF_ASSISTANT),
+)
+_PARAMETERS = _maybe("object", properties={"type": {"const": "object"}})
+_FUNCTION = _closed("name", **_NAMED, parameters=_PARAMETERS, strict=_maybe("boolean"))
+_TOOLS = _list(_object("type", "function", **_OF_FUNCTIONS, function=_FUNCTION), maxItems=MOST_TOOLS)
+_NAMED_TOOL = _object("type", "function", **_OF_FUNCTIONS, function=_object("name", name=_STRING))
+_TOOL_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_TOOL]}
+_SCHEMA = _closed("name", **_NAMED, schema=_maybe("object", description="The JSON schema."), strict=_maybe("boolean"))
 _RESPONSE_FORMAT = {
     "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"const": "text"}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {"type": {"const": "json_object"}, "schema": {"type": ["object", "null"]}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {"type": {"const": "json_schema"}, "json_schema": _SCHEMA},
-            "required": ["type", "json_schema"],
-            "additionalProperties": False,
-        },
+        _closed("type", type={"const": "text"}),
+        _closed("type", type={"const": "json_object"}, schema=_maybe("object")),
+        _closed("type", "json_schema", type={"const": "json_schema"}, json_schema=_SCHEMA),
     ]
 }
-_STRUCTURED_OUTPUTS = {
-    "type": "object",
-    "properties": {
-        "json": {"type": ["object", "boolean", "string", "null"], "description": "A JSON schema, or its text."},
-        "json_object": {"type": ["boolean", "null"]},
-        "regex": _OPTIONAL_TEXT,
-        "choice": {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "maxItems": MOST_CHOICES},
-        "grammar": _OPTIONAL_TEXT | {"description": "In Lark's notation."},
-    },
-    "additionalProperties": False,
-}
-_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MOST_MESSAGES}
-_METADATA = {"type": "object", "additionalProperties": {"type": "string"}}
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _TOKENS]}
-_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STRUCTURED_OUTPUTS = _closed(
+    json=_maybe("object", "boolean", "string", description="A JSON schema, or its text."),
+    json_object=_maybe("boolean"),
+    regex=_maybe("string"),
+    choice=_maybe("array", items=_TEXT, maxItems=MOST_CHOICES),
+    grammar=_maybe("string", description="In Lark's notation."),
+)
+_PROMPT = {"anyOf": [_TEXT, _list(_TEXT, minItems=1), _list({"type": "integer", "minimum": 0}, minItems=1)]}
 _STOP_TEXT = _TEXT | {"maxLength": LONGEST_STOP}
-_STOP = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MOST_STOPS}]}
+_STOP = {"anyOf": [_STOP_TEXT, _list(_STOP_TEXT, maxItems=MOST_STOPS)]}
 _LOGIT_BIAS = {
     "type": "object",
     "maxProperties": MOST_BIASES,
@@ -225,10 +165,10 @@ def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
         ChatBody,
         models,
         limits,
-        messages=_MESSAGES,
+        messages=_list(_MESSAGE, minItems=1, maxItems=MOST_MESSAGES),
         tools=_TOOLS,
         tool_choice=_TOOL_CHOICE,
-        documents=_OBJECTS,
+        documents=_list({"type": "object"}),
         chat_template_kwargs={"type": "object"},
     )
     body["not"] = {
@@ -251,7 +191,7 @@ def _generation(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
     success = {
         "model": kind,
         "description": "The answer, or with `stream` its chunks as server-sent events.",
-        "content": {"text/event-stream": {"schema": _EVENT}},
+        "content": {"text/event-stream": {"schema": _object("data", data=_STRING)}},
     }
     content = {"required": True, "content": {"application/json": {"schema": body}}}
     return {
@@ -274,7 +214,7 @@ def _body(
         "logit_bias": _LOGIT_BIAS,
         "response_format": _RESPONSE_FORMAT,
         "structured_outputs": _STRUCTURED_OUTPUTS,
-        "metadata": _METADATA,
+        "metadata": {"type": "object", "additionalProperties": _STRING},
         "stream_options": definitions["StreamOptions"],
         FIELD: {"type": "boolean", "description": "Say what became of the draft."},
     }

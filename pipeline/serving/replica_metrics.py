@@ -5,14 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily
 
 from drafter.requests import Generation
 from drafter.statistics import EngineState, mean_acceptance_length
+from pipeline.progress.prometheus import ENGINE_COUNTERS, ENGINE_GAUGES, families
 from pipeline.serving.handles import Snapshot
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_GAUGES = ENGINE_GAUGES | {"version": ("drafter_version", "Number of the version of the head that drafts.")}
+_COUNTERS = {name: ENGINE_COUNTERS[name] for name in ("steps", "row_steps", "tokens")} | {
+    "prefilled_tokens": ("prefilled_tokens", "Tokens of prompts that were prefilled."),
+    "shared_tokens": ("shared_tokens", "Tokens of prompts that were in the KV cache already."),
+}
 _LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 
 
@@ -58,24 +64,5 @@ class ReplicaMetrics:
         stages = CounterMetricFamily("drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"])
         for stage, seconds in state.stage_seconds.items():
             stages.add_metric([stage], seconds)
-        gauges = (
-            ("drafter_slots", "Requests that can be decoded together.", state.slots),
-            ("drafter_slots_active", "Requests being decoded.", state.active),
-            ("drafter_requests_waiting", "Requests that wait for a slot.", state.waiting),
-            ("drafter_memory_tokens", "Tokens of texts that the drafter remembers.", state.memory_tokens),
-            ("drafter_memory_bytes", "Bytes that its memory of them takes.", state.memory_bytes),
-            ("drafter_version", "Number of the version of the head that drafts.", state.drafter_version),
-        )
-        counters = (
-            ("drafter_steps", "Decode steps of the engine.", state.steps),
-            ("drafter_row_steps", "Decode steps, counted once for each request that took part.", state.row_steps),
-            ("drafter_tokens", "New tokens.", state.output_tokens),
-            ("drafter_prefilled_tokens", "Tokens of prompts that were prefilled.", state.prefilled_tokens),
-            ("drafter_shared_tokens", "Tokens of prompts that were in the KV cache already.", state.shared_tokens),
-        )
-        engine: list[Metric] = [
-            *(GaugeMetricFamily(*gauge) for gauge in gauges),
-            *(CounterMetricFamily(*counter) for counter in counters),
-            stages,
-        ]
-        return Snapshot(replica, [*engine, *self._registry.collect()])
+        engine = families("drafter", _GAUGES, _COUNTERS, state)
+        return Snapshot(replica, [*engine, stages, *self._registry.collect()])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import asdict, replace
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import ray
@@ -29,7 +28,7 @@ from pipeline.output.lease import Lease
 from pipeline.progress.board import Mail, StatusBoard
 from pipeline.progress.watch import Pulse, fetch
 from pipeline.settings import ResourcesConfig
-from pipeline.stopping import BY_SIGNAL, Stopping
+from pipeline.stopping import BY_SIGNAL, Stopping, in_thread
 from pipeline.training.config import TrainConfig
 from pipeline.training.folder import Record, TrainingFolder, complete_checkpoints, go_back, tidy
 from pipeline.training.texts import StagedTexts, Texts, open_texts, stage_texts
@@ -253,7 +252,7 @@ def execute(
         say(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers")
     task = WorkerTask(config, model, base_fingerprint, folder, staged, provenance, board, resources.threads)
     # Ray Train handles SIGINT by ending its workers at once, but only where it runs in the main thread.
-    training = _in_thread(_trainer(task, resources).fit)
+    training = in_thread(_trainer(task, resources).fit)
 
     told = Event()
 
@@ -284,21 +283,6 @@ def execute(
         raise (InputError if of_input else JobError)(message) from failure
     if failure is not None:
         raise JobError(_reason(failure)) from failure
-
-
-def _in_thread(work: Callable[[], object]) -> Future[None]:
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # raised where the result is asked for
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    Thread(target=run, name="training", daemon=True).start()  # no exit waits for it, as it would for a pool's
-    return done
 
 
 def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:

@@ -18,9 +18,7 @@ from drafter.errors import printable
 from drafter.methods.grammar.compiling import compiled, trials
 from drafter.methods.grammar.digits import Digits
 from drafter.methods.grammar.endings import annotating, ending
-from drafter.methods.grammar.guide import GrammarGuide
-from drafter.methods.grammar.reasoning import AfterReasoning
-from drafter.methods.grammar.record import RecordGuide
+from drafter.methods.grammar.guide import AfterReasoning, GrammarGuide, RecordGuide
 from drafter.methods.grammar.spelling import Spelling
 from drafter.structured_outputs import StructuredOutputs
 from drafter.text.reasoning import Reasoning

@@ -1,15 +1,17 @@
-"""The state of one output under a grammar."""
+"""The state of one output under a grammar, what no grammar can say of it, and reasoning before it, also in a draft."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from llguidance import LLMatcher
 from torch import Tensor
 
 from drafter.acceptance.guide import Guide
-from drafter.methods.grammar.bits import allow
+from drafter.methods.grammar.bits import allow, allow_all_but
 from drafter.methods.grammar.compiling import MOST_FORCED, TOO_MUCH_FORCED
+from drafter.methods.grammar.digits import OUTSIDE, REFUSED, Digits
+from drafter.text.reasoning import Reasoning
 
 _STUCK: Sequence[int] = (-1,)
 """The forced run where there are more bytes than that: no token can be the next one."""
@@ -92,3 +94,118 @@ class GrammarGuide(Guide):
         if self._matcher.is_error():
             return self._matcher.get_error()
         return TOO_MUCH_FORCED if self._run is _STUCK else None
+
+
+class _GuideAround(Guide):
+    """What `inner` says, changed."""
+
+    def __init__(self, inner: Guide) -> None:
+        self._inner = inner
+
+    def forced(self) -> Sequence[int]:
+        return self._inner.forced()
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    @property
+    def valid(self) -> bool:
+        return self._inner.valid
+
+    @property
+    def problem(self) -> str | None:
+        return self._inner.problem
+
+
+class RecordGuide(_GuideAround):
+    """Lets follow what `inner` does, without endless numbers; what is only seen at a text's end decides if it is valid.
+
+    Args:
+        digits: Follows the numbers.
+        holds: Tells of the tokens of a whole text whether it is valid; None where all are.
+    """
+
+    def __init__(
+        self, inner: Guide, digits: Digits, eos: Collection[int], holds: Callable[[Sequence[int]], bool] | None
+    ) -> None:
+        super().__init__(inner)
+        self._digits, self._eos, self._holds = digits, frozenset(eos), holds
+        self._tokens = list[int]()
+        self._numbers = [OUTSIDE]  # the state of `digits` before each token, and after the last
+
+    def consume(self, token: int) -> bool:
+        state = self._numbers[-1] if token in self._eos else self._digits.after(self._numbers[-1], token)
+        if state == REFUSED or not self._inner.consume(token):
+            return False
+        self._tokens.append(token)
+        self._numbers.append(state)
+        return True
+
+    def rewind(self, count: int) -> None:
+        self._inner.rewind(count)
+        if count:
+            del self._tokens[-count:], self._numbers[-count:]
+
+    def fill(self, mask: Tensor) -> None:
+        self._inner.fill(mask)
+        if not self.ended and (allowed := self._digits.allowed(self._numbers[-1])) is not None:
+            mask &= allowed
+
+    @property
+    def valid(self) -> bool:
+        whole = [token for token in self._tokens if token not in self._eos]
+        return self.ended and (self._holds is None or self._holds(whole))
+
+
+class AfterReasoning(_GuideAround):
+    """Lets all but the end of the output follow until reasoning has ended, and then what `inner` allows.
+
+    Args:
+        inside: Reasoning has begun; otherwise the first token decides whether it does.
+    """
+
+    def __init__(self, inner: Guide, reasoning: Reasoning, eos: Collection[int], *, inside: bool) -> None:
+        super().__init__(inner)
+        assert reasoning.begin is not None
+        self._begin, self._end = reasoning.begin, reasoning.end
+        self._eos, self._begins_inside = frozenset(eos), inside
+        self._free = 0  # tokens of reasoning, with both markers
+        self._guided = 0  # tokens that `inner` has consumed
+        self._over = False  # the last free token has ended it
+
+    @property
+    def _inside(self) -> bool:
+        return not self._over and (self._begins_inside or self._free > 0)
+
+    def consume(self, token: int) -> bool:
+        begins = token == self._begin and not (self._over or self._guided)
+        if self._inside or begins:
+            if token in self._eos:
+                return False
+            self._free += 1
+            self._over = token == self._end
+            return True
+        if not self._inner.consume(token):
+            return False
+        self._guided += 1
+        return True
+
+    def rewind(self, count: int) -> None:
+        of_record = min(count, self._guided)
+        self._inner.rewind(of_record)
+        self._guided -= of_record
+        if count > of_record:
+            self._free -= count - of_record
+            self._over = False
+
+    def forced(self) -> Sequence[int]:
+        return self._inner.forced() if self._over or self._guided else ()
+
+    def fill(self, mask: Tensor) -> None:
+        if self._inside:
+            allow_all_but(mask, self._eos)
+            return
+        self._inner.fill(mask)
+        if not (self._over or self._guided):
+            allow(mask, [self._begin])

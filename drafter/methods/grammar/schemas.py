@@ -9,18 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from drafter.errors import RequestError, printable
+from drafter.methods.grammar.closing import with_names
 from drafter.methods.grammar.disjoint import disjoint
 from drafter.methods.grammar.endings import checks_at_end
-from drafter.methods.grammar.formats import FORMATS, NOT_FOLLOWED
-from drafter.methods.grammar.mistaken import no_schema
-from drafter.methods.grammar.names import with_names
+from drafter.methods.grammar.formats import FORMATS, NOT_FOLLOWED, pattern_problem
 from drafter.methods.grammar.numbers import BOUNDS, LARGEST_MULTIPLE, can_follow, with_parts
-from drafter.methods.grammar.patterns import pattern_problem
 from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
 
 MOST_PROPERTIES = 5000
@@ -299,3 +298,44 @@ def _check_value(value: Any, place: Place) -> None:
         raise refusal(place, f"{value} is not exact: use up to {MOST_DIGITS} digits, from 1e-7 to 2**53, or a text")
     elif isinstance(value, str) and any(one < " " and one not in _WRITABLE for one in value):
         raise refusal(place, "control characters other than \\b, \\t, \\n, \\f and \\r cannot be written: remove them")
+
+
+_ASSERTIONS = """
+$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies
+dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum format if items maxContains maxItems
+maxLength maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern
+patternProperties prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties
+uniqueItems"""
+_ANNOTATIONS = """
+$anchor $comment $defs $dynamicAnchor $id $recursiveAnchor $schema $vocabulary contentEncoding contentMediaType
+contentSchema default definitions deprecated description discriminator examples readOnly title writeOnly"""
+_SAYS, _ANNOTATES = frozenset(_ASSERTIONS.split()), frozenset(_ANNOTATIONS.split())
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+
+def no_schema(schema: Mapping[str, Any], *, root: bool) -> str | None:
+    """Return why an object is no schema, and what to do; None if it may be one.
+
+    Names that JSON Schema does not know are annotations. Beside others they are left; alone they make no schema.
+    """
+    unknown = [name for name in schema if name not in _SAYS | _ANNOTATES and not name.startswith("x-")]
+    says = schema.keys() & _SAYS
+    given = schema.get("type", "object")
+    for one in given if isinstance(given, list) else [given]:
+        if one not in _TYPES:
+            return _advice(schema, unknown, f"{str(one)[:80]!r} is no type of JSON, which are {', '.join(_TYPES)}")
+    if not says and root and schema.keys() & {"$defs", "definitions"}:
+        return "it has definitions and says nothing of the output: add a $ref to one of them"
+    if says or not unknown or not (root or not schema.keys() & _ANNOTATES):
+        return None
+    return _advice(schema, unknown, f"{str(unknown[0])[:80]!r} is no keyword of JSON Schema, and anything would fit")
+
+
+def _advice(schema: Mapping[str, Any], unknown: list[str], problem: str) -> str:
+    for name in unknown:
+        inner = schema[name]
+        if isinstance(inner, Mapping) and (
+            inner.keys() & _SAYS or any(isinstance(one, Mapping) for one in inner.values())
+        ):
+            return f"{problem}: give what is in {name[:80]!r}, if that is the schema"
+    return f'{problem}: give a schema, such as {{"type": "object", "properties": …}}, and no example of a record'

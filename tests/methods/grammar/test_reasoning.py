@@ -7,7 +7,7 @@ import torch
 
 from drafter.acceptance.choices import bits
 from drafter.acceptance.guide import Guide
-from drafter.methods.grammar.reasoning import AfterReasoning
+from drafter.methods.grammar.guide import AfterReasoning
 from drafter.text.reasoning import Reasoning
 from tests.support.guides import RuleGuide
 

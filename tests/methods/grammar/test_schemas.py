@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from drafter.errors import RequestError
-from drafter.methods.grammar.formats import FORMATS
-from drafter.methods.grammar.patterns import pattern_problem
+from drafter.methods.grammar.formats import FORMATS, pattern_problem
 from drafter.methods.grammar.places import places, pointer
 from drafter.methods.grammar.schemas import MOST_OPTIONAL, MOST_PROPERTIES, REFUSED, checked_schema
 from drafter.structured_outputs import StructuredOutputs

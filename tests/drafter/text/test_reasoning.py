@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.text.reasoning_reader import ReasoningMarks, ReasoningReader
+from drafter.text.reasoning import ReasoningMarks, ReasoningReader
 
 TEXTS = [
     ("<think>hm</think>\n\n{} ", False, "hm", "{} "),
