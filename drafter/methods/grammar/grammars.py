@@ -34,8 +34,6 @@ _KEPT = 8
 
 
 _LATE = ('"format"', '"uniqueItems"', '"multipleOf"')
-
-
 _MOST_SAID = 200
 """Characters of a line of the log about what somebody has asked for."""
 
