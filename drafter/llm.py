@@ -242,6 +242,8 @@ class SpeculativeLM:
                 the tokeniser cannot take a special token's text in a message as text, or an image cannot be read.
         """
         if isinstance(prompt, TokenPrompt):
+            if images:
+                raise RequestError("a Prompt of tokens has its own images: give others with messages or a text")
             return prompt
         prompt = cast(Prompt, plain(prompt))
         if is_tokens(prompt) and not images:

@@ -137,23 +137,20 @@ class Sight:
 
     def refuse(self, prompt: Prompt) -> None:
         """Raise `RequestError` for a prompt whose images the model cannot take."""
-        if not prompt.inputs:
-            if prompt.spans:
-                raise RequestError("the prompt has places of images without their inputs, such as pixel_values")
-            return
+        if prompt.spans and not prompt.inputs:
+            raise RequestError("the prompt has places of images without their inputs, such as pixel_values")
         if unknown := sorted(name for name in prompt.inputs if name not in self._taken):
             raise RequestError(f"the model takes no {', '.join(unknown)}: its processor is another model's")
         if unread := sorted(prompt.inputs.keys() - self._inputs):
             raise RequestError(f"the prompt has {', '.join(unread)}, and images alone are read: leave that out")
-        if not prompt.spans:
+        if prompt.inputs and not prompt.spans:
             raise RequestError(f"the prompt has {', '.join(sorted(prompt.inputs))}, and no span of tokens for an image")
-        ids = np.asarray(prompt.ids)
-        if prompt.spans and prompt.spans[-1].stop == len(ids):
+        if prompt.spans and prompt.spans[-1].stop == len(prompt.ids):
             raise RequestError("the prompt ends with an image: let text follow it")
-        outside = ids == self.placeholder
+        outside = np.asarray(prompt.ids) == self.placeholder
         for span in prompt.spans:
             outside[span.start : span.stop] = False
-        if outside.any():
+        if outside.any():  # also in a mere text: the answer would be made up
             raise RequestError(f"the prompt has the token {self.placeholder}, which stands for images, without one")
 
     def features(self, prompt: Prompt, salt: str = "") -> Features:

@@ -100,7 +100,13 @@ def refuse_unread(tokenizer: Any, template: str, asked: Conversation) -> None:
 
 def names_in(template: str, name: str) -> bool:
     """Return whether a template has a name: otherwise it does not read what is given by it."""
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+    return name in _names(template)
+
+
+@lru_cache(maxsize=8)
+def _names(template: str) -> frozenset[str]:
+    """Return all words of a template. Python keeps regular expressions that are made of names, for all salts."""
+    return frozenset(re.findall(r"\w+", template))
 
 
 @lru_cache(maxsize=4)

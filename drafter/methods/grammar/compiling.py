@@ -25,16 +25,25 @@ from drafter.structured_outputs import CallOutputs, StructuredOutputs
 
 Result = TypeVar("Result")
 
-LIMITS = LLParserLimits(
-    max_items_in_row=10_000,  # two for each optional property that may come next
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=12_000,
-    max_lexer_states=50_000,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
-"""Bounds of time and memory; a state of the lexer takes 1 to 2 kB."""
+
+def _limits(items: int) -> LLParserLimits:
+    """Return bounds of time and memory; a state of the lexer takes 1 to 2 kB, and a step works on so many items."""
+    return LLParserLimits(
+        max_items_in_row=min(items, 10_000),
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=items,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+LIMITS = _limits(12_000)
+"""For schemas: two items for each optional property that may come next."""
+_LARK_LIMITS = _limits(1_000)
+"""For grammars of anybody's: of an ambiguous one such as `x: x x | "a"` each item takes time by the length of the text,
+and a step of 12,000 would take the engine's thread fifth parts of seconds. Others have tens of items."""
 MOST_FORCED = 1 << 14
 """Bytes that a grammar may leave no choice about at once: llguidance passes all of them to find the next token."""
 TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at once: make the text shorter"
@@ -74,7 +83,7 @@ def compiled(asked: StructuredOutputs, tokenizer: LLTokenizer, added: Mapping[st
     except BoundError as error:
         why = f"{error} when it is compiled: make it smaller"
         raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {why}") from error
-    matcher = on_deep_stack(lambda: _begun(grammar, tokenizer))
+    matcher = on_deep_stack(lambda: _begun(grammar, tokenizer, asked.kind))
     if matcher.is_error():
         raise RequestError(f"structured_outputs.{asked.kind} cannot be used: {_reason(matcher.get_error())}")
     return matcher
@@ -94,7 +103,7 @@ def _tried(asked: StructuredOutputs, added: Mapping[str, int], vocabulary: int) 
     """Return the grammar of an output, which llguidance can compile, or raise `RequestError`."""
     schema = _read(asked.json) if asked.kind == "json" else None
     grammar = _grammar(asked, schema, added)
-    matcher = _begun(grammar, _bytes(tuple(added.items()), vocabulary))
+    matcher = _begun(grammar, _bytes(tuple(added.items()), vocabulary), asked.kind)
     if not matcher.is_error():
         texts = [*asked.choice, *_constants(schema)]
         if max([_most_forced(matcher, vocabulary), *(len(text.encode()) for text in texts)]) <= MOST_FORCED:
@@ -177,8 +186,9 @@ def _grammar(asked: StructuredOutputs, schema: Any, added: Mapping[str, int]) ->
     return LLMatcher.grammar_from_lark(_read_grammar(asked.grammar or ""))
 
 
-def _begun(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+def _begun(grammar: str, tokenizer: LLTokenizer, kind: str | None) -> LLMatcher:
+    limits = _LARK_LIMITS if kind == "grammar" else LIMITS
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()  # what cannot begin, such as a schema that is only itself, becomes an error
     return matcher
 
@@ -248,7 +258,7 @@ def _read_grammar(grammar: str) -> str:
     if found := _LARK_REFUSED.search(_LARK_SKIPPED.sub(" ", grammar)):
         raise RequestError(f"structured_outputs.grammar cannot be used: {found.group()} is not supported: remove it")
     try:
-        return as_lark_reads(grammar, LIMITS)
+        return as_lark_reads(grammar, _LARK_LIMITS)
     except ValueError as error:
         raise RequestError(f"structured_outputs.grammar cannot be used: {error}") from error
 

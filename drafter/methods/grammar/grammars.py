@@ -32,11 +32,15 @@ _KEPT = 8
 
 
 _LATE = ('"format"', '"uniqueItems"', '"multipleOf"')
+_MOST_SAID = 200
+"""Characters of a line of the log about what somebody has asked for."""
 
 
 @lru_cache(maxsize=256)
-def _say_left(form: str) -> None:
-    logger.warning("format %r only annotates: texts of it are not checked", printable(form)[:80])
+def _say_left(salt: str, forms: tuple[str, ...]) -> None:
+    """Say what is not checked, once for each salt."""
+    names = printable(", ".join(map(repr, forms)))
+    logger.warning("format %s only annotates: texts of it are not checked", names[:_MOST_SAID])
 
 
 class Grammars(Guides):
@@ -54,18 +58,18 @@ class Grammars(Guides):
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
         guide: Guide = GrammarGuide(self._beginning((salt, asked)), self._eos)
         if asked.kind in ("json", "json_object"):
-            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked))
+            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked, salt))
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
         if self._reasoning is None or self._reasoning.begin is None or inside is False:
             return guide
         return AfterReasoning(guide, self._reasoning, self._eos, inside=inside is True)
 
-    def _ending(self, asked: StructuredOutputs) -> Callable[[Sequence[int]], bool] | None:
+    def _ending(self, asked: StructuredOutputs, salt: str) -> Callable[[Sequence[int]], bool] | None:
         """Return what tells of the tokens of a record whether it is valid by what a grammar cannot follow."""
         text = asked.json or ""
         schema = json.loads(text) if any(name in text for name in _LATE) else True
-        for form in annotating(schema):
-            _say_left(form)
+        if left := annotating(schema):
+            _say_left(salt, tuple(sorted(left)))
         holds = ending(schema)
         return None if holds is None else lambda tokens: holds(self._tokenizer.decode_bytes(list(tokens)).decode())
 

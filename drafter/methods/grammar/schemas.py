@@ -17,7 +17,7 @@ from typing import Any
 from drafter.errors import RequestError, printable
 from drafter.methods.grammar.closing import with_names
 from drafter.methods.grammar.disjoint import disjoint
-from drafter.methods.grammar.endings import checks_at_end
+from drafter.methods.grammar.endings import leading_to_late
 from drafter.methods.grammar.formats import FORMATS, NOT_FOLLOWED, pattern_problem
 from drafter.methods.grammar.numbers import BOUNDS, LARGEST_MULTIPLE, can_follow, with_parts
 from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
@@ -95,7 +95,6 @@ class _Reading:
     found: set[Place] = field(default_factory=set)
     references: dict[Place, str] = field(default_factory=dict)
     counted: list[Place] = field(default_factory=list)
-    late: set[Place] = field(default_factory=set)
     choices: dict[Place, Any] = field(default_factory=dict)
     moved: dict[Place, str] = field(default_factory=dict)
 
@@ -125,7 +124,7 @@ class _Reading:
                 raise refusal(
                     (*place, "$ref"), f"{reference!r} is not a place of this schema: give one such as #/$defs/NAME"
                 )
-        for place in self._leading_to_late():
+        for place in leading_to_late(self.root):
             overlapping = place in self.choices and not disjoint(self.choices[place], self.root)
             if overlapping or (place[-2:-1] == ("patternProperties",) and at(self.root, place) is not None):
                 raise refusal(place, _LATE)
@@ -187,8 +186,6 @@ class _Reading:
                     f"multipleOf must be a number above 0, of up to {LARGEST_MULTIPLE} units of its last decimal",
                 )
             self.multiples.add(Fraction(str(schema["multipleOf"])))
-        if checks_at_end(schema):
-            self.late.add(place)
         self.choices |= {(*place, name): schema[name] for name in ("anyOf", "oneOf") if name in schema}
 
     def _count(self, schema: dict[str, Any], place: Place) -> None:
@@ -257,19 +254,6 @@ class _Reading:
                 )
                 definitions[self.moved[place]] = found
         return {**schema, "$defs": definitions} if self.moved else dict(schema)
-
-    def _leading_to_late(self) -> set[Place]:
-        """Return the places at or below which, or where they refer to, something is checked at a record's end."""
-        referring: dict[Place | None, list[Place]] = {}
-        for place, reference in self.references.items() if self.late else ():
-            referring.setdefault(place_of(reference, self.root), []).append(place)
-        found, left = set[Place](), list(self.late)
-        while left:
-            place = left.pop()
-            new = {place[:end] for end in range(len(place) + 1)} - found
-            found |= new
-            left += [one for named in new for one in referring.get(named, ())]
-        return found
 
 
 def _common(multiples: set[Fraction]) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from drafter import Conversation, SpeculativeLM
+from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from tests.support.images import model_of, picture, processor_of
 
@@ -54,6 +55,8 @@ def test_images_come_in_many_forms(lm: SpeculativeLM, tmp_path: Path) -> None:
     assert [one.token_ids for one in answers] == [own] * 6
     whole = lm.encode(Conversation(user({"type": "image"}, QUESTION)), images=[image])
     assert whole == lm.encode(user(QUESTION), images=[image]) == prompt  # in the user's first message
+    with pytest.raises(RequestError, match="has its own images"):
+        lm.encode(whole, images=[image])
     assert isinstance(whole, Prompt)
     (again,) = lm.generate(whole, max_new_tokens=NEW, ignore_eos=True)
     assert again.token_ids == own

@@ -287,6 +287,7 @@ def test_prompts_that_cannot_be_read_end_alone() -> None:
         (lambda one: replace(one, ids=[*one.ids, one.ids[one.spans[0].start], 40]), "which stands for images"),
         (lambda one: replace(one, inputs={**one.inputs, "pixels": np.zeros(1)}), "takes no pixels"),
         (lambda one: replace(one, inputs={}), "without their inputs"),
+        (lambda one: Prompt(one.ids), "which stands for images"),
         (lambda one: replace(one, inputs={**one.inputs, "pixel_values_videos": np.zeros(1)}), "pixel_values_videos"),
         (lambda one: Prompt([40, 41, 42], inputs={"pixel_values_videos": np.zeros(1)}), "pixel_values_videos"),
         (lambda one: Prompt([40, 41, 42], inputs=one.inputs), "pixel_values, and no span"),

@@ -40,6 +40,25 @@ def test_what_holds_is_what_a_validator_says(schema: Any, value: Any) -> None:
     assert holds(json.dumps(value)) == Draft202012Validator(schema).is_valid(value)
 
 
+@pytest.mark.parametrize(("join", "leaf"), [("allOf", {"multipleOf": 0.1}), ("anyOf", {"type": "string"})])
+def test_each_value_meets_each_part_once(join: str, leaf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 2 ** 12 ways to the leaf."""
+    parts: dict[str, Any] = {f"a{n}": {join: [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(12)}
+    number = {"anyOf": [{"$ref": "#/$defs/a0"}, {"type": "number"}]} if join == "anyOf" else {"$ref": "#/$defs/a0"}
+    schema = {"$defs": parts | {"a12": leaf}, "properties": {"a": number, "b": {"uniqueItems": True}}}
+    holds, compared = ending(schema), list[Any]()
+    assert holds is not None
+
+    def count(schema: Any, _: Any) -> bool:
+        compared.append(schema)
+        return True
+
+    monkeypatch.setattr("drafter.methods.grammar.endings._of_type", count)
+    assert holds('{"a": 7, "b": [1, 2]}')
+    assert not holds('{"a": 7, "b": [1, 1]}')
+    assert len(compared) < 60
+
+
 def test_what_a_grammar_follows_is_not_checked_again() -> None:
     for schema in ({"type": "array", "uniqueItems": False}, {"multipleOf": 5}, {"multipleOf": 0.25}, {}, True):
         assert ending(schema) is None

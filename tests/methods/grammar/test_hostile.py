@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
@@ -170,6 +171,18 @@ def test_work_that_becomes_too_much_ends_that_output_alone() -> None:
         assert "too many states" in str(guide.problem)
         assert walk(other, tokenizer(), Random(0)) in ("yes", "no")
         walk(made.guide(large, []), tokenizer(), Random(0), length=3)  # by a new automaton: the old one is full
+
+
+def test_an_ambiguous_grammar_ends_its_output_before_its_steps_take_long() -> None:
+    """Each new token may be put together with all before it in ever more ways."""
+    guide = shared().guide(StructuredOutputs(grammar='start: x\nx: x x | "a"'), [])
+    mask = torch.zeros((len(tokenizer()) + 31) // 32, dtype=torch.int32)
+    (token,) = tokenizer()("a", add_special_tokens=False)["input_ids"]
+    for _ in range(500):
+        guide.fill(mask)
+        if not guide.consume(token):
+            break
+    assert "Too many items (limit 1000" in str(guide.problem)
 
 
 def test_a_row_whose_grammar_becomes_too_much_fails_alone() -> None:
