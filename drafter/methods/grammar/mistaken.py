@@ -31,9 +31,20 @@ def no_schema(schema: Mapping[str, Any], *, root: bool) -> str | None:
             return _advice(schema, unknown, f"{str(one)[:80]!r} is no type of JSON, which are {', '.join(_TYPES)}")
     if not says and root and schema.keys() & {"$defs", "definitions"}:
         return "it has definitions and says nothing of the output: add a $ref to one of them"
+    if says == {"type"} and (lost := next((name for name in unknown if _is_schema(schema[name])), None)) is not None:
+        problem = f"{lost[:80]!r} is no keyword of JSON Schema, and holds a schema that would not be followed"
+        return f"{problem}: put it into properties or items, or give it alone"
     if says or not unknown or not (root or not schema.keys() & _ANNOTATES):
         return None
     return _advice(schema, unknown, f"{str(unknown[0])[:80]!r} is no keyword of JSON Schema, and anything would fit")
+
+
+def _is_schema(value: Any) -> bool:
+    """Return whether what stands under an unknown name is plainly a schema, or has one under each of its names."""
+    if not isinstance(value, Mapping):
+        return False
+    named = [value] if value.get("type") in _TYPES else [*value.values()]
+    return bool(named) and all(isinstance(one, Mapping) and one.get("type") in _TYPES for one in named)
 
 
 def _advice(schema: Mapping[str, Any], unknown: list[str], problem: str) -> str:
