@@ -92,7 +92,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs | None:
-        """Return what a request gives: this class, a mapping of its settings, a record's type, or None for any output."""
+        """Return what a request gives: this class, its settings, a record's type, or None for any output."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):

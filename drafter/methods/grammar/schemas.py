@@ -21,7 +21,7 @@ from drafter.methods.grammar.mistaken import no_schema
 from drafter.methods.grammar.names import with_names
 from drafter.methods.grammar.numbers import BOUNDS, LARGEST_MULTIPLE, can_follow, with_parts
 from drafter.methods.grammar.patterns import pattern_problem
-from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
+from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer, target
 
 MOST_PROPERTIES = 5000
 MOST_OPTIONAL = 1500
@@ -116,6 +116,7 @@ class _Reading:
         self._check_texts(schema, place)
         self._check_numbers(schema, place)
         self._count(schema, place)
+        schema = self._with_most_items(schema)
         read = mapped(schema, lambda tail, inner: self.read(inner, (*place, *tail), level + (tail[0] in _DEEPER)))
         return self._written(read, place)
 
@@ -238,6 +239,19 @@ class _Reading:
         if "$ref" in written and (named := place_of(written["$ref"], self.root)) is not None:
             written["$ref"] = self._reference(named)
         return with_parts({**written, "allOf": [*written.get("allOf", []), *joined]} if joined else written)
+
+    def _with_most_items(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema with as many items as can differ, where few values are allowed: a model would go on."""
+        items = schema.get("items")
+        items = target(self.root, items["$ref"]) if isinstance(items, dict) and "$ref" in items else items
+        if schema.get("uniqueItems") is not True or not isinstance(items, dict):
+            return schema
+        values = [items["const"]] if "const" in items else items.get("enum")
+        values = [True, False] if values is None and items.get("type") == "boolean" else values
+        if not isinstance(values, list):
+            return schema
+        most = len(values) + len(schema.get("prefixItems", ()))
+        return {**schema, "maxItems": min(schema.get("maxItems", most), most)}
 
     def _reference(self, place: Place) -> str:
         """Return a `$ref` by which llguidance finds a place: names that URIs escape are not read alike."""
