@@ -139,7 +139,7 @@ TYPES: dict[str, Any] = {
     "fives": Annotated[int, Field(multiple_of=5, gt=0)],
     "decimal": Decimal,
     "price": Annotated[Decimal, Field(gt=0, le=Decimal("0.3"))],
-    "alias of a type": TypeAliasType("Alias", list[int]),  # type: ignore[misc]
+    "alias of a type": TypeAliasType("Alias", list[int]),
     "naive": NaiveDatetime,
     "aware": AwareDatetime,
     "date": datetime.date,
