@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, ClassVar, NotRequired, get_origin, get_type_hints, is_typeddict
 
@@ -32,7 +33,7 @@ class RecordType:
     def of(cls, given: Any) -> RecordType | None:
         """Return what a type or a `TypeAdapter` says of records; None for anything else, such as a schema."""
         is_type = isinstance(given, type | TypeAdapter) or get_origin(given) is not None
-        return cls(given) if is_type or type(given).__module__ in ("typing", "types") else None
+        return cls(given) if is_type or type(given).__module__ in ("typing", "types", "typing_extensions") else None
 
     @property
     def name(self) -> str:
@@ -85,8 +86,8 @@ class _Schema(GenerateJsonSchema):
 
     def decimal_schema(self, schema: Any) -> JsonSchemaValue:
         """As a number: the text that Pydantic takes as well has a regular expression with look-around."""
-        bounds: Any = {**schema, "type": "float"}
-        return self.float_schema(bounds)
+        numbers: Any = {name: _number(value) for name, value in schema.items()} | {"type": "float"}
+        return self.float_schema(numbers)
 
     def url_schema(self, schema: Any) -> JsonSchemaValue:
         """With the schemes that the type takes."""
@@ -99,6 +100,11 @@ class _Schema(GenerateJsonSchema):
         keys = schema.get("keys_schema", {})
         whole = isinstance(keys, Mapping) and keys.get("type") == "int"
         return {**made, "propertyNames": {"pattern": "^(?:0|-?[1-9][0-9]{0,17})$"}} if whole else made
+
+
+def _number(value: Any) -> Any:
+    """Return a bound as JSON has it."""
+    return (int(value) if value == int(value) else float(value)) if isinstance(value, Decimal) else value
 
 
 def _local(made: JsonSchemaValue, schema: Any) -> JsonSchemaValue:

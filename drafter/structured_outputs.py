@@ -92,10 +92,12 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs | None:
-        """Return what a request gives: this class, a mapping of its settings, or None for any output."""
+        """Return what a request gives: this class, its settings, a record's type, or None for any output."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
+            if _record_type(given) is not None:
+                return cls(json=given)
             raise RequestError(f"structured_outputs must be an object with a schema or the like, not {shown(given)}")
         kind = CallOutputs if given.get("calls") is not None else cls
         if problem := unknown_setting(given, kind):

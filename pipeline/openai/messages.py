@@ -57,6 +57,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         if name in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str):
             raise bad_request(f"Invalid '{path}.{name}': it must be text.", f"{path}.{name}", "invalid_type")
     given["role"] = _ROLES[role]
+    if "reasoning_content" in given:  # an answer that was cut short before its text
+        given.setdefault("content", "")
     if "tool_calls" not in given or "content" in given:
         given["content"] = _content(given.get("content"), f"{path}.content", images=role == "user")
     if "tool_calls" in given:

@@ -100,6 +100,14 @@ def test_a_record_that_its_type_refuses_is_not_valid(lm: SpeculativeLM, caplog: 
     assert (by_schema.valid, by_schema.token_ids) == (True, answer.token_ids)
 
 
+@pytest.mark.parametrize("given", [Order, list[int], TypeAdapter(dict[str, int])])
+def test_a_type_alone_says_what_a_record_is(given: Any) -> None:
+    asked = SamplingParams(structured_outputs=given).structured_outputs
+    assert asked is not None
+    assert asked == StructuredOutputs(json=given)
+    assert asked.record_type is not None
+
+
 def test_what_is_asked_for_is_the_schema_alone() -> None:
     asked = StructuredOutputs(json=Order)
     assert asked == StructuredOutputs(json=Order.model_json_schema())

@@ -6,7 +6,7 @@ A grammar lets numbers have any number of digits, and a model that has begun to 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ OUTSIDE = 0
 """The state at the beginning of a JSON text."""
 REFUSED = -1
 """The state after a digit too many."""
+FREE = -2
+"""The state in a text that no JSON has begun in yet."""
 
 _CLASSES = (b"0", b"123456789", b".", b"eE", b"+-", b'"', b"\\")
 _ZERO, _DIGIT, _POINT, _E, _SIGN, _QUOTE, _BACKSLASH, _OTHER = range(8)
@@ -73,6 +75,7 @@ class Digits:
     _TABLE = _automaton()
 
     def __init__(self, text: Callable[[int], bytes], vocabulary: int) -> None:
+        self._text = text
         texts = [text(token) for token in range(vocabulary)]
         self._classes = [one.translate(_CLASS) for one in texts]
         self._of_numbers = [token for token, one in enumerate(texts) if _OF_A_NUMBER.match(one)]
@@ -80,15 +83,24 @@ class Digits:
 
     def after(self, state: int, token: int) -> int:
         """Return the state after a token; `REFUSED` if it has a digit too many."""
-        table = self._TABLE
-        for byte in self._classes[token]:
-            state = table[state][byte]
+        return self._walked(state, self._classes[token])
+
+    def begun(self, begin: bytes, tokens: Sequence[int]) -> int:
+        """Return the state after the last tokens of a text in which JSON comes behind `begin`."""
+        _, found, rest = b"".join(map(self._text, tokens)).partition(begin)
+        return self._walked(OUTSIDE, rest.translate(_CLASS)) if found else FREE
+
+    def _walked(self, state: int, classes: bytes) -> int:
+        for byte in classes:
+            state = self._TABLE[state][byte]
             if state == REFUSED:
                 break
         return state
 
     def allowed(self, state: int) -> Tensor | None:
         """Return the bits of the tokens that may follow a state, of the form of `Guide.fill`; None if all may."""
+        if state == FREE:
+            return None
         if state not in self._allowed:
             refused = [token for token in self._of_numbers if self.after(state, token) == REFUSED]
             mask = torch.empty((len(self._classes) + 31) // 32, dtype=torch.int32)

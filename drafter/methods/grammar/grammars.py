@@ -20,7 +20,7 @@ from drafter.methods.grammar.digits import Digits
 from drafter.methods.grammar.endings import annotating, ending
 from drafter.methods.grammar.guide import AfterReasoning, GrammarGuide, RecordGuide
 from drafter.methods.grammar.spelling import Spelling
-from drafter.structured_outputs import StructuredOutputs
+from drafter.structured_outputs import CallOutputs, StructuredOutputs
 from drafter.text.reasoning import Reasoning
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,15 @@ def _say_left(salt: str, forms: tuple[str, ...]) -> None:
     logger.warning("format %s only annotates: texts of it are not checked", names[:_MOST_SAID])
 
 
+def _before_json(asked: StructuredOutputs) -> bytes | None:
+    """Return what stands before JSON, nothing where it is all of an output; None without JSON that can be told."""
+    if not isinstance(asked, CallOutputs) or asked.calls is None:
+        return b"" if asked.kind in ("json", "json_object") else None
+    if asked.calls.otherwise != "":
+        return b""
+    return None if asked.calls.form.bare else asked.calls.form.marker.encode()
+
+
 class Grammars(Guides):
     """Guides for a model with a fast tokeniser of `vocabulary` tokens; the ones in `eos` end its output."""
 
@@ -57,8 +66,8 @@ class Grammars(Guides):
 
     def guide(self, asked: StructuredOutputs, prompt: Sequence[int], salt: str = "") -> Guide:
         guide: Guide = GrammarGuide(self._beginning((salt, asked)), self._eos)
-        if asked.kind in ("json", "json_object"):
-            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked, salt))
+        if (begin := _before_json(asked)) is not None:
+            guide = RecordGuide(guide, self._digits, self._eos, self._ending(asked, salt), begin)
         inside = False if self._reasoning is None else self._reasoning.begun(prompt, self._hf_tokenizer)
         if self._reasoning is None or self._reasoning.begin is None or inside is False:
             return guide

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafter.acceptance.guide import Guide
 from drafter.methods.grammar.bits import allow, allow_all_but
 from drafter.methods.grammar.compiling import MOST_FORCED, TOO_MUCH_FORCED
-from drafter.methods.grammar.digits import OUTSIDE, REFUSED, Digits
+from drafter.methods.grammar.digits import FREE, OUTSIDE, REFUSED, Digits
 from drafter.text.reasoning import Reasoning
 
 _STUCK: Sequence[int] = (-1,)
@@ -124,23 +124,38 @@ class RecordGuide(_GuideAround):
     Args:
         digits: Follows the numbers.
         holds: Tells of the tokens of a whole text whether it is valid; None where all are.
+        begin: What stands before JSON in a text that may have any other numbers before it.
     """
 
     def __init__(
-        self, inner: Guide, digits: Digits, eos: Collection[int], holds: Callable[[Sequence[int]], bool] | None
+        self,
+        inner: Guide,
+        digits: Digits,
+        eos: Collection[int],
+        holds: Callable[[Sequence[int]], bool] | None,
+        begin: bytes = b"",
     ) -> None:
         super().__init__(inner)
         self._digits, self._eos, self._holds = digits, frozenset(eos), holds
-        self._tokens = list[int]()
-        self._numbers = [OUTSIDE]  # the state of `digits` before each token, and after the last
+        self._tokens, self._begin = list[int](), begin
+        # The state of `digits` before each token, and after the last.
+        self._numbers = [FREE if begin else OUTSIDE]
 
     def consume(self, token: int) -> bool:
-        state = self._numbers[-1] if token in self._eos else self._digits.after(self._numbers[-1], token)
+        state = self._after(token)
         if state == REFUSED or not self._inner.consume(token):
             return False
         self._tokens.append(token)
         self._numbers.append(state)
         return True
+
+    def _after(self, token: int) -> int:
+        state = self._numbers[-1]
+        if token in self._eos:
+            return state
+        if state == FREE:  # what it looks for has a byte of each of so many tokens at most
+            return self._digits.begun(self._begin, [*self._tokens[-len(self._begin) :], token])
+        return self._digits.after(state, token)
 
     def rewind(self, count: int) -> None:
         self._inner.rewind(count)

@@ -26,7 +26,9 @@ _CLOSING = b"\"')]}>;\n"
 
 _SKIPPED = re.compile(r'(?P<text>"(?:\\.|[^"\\\n])*"i?|/(?![/*])(?:\\.|[^/\\\n])+/[imslux]*)|(?://|#)[^\n]*')
 _DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_][\w-]*)[ \t]*:", re.MULTILINE)
-_NOT_FLAT = re.compile(r"%(?!import\b)|[<>~@\[{&]|::|^[ \t]*[!?]*[\w-]+[ \t]*\.", re.MULTILINE)
+_NOT_FLAT = re.compile(
+    r"%(?!import\b)|[<>@&]|~(?![ \t]*[0-9])|\{(?![0-9])|[\w-]\[|::|^[ \t]*[!?]*[\w-]+[ \t]*\.", re.MULTILINE
+)
 _ALIAS = re.compile(r"->[ \t]*[\w-]+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 

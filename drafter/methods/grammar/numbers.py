@@ -117,7 +117,8 @@ def _whole(low: float, high: float, multiple: Fraction | None) -> list[Part]:
     part: Part = {"type": "integer", "minimum": least, "maximum": most}
     if least > most:
         return []
-    return [part if multiple is None else {**part, "multipleOf": int(multiple)}]
+    # The whole multiples of a fraction in its lowest terms are those of its numerator.
+    return [part if multiple is None else {**part, "multipleOf": multiple.numerator}]
 
 
 def _from_zero(low: float, high: float) -> list[Part]:

@@ -20,7 +20,7 @@ from drafter.methods.grammar.disjoint import disjoint
 from drafter.methods.grammar.endings import leading_to_late
 from drafter.methods.grammar.formats import FORMATS, NOT_FOLLOWED, pattern_problem
 from drafter.methods.grammar.numbers import BOUNDS, LARGEST_MULTIPLE, can_follow, with_parts
-from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer
+from drafter.methods.grammar.places import LISTS, MAPS, SINGLES, Place, at, is_plain, mapped, place_of, pointer, target
 
 MOST_PROPERTIES = 5000
 MOST_OPTIONAL = 1500
@@ -114,6 +114,7 @@ class _Reading:
         self._check_texts(schema, place)
         self._check_numbers(schema, place)
         self._count(schema, place)
+        schema = self._with_most_items(schema)
         read = mapped(schema, lambda tail, inner: self.read(inner, (*place, *tail), level + (tail[0] in _DEEPER)))
         return self._written(read, place)
 
@@ -235,6 +236,19 @@ class _Reading:
             written["$ref"] = self._reference(named)
         return with_parts({**written, "allOf": [*written.get("allOf", []), *joined]} if joined else written)
 
+    def _with_most_items(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema with as many items as can differ, where few values are allowed: a model would go on."""
+        items = schema.get("items")
+        items = target(self.root, items["$ref"]) if isinstance(items, dict) and "$ref" in items else items
+        if schema.get("uniqueItems") is not True or not isinstance(items, dict):
+            return schema
+        values = [items["const"]] if "const" in items else items.get("enum")
+        values = [True, False] if values is None and items.get("type") == "boolean" else values
+        if not isinstance(values, list):
+            return schema
+        most = len(values) + len(schema.get("prefixItems", ()))
+        return {**schema, "maxItems": min(schema.get("maxItems", most), most)}
+
     def _reference(self, place: Place) -> str:
         """Return a `$ref` by which llguidance finds a place: names that URIs escape are not read alike."""
         if is_plain(place) and "oneOf" not in place:
@@ -310,9 +324,20 @@ def no_schema(schema: Mapping[str, Any], *, root: bool) -> str | None:
             return _advice(schema, unknown, f"{str(one)[:80]!r} is no type of JSON, which are {', '.join(_TYPES)}")
     if not says and root and schema.keys() & {"$defs", "definitions"}:
         return "it has definitions and says nothing of the output: add a $ref to one of them"
+    if says == {"type"} and (lost := next((name for name in unknown if _is_schema(schema[name])), None)) is not None:
+        problem = f"{lost[:80]!r} is no keyword of JSON Schema, and holds a schema that would not be followed"
+        return f"{problem}: put it into properties or items, or give it alone"
     if says or not unknown or not (root or not schema.keys() & _ANNOTATES):
         return None
     return _advice(schema, unknown, f"{str(unknown[0])[:80]!r} is no keyword of JSON Schema, and anything would fit")
+
+
+def _is_schema(value: Any) -> bool:
+    """Return whether what stands under an unknown name is plainly a schema, or has one under each of its names."""
+    if not isinstance(value, Mapping):
+        return False
+    named = [value] if value.get("type") in _TYPES else [*value.values()]
+    return bool(named) and all(isinstance(one, Mapping) and one.get("type") in _TYPES for one in named)
 
 
 def _advice(schema: Mapping[str, Any], unknown: list[str], problem: str) -> str:

@@ -30,6 +30,7 @@ from pydantic import (
     StringConstraints,
     TypeAdapter,
 )
+from typing_extensions import TypeAliasType
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=12)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -137,6 +138,8 @@ TYPES: dict[str, Any] = {
     "half steps": Annotated[float, Field(multiple_of=0.5, ge=0, le=10)],
     "fives": Annotated[int, Field(multiple_of=5, gt=0)],
     "decimal": Decimal,
+    "price": Annotated[Decimal, Field(gt=0, le=Decimal("0.3"))],
+    "alias of a type": TypeAliasType("Alias", list[int]),
     "naive": NaiveDatetime,
     "aware": AwareDatetime,
     "date": datetime.date,

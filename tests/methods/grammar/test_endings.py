@@ -67,6 +67,17 @@ def test_what_a_grammar_follows_is_not_checked_again() -> None:
     assert not holds("[" * 5000)
 
 
+def test_a_list_of_different_values_ends_when_they_are_used_up() -> None:
+    few: dict[str, Any] = {"type": "array", "items": {"$ref": "#/$defs/é"}, "uniqueItems": True}
+    for values, most in (({"enum": ["a", "b", "c"]}, 3), ({"type": "boolean"}, 2), ({"const": 1}, 1)):
+        checked = checked_schema({**few, "prefixItems": [{}], "$defs": {"é": values}})
+        assert checked["maxItems"] == most + 1
+    assert checked_schema({**few, "maxItems": 1, "$defs": {"é": {"enum": [1, 2]}}})["maxItems"] == 1
+    assert "maxItems" not in checked_schema({**few, "$defs": {"é": {"type": "integer"}}})
+    with pytest.raises(RequestError, match="enum must be a list"):
+        checked_schema({**few, "$defs": {"é": {"enum": 3}}})
+
+
 @pytest.mark.parametrize(
     "schema",
     [

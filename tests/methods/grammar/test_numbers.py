@@ -135,6 +135,14 @@ def test_numbers_that_people_ask_for(schema: dict[str, Any], accepted: list[str]
     assert [one for one in refused if accepts(grammar, one)] == []
 
 
+def test_whole_numbers_are_multiples_of_a_fraction() -> None:
+    for multiple, step in ((2.5, 5), (0.5, 1), (0.4, 2)):
+        grammar = matcher({"type": "integer", "multipleOf": multiple})
+        assert [one for one in range(-12, 13) if accepts(grammar, str(one))] == [
+            one for one in range(-12, 13) if one % step == 0
+        ]
+
+
 def test_types_beside_numbers_stay() -> None:
     grammar = matcher({"type": ["number", "null"], "minimum": 3})
     assert [accepts(grammar, one) for one in ("null", "3", "2", '"3"')] == [True, True, False, False]

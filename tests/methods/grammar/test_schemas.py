@@ -83,6 +83,8 @@ def test_the_message_names_the_place(schema: Any, place: str) -> None:
         ({"type": "book", "pages": 3}, ["'book'", "no type"]),
         ({"properties": {"age": {"integer": True}}}, ["properties.age", "'integer'"]),
         ({"$defs": {"A": {"type": "string"}}}, ["$ref"]),
+        ({"type": "object", "schema": {"type": "object"}}, ["'schema'", "give it alone"]),
+        ({"type": "array", "items": {"type": "object", "proprties": {"a": {"type": "null"}}}}, ["items", "proprties"]),
     ],
 )
 def test_what_is_no_schema_is_refused(given: Any, words: list[str]) -> None:

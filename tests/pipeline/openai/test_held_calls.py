@@ -91,3 +91,21 @@ def test_calls_that_are_read_are_those_that_were_held(grammars: tuple[Any, Gramm
         assert arguments or message["content"] == said.text
         found += bool(arguments)
     assert found > 3
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_numbers_of_calls_end_and_those_of_texts_go_on(grammars: tuple[Any, Grammars], form: CallForm) -> None:
+    tokenizer, guides = grammars
+    schema = '{"type":"object","properties":{"x":{"type":"number"}},"required":["x"]}'
+    for otherwise in (None,) if form.bare else (None, ""):
+        guide = guides.guide(CallOutputs(calls=Calls(form, (("a", schema),), otherwise=otherwise)), [5])
+        said = "" if otherwise is None else "1" * 40
+        call = f'{"" if form.bare else form.marker}{form.first}{form.head("a")}{{"x": 0.'
+        assert all(map(guide.consume, tokenizer.encode(said + call, add_special_tokens=False)))
+        [digit] = tokenizer.encode("7", add_special_tokens=False)
+        count = 0
+        while guide.consume(digit):
+            count += 1
+        assert count == 17
+        guide.rewind(count)
+        assert guide.consume(digit)

@@ -131,6 +131,9 @@ def test_an_answers_reasoning_comes_back() -> None:
     for value in (None, ""):
         (asked,) = parse_chat(chat(messages=[*HELLO, {**said, "reasoning_content": value}])).prompts
         assert asked == Conversation([*HELLO, {"role": "assistant", "content": "5"}])
+    cut = {"role": "assistant", "content": None, "reasoning_content": "2 and"}
+    (asked,) = parse_chat(chat(messages=[*HELLO, cut, *HELLO])).prompts
+    assert asked == Conversation([*HELLO, {**cut, "content": ""}, *HELLO])
     for wrong in ({**said, "reasoning_content": 1}, {**said, "role": "user"}):
         with pytest.raises(OpenAIError) as caught:
             parse_chat(chat(messages=[wrong]))
