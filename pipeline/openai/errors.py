@@ -11,14 +11,18 @@ from drafter.other_names import NOT_SUPPORTED
 
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; a retry would overflow again."""
+_LINE_ENDS = "\x85\u2028\u2029"
 _LONGEST_SHOWN = 80
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 _KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false"}
 
 
 def to_json(value: Any) -> str:
-    """Return a value as compact JSON text; raises `ValueError` for a number that is not finite."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """Return a value as compact JSON text on one line; raises `ValueError` for a number that is not finite."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for one in _LINE_ENDS:  # clients that read line by line, as Python splits lines, would cut an event there
+        text = text.replace(one, f"\\u{ord(one):04x}")
+    return text
 
 
 def parse_json(body: bytes) -> Any:

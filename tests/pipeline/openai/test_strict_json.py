@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.openai.errors import OpenAIError, parse_json
+from pipeline.openai.errors import OpenAIError, parse_json, to_json
 
 
 def test_json_is_read() -> None:
     assert parse_json('{"a": ["é", "\\ud83d\\ude00", 1.5, 2.0, null]}'.encode()) == {"a": ["é", "😀", 1.5, 2, None]}
+
+
+def test_json_is_written_on_one_line() -> None:
+    value = {"text": "".join(map(chr, range(0x3000)))}
+    assert len(to_json(value).splitlines()) == 1
+    assert parse_json(to_json(value).encode()) == value
 
 
 @pytest.mark.parametrize(
