@@ -17,7 +17,6 @@ from benchmarks.records.texts import SCHEMAS, Task
 from drafter.acceptance import choices
 from drafter.acceptance.guide import FirstGuides
 from drafter.drafters.registry import load_drafter, useful_nodes
-from drafter.engine import engine as loop
 from drafter.engine import guiding
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Sequence as Decoded
@@ -186,7 +185,7 @@ def _clocked() -> Iterator[dict[str, float]]:
 
     with ExitStack() as stack:
         for owner, attribute, name in (
-            (loop, "guided", "trees"),
+            (guiding, "guided", "trees"),
             (guiding, "masks", "masks"),
             (choices, "likeliest_allowed", "choices"),
             (Decoded, "_permits", "output"),
