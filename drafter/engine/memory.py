@@ -67,6 +67,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
     positions, tree, prompt = in_all * length, slots * (nodes + 1), min(GPU_CHUNK, slots * max_length)
     kept_bytes, groups = base.cache_bytes, query_groups(base.config)
     inner = getattr(base.config, "intermediate_size", None) or 4 * width
+    inner = inner if isinstance(inner, int) else max(inner)  # some families have a size for each layer
     by_position, copied = kept_bytes.position * positions, base.copies_of_kv
     in_parts = base.reads_to_length  # attention over trees reads committed positions without a mask
     if config.kv_bytes is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -246,8 +247,9 @@ def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint)
     assert "Traceback" not in log
     stopping = "stopping: open requests may end; a second signal ends them\n"
     assert stopping in log
-    after = log.partition(stopping)[2].splitlines()
-    assert all(line.startswith("WARNING") for line in after), log  # Ray's, of a machine that is busy, and no error
+    # Ray's lines may be about a machine that is busy, and come late about the processes that earlier tests killed.
+    own = [line for line in log.partition(stopping)[2].splitlines() if not re.match(r"WARNING|\S*\(raylet\)", line)]
+    assert own == []
     assert any(endpoint.session.rglob("replica_*.log"))
     for folder in (endpoint.log.parent, endpoint.session):
         found = subprocess.run(["grep", "-rlE", f"{KEY}|sk-wrong-key", folder], capture_output=True, text=True)
