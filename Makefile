@@ -13,8 +13,11 @@ PIP := $(BIN)/python -m pip --quiet --quiet
 NEWER := 5.24.0
 NEWER_HASH := sha256:ff5ebedf9359f94bb63772b6380eba6e7104d010cbbb2cb82c788817ea7486f6
 NEWER_AT := $(abspath $(VENV))/transformers-$(NEWER)
+# The release of Triton that comes with PyTorch 2.11 for GPUs, whose interpreter needs none.
+TRITON := 3.6.0
+TRITON_AT := $(abspath $(VENV))/triton-$(TRITON)
 
-.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-all test-threads test-newer lint format benchmark chaos clean
+.PHONY: install demo demo-offline demo-hybrid demo-images serve cluster-demo test test-slow test-all test-threads test-newer test-triton lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
@@ -68,6 +71,9 @@ test-newer: $(INSTALLED) $(NEWER_AT) ## Compare the tokens of each kind of model
 	PYTHONPATH=$(NEWER_AT) $(PYTEST) -m "not slow" -k "generate or mixers or images" tests/drafter/test_identity.py \
 	    $(addprefix tests/drafter/target_model/test_,hybrids.py mixers.py images.py)
 
+test-triton: $(INSTALLED) $(TRITON_AT) ## Compare the kernels of a choice, in Triton's interpreter, with PyTorch's way; compile them.
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_AT) $(BIN)/python -m pytest tests/drafter/acceptance/test_triton_choice.py
+
 lint: $(INSTALLED) ## Style, formatting, types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,6 +94,9 @@ chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; m
 
 $(NEWER_AT): | $(INSTALLED)
 	@echo 'transformers==$(NEWER) --hash=$(NEWER_HASH)' | $(PIP) install --no-compile --no-deps --target $@ --requirement /dev/stdin
+
+$(TRITON_AT): | $(INSTALLED)
+	@$(PIP) install --no-compile --no-deps --target $@ triton==$(TRITON)
 
 clean: ## Remove the environment and what the tools cache.
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

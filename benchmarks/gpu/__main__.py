@@ -35,7 +35,7 @@ from drafter.evaluation.environment import surroundings, without_folders
 from drafter.target_model.loading import pick_device
 
 STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
-KITS = {"correctness": ("operators", "capture", "identity", "families"), "times": ("costs", "profile")}
+KITS = {"correctness": ("operators", "capture", "identity", "families"), "times": ("choices", "costs", "profile")}
 """Stages of each of the two commands that a borrowed machine is given first."""
 _DONE, _LEFT, _BROKEN = 0, 1, 3
 """Exit codes: nothing is left; something is; the process cannot go on, but another can."""

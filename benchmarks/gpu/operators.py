@@ -17,19 +17,26 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from drafter import devices
+from drafter.acceptance.choices import NodeChoices, RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import descend, walk
 from drafter.acceptance.sampling import draw, keep_probable, keep_ranked
 from drafter.ctc.prefix_search import best_trie, static_tree
 from drafter.drafters.prompt_lookup import lookup
+from drafter.requests import SamplingParams
 from drafter.target_model.attention import additive, folded, tree_attention, tree_attention_mask
 from drafter.target_model.cache import BLOCK, Blocks, GrowingBlocks, TargetCache
 from drafter.target_model.kv_cache import KVCache, LayerShape
 from drafter.target_model.loading import pick_device
 from drafter.target_model.nodes import PromptNodes
-from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge
+from drafter.tree.token_tree import TokenTree, best_product_trie, from_paths, merge, root_only
 
 Inputs = dict[str, Tensor]
 _DEPTH, _NODES, _FRAMES = 6, 16, 8
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.05, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    {},
+)
 
 
 def _trees(rows: int, vocabulary: int, random: torch.Generator) -> TokenTree:
@@ -117,6 +124,19 @@ def _descended(given: Inputs) -> list[Tensor]:
     return [found.path * level, found.tokens * level, found.count]
 
 
+def _chosen(given: Inputs) -> Tensor:
+    """What rows choose after their root, all of another kind of sampling, by kernels where the device has them."""
+    tree, rows, device = root_only(given["pending"]), len(given["pending"]), given["pending"].device
+    some = [SamplingParams(seed=row, **_KINDS[row % len(_KINDS)]) for row in range(rows)]
+    table = SamplingTable.empty(rows, device)
+    for slot, one in enumerate(some):
+        table.set(slot, one, 20)
+    sampling = RowSampling(table, slice(0, rows), SamplingMode.of(some), given["text"], given["lengths"])
+    ids = torch.arange(rows, device=device)
+    choices = NodeChoices(given["scores"].float()[:, None], tree, tree.ancestors(), sampling)
+    return choices.at(ids, torch.zeros_like(ids))
+
+
 def _fields(tree: TokenTree) -> list[Tensor]:
     return list(vars(tree).values())
 
@@ -138,6 +158,7 @@ OPERATORS: dict[str, Callable[[Inputs], Any]] = {
     "top-k and top-p": lambda x: keep_ranked(x["scores"], x["top_k"], x["top_p"]),
     "min-p": lambda x: keep_probable(x["scores"], x["top_p"] / 10),
     "keyed draw": lambda x: draw(x["scores"].clone(), x["keys"], x["lengths"]),
+    "choice": _chosen,
     "KV cache": lambda x: _cache(x, paged=False),
     "paged KV cache": lambda x: _cache(x, paged=True),
     "argmax": lambda x: x["scores"].float().argmax(-1),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import capture, costs, decoding, families, identity, operators, profile
+from benchmarks.gpu import capture, choices, costs, decoding, families, identity, operators, profile
 from benchmarks.gpu.cells import Stage
 from drafter.evaluation.environment import machine
 from drafter.evaluation.tables import markdown_table
@@ -18,6 +18,7 @@ STAGES: tuple[Stage, ...] = (
     capture.STAGE,
     identity.STAGE,
     operators.STAGE,
+    choices.STAGE,
     costs.STAGE,
     decoding.STAGE,
     profile.STAGE,

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -163,6 +167,7 @@ class NodeChoices:
         texts = sampling.tokens, sampling.lengths, sampling.table.prompt_lengths[sampling.rows], tree, ancestors
         self._history = History(*texts, logits.shape[-1]) if sampling.mode.penalties else None
         self._ends = OutputEnds(*texts) if sampling.mode.limited else None
+        self.kernels = gpu_kernels(logits.device)
 
     @property
     def plain(self) -> bool:
@@ -181,10 +186,28 @@ class NodeChoices:
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the choice after node `nodes` `[R]` of each of `rows` `[R]`, `[R]` token ids."""
+        if self.kernels is not None:
+            return self._by_kernels(self.kernels, rows, nodes)
         scores = self._scores(rows, nodes)
         if not self._mode.random:
             return scores.argmax(-1)
         return self._chosen(rows, nodes, scores, self._tempered(rows, scores))
+
+    def _by_kernels(self, kernels: ModuleType, rows: Tensor, nodes: Tensor) -> Tensor:
+        table, mode, slots, size = self._table, self._mode, self._slots + rows, self._logits.shape[2]
+        biases = (table.biased_tokens[slots], table.biases[slots]) if mode.biased else None
+        penalties, forbidden = None, None
+        if self._history is not None:
+            settings = (table.repetition_penalty[slots], table.frequency_penalty[slots], table.presence_penalty[slots])
+            penalties = kernels.Penalties(self._history, *settings)
+        if self._ends is not None:
+            before = self._ends.before(rows, nodes, table.limits.words.shape[2] - 1)
+            forbidden = (table.limits.next_forbidden(slots, *before, size), table.limits.allowed[slots])
+        scores = kernels.scores(self._logits, rows, nodes, biases, penalties, forbidden, self._allowed)
+        filters = (table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots])
+        draw_settings = kernels.Draw.of(*filters, table.keys[slots], self._places(rows, nodes, slots))
+        chosen: Tensor = kernels.choose(scores, draw_settings)
+        return chosen
 
     def with_log_probs(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the choices `[R]` after `nodes` `[R]` of `rows` `[R]`, and the log-probabilities `[R, V]` behind them.
@@ -239,9 +262,20 @@ class NodeChoices:
     def _chosen(self, rows: Tensor, nodes: Tensor, scores: Tensor, tempered: Tensor) -> Tensor:
         """Return tokens `[R]` drawn by `tempered`; the argmax of `scores` in a row of temperature 0."""
         table, slots = self._table, self._slots + rows
-        places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
-        drawn = draw(tempered, table.keys[slots], places)
+        drawn = draw(tempered, table.keys[slots], self._places(rows, nodes, slots))
         return torch.where(table.temperature[slots] > 0, drawn, scores.argmax(-1)) if self._mode.mixed else drawn
+
+    def _places(self, rows: Tensor, nodes: Tensor, slots: Tensor) -> Tensor:
+        """Return the indices `[R]` that the chosen tokens have in their outputs."""
+        return self._lengths[rows] + self._depths[rows, nodes] + 1 - self._table.prompt_lengths[slots]
+
+
+@cache
+def gpu_kernels(device: torch.device) -> ModuleType | None:
+    """Return the module that chooses by kernels on this device; None where PyTorch does it."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    return import_module("drafter.acceptance.triton_choice")
 
 
 def bits(words: Tensor, count: int) -> Tensor:

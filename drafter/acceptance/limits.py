@@ -153,14 +153,19 @@ class LimitTable:
         """
         # Unused entries go to one more column.
         found = torch.zeros(len(slots), vocabulary + 1, dtype=torch.bool, device=slots.device)
+        found = found.scatter_(1, self.next_forbidden(slots, said, ends, vocabulary), True)[:, :vocabulary]
+        return found | ~self.allowed[slots] if self.allowed.shape[1] else found
+
+    def next_forbidden(self, slots: Tensor, said: Tensor, ends: Tensor, vocabulary: int) -> Tensor:
+        """Return the tokens that `early` and `words` forbid next, `[R, K + W]`, `vocabulary` in unused entries.
+
+        See `forbidden`.
+        """
         early = torch.where((said < self.min_tokens[slots])[:, None], self.early[slots], _NONE)
-        found.scatter_(1, torch.where(early < 0, vocabulary, early), True)
         words = self.words[slots]
         begun = ((words[..., :-1] == ends[:, None]) | (words[..., :-1] < 0)).all(-1)
-        last = torch.where(begun, words[..., -1], _NONE)
-        found.scatter_(1, torch.where(last < 0, vocabulary, last), True)
-        found = found[:, :vocabulary]
-        return found | ~self.allowed[slots] if self.allowed.shape[1] else found
+        found = torch.cat([early, torch.where(begun, words[..., -1], _NONE)], 1)
+        return torch.where(found < 0, vocabulary, found)
 
 
 class OutputEnds:

@@ -29,19 +29,20 @@ _SETTLED = (63, 50, 37, 24, 12, 0)
 PASSES = len(_SETTLED) - 1
 INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))  # intervals of all passes
 _FEW = 1024  # scores of a row that are sorted at first
-_SUM_BITS = 62  # bits of the largest sum of a row's masses
+MASS_BITS = 62  # bits of the largest sum of a row's masses
 _MORE_THAN_ALL = 2**63 - 1
 
-_POSITION_STEP, _TOKEN_STEP = 0xC13FA9A902A6328F, 0x91E10DA5C79E7B1D
+POSITION_STEP, TOKEN_STEP = 0xC13FA9A902A6328F, 0x91E10DA5C79E7B1D
 """Steps of a counter from one position and from one pair of tokens to the next: 2⁶⁴ divided by the plastic number and
 by its square (Roberts 2018, *The unreasonable effectiveness of quasirandom sequences*)."""
-_MIDDLE, _STEP = 2.0**31 + 0.5, 2.0**-32
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64's finaliser
+MIDDLE, STEP = 2.0**31 + 0.5, 2.0**-32
 """Map 32-bit uniform noise to the middle of a step of the unit interval: probabilities are exact up to 2⁻³²."""
-_LEAST_NOISE = -math.log(-math.log(_STEP / 2))
+_LEAST_NOISE = -math.log(-math.log(STEP / 2))
 _REACH = 8.0
 """A token at most this far below the best is a candidate. One farther below needs more noise than
 `_REACH + _LEAST_NOISE`, which one in 130 has."""
-_HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) / _STEP - _MIDDLE) - 1
+_HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) / STEP - MIDDLE) - 1
 """Uniform noise up to this is Gumbel noise up to `_REACH + _LEAST_NOISE`."""
 _PORTION = 1 << 18  # tokens of all rows that are hashed together on the host, so that they stay in a core's cache
 
@@ -63,18 +64,18 @@ class History:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         in_text = position < lengths[:, None]
         in_output = in_text & (position >= prompt_lengths[:, None])
-        self._seen, self._said = (_occurrences(tokens, counted, vocabulary) for counted in (in_text, in_output))
-        self._real = tree.tokens >= 0
+        self.seen, self.said = (_occurrences(tokens, counted, vocabulary) for counted in (in_text, in_output))
+        self.real = tree.tokens >= 0
         # The root may be the prompt's last token.
-        self._is_output = self._real & (lengths[:, None] + tree.depths >= prompt_lengths[:, None])
-        self._own = tree.tokens.clamp_min(0)
-        self._ancestors = ancestors
+        self.in_output = self.real & (lengths[:, None] + tree.depths >= prompt_lengths[:, None])
+        self.tokens = tree.tokens.clamp_min(0)
+        self.ancestors = ancestors
 
     def before(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """Count tokens before the choice at `nodes` `[R]` of `rows` `[R]`, `[R, V]` float64: all, and the output's."""
-        own, path = self._own[rows], self._ancestors[rows, nodes]
-        seen = self._seen[rows].scatter_add_(1, own, (path & self._real[rows]).double())
-        said = self._said[rows].scatter_add_(1, own, (path & self._is_output[rows]).double())
+        own, path = self.tokens[rows], self.ancestors[rows, nodes]
+        seen = self.seen[rows].scatter_add_(1, own, (path & self.real[rows]).double())
+        said = self.said[rows].scatter_add_(1, own, (path & self.in_output[rows]).double())
         return seen, said
 
 
@@ -170,7 +171,7 @@ def _searched(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
 
 def _masses(scores: Tensor) -> Tensor:
     """Return unnormalised probabilities `[R, V]` int64, scaled so that no row's sum overflows."""
-    return scores.exp().mul_(2.0 ** (_SUM_BITS - scores.shape[-1].bit_length())).long()
+    return scores.exp().mul_(2.0 ** (MASS_BITS - scores.shape[-1].bit_length())).long()
 
 
 def _wanted(masses: Tensor, top_p: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _
     noise = hashes(keys, positions, np.arange(-(-size // 2))).view(np.int32)[:, :size]
     # A non-finite row also has candidates. Any of them will do, as its token is discarded.
     row, token = np.divmod(np.flatnonzero(~(scores < -_REACH) | (noise > _HIGH_NOISE)), size)
-    sums = scores[row, token] - np.log(-np.log((noise[row, token] + _MIDDLE) * _STEP))
+    sums = scores[row, token] - np.log(-np.log((noise[row, token] + MIDDLE) * STEP))
     best = np.fmax.reduceat(sums, np.searchsorted(row, np.arange(rows)))
     wins = sums == best[row]
     chosen = np.zeros(rows, dtype=np.int64)
@@ -257,26 +258,26 @@ def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 def gumbel(noise: Tensor) -> Tensor:
     """Return float64 Gumbel noise −log(−log u), u the middle of one of 2³² steps."""
-    return noise.double().add_(_MIDDLE).mul_(_STEP).log_().neg_().log_().neg_()
+    return noise.double().add_(MIDDLE).mul_(STEP).log_().neg_().log_().neg_()
 
 
 def hashes(keys: Array, positions: Array, pairs: Array) -> Array:
     """Return hashes `[R, P]` of keys `[R]`, positions `[R]` and pairs of tokens `[P]`, all int64."""
-    return hash_((keys + positions * _signed(_POSITION_STEP))[:, None] + pairs * _signed(_TOKEN_STEP))
+    return hash_((keys + positions * signed(POSITION_STEP))[:, None] + pairs * signed(TOKEN_STEP))
 
 
 def hash_(integers: Array) -> Array:
     """Hash int64 integers in place by SplitMix64's finaliser, a bijection of 64 bits (Steele, Lea and Flood 2014, *Fast
     splittable pseudorandom number generators*).
     """
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    for shift, factor in zip((30, 27, 31), (*FACTORS, 1), strict=True):
         moved = integers >> shift
         moved &= (1 << (64 - shift)) - 1  # clear the repeated sign bits
         integers ^= moved
         if factor > 1:
-            integers *= _signed(factor)
+            integers *= signed(factor)
     return integers
 
 
-def _signed(integer: int) -> int:
+def signed(integer: int) -> int:
     return integer - (1 << 64) if integer >> 63 else integer
