@@ -44,7 +44,7 @@ class EvaluateConfig:
         compile: Compile the target model's forward, as `engine.compile` of `drafter generate` does.
         transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
         verifier: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
-            `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
+            `pad:classifier=FOLDER`. Their settings follow, as in `fly:theta=0.3,window=4`.
         scorer: What an answer is worth, for `verifier`: `number`, `string`, `json`, or `FILE.py:function`.
         target: Key of the questions with the right answer, for a built-in scorer.
         loading: How the models are loaded.
@@ -139,14 +139,14 @@ _DESCRIPTION = """\
 Measure what drafters gain on your prompts, side by side with plain decoding in one run: tokens a step (β), how many
 times as fast it is (γ), acceptance by depth, time by stage.
 
-The job writes to --output: results.json (raw counts and seconds), table.md and plots. Submit the same command
+The job writes to --output: results.json (raw counts and seconds) and table.md. Submit the same command
 again to resume the job where it stopped.
 
   drafter evaluate --model MODEL --input prompts.jsonl --output gain
   drafter evaluate --model MODEL --drafter trained/head --input prompts.jsonl --output gain
   drafter evaluate --model MODEL --drafter '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
       --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out
-  drafter evaluate --verifier '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
+  drafter evaluate --verifier '["fly:theta=0.3", "fly:theta=0.9"]' --scorer number --target answer \\
       --input '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
 
 

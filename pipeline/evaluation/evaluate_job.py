@@ -32,14 +32,7 @@ from drafter.evaluation.results import (
     write_json,
 )
 from drafter.evaluation.tables import speed_tables, with_interval, write_report
-from drafter.evaluation.verifiers import (
-    VerifierFigures,
-    in_order,
-    title_of,
-    utility_plot,
-    utility_table,
-    verifier_grid,
-)
+from drafter.evaluation.verifiers import VerifierFigures, title_of, utility_table
 from drafter.requests import Request, SamplingParams
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
@@ -128,11 +121,11 @@ def evaluate_drafters(
             where = f"temperature {temperature:g}, batch {batch}, {name}"
             say(f"{where}: {item.done} of {item.total} turns of all arms")
     assert results is not None
-    files = write_report(results, folder)
+    file = write_report(results, folder)
     print(f"{speed_tables(results)}\n\n{_gains(results)}\n")
     for one in results.skipped:
         print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
-    print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
+    print(f"written:  {folder / RESULTS_FILE}, {file}", flush=True)
 
 
 def _plan(config: EvaluateConfig, questions: Questions) -> Plan:
@@ -212,7 +205,7 @@ def evaluate_verifiers(
     scorer, model = make_scorer(config.scorer, config.target), model_name(config.model)
     with as_job_errors((LoadError,)):
         for one in config.lenient_verifiers():
-            make_verifier(verifier_grid(one)[0])
+            make_verifier(one)
     plan = _plan(config, questions)
     for name, some in questions.items():
         if more := [question.name for question in some if len(question.turns) > 1]:
@@ -238,12 +231,9 @@ def evaluate_verifiers(
             left_out, found = _measured(config, block, questions[block.questions], scorer, ask)
             figures = [one.as_dict() for one in found]
             results["blocks"].append({"block": asdict(block), "left_out": left_out, "verifiers": figures})
-            # The plot comes first: a block in the results is not measured again, so a kill in between would lose it.
-            plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-            utility_plot(found).savefig(plot, dpi=150)
             write_json(folder / VERIFIERS_FILE, results)
             print(f"## {block.title}\n\n{utility_table(found)}\n")
-            print(f"written:  {folder / VERIFIERS_FILE}, {plot}", flush=True)
+            print(f"written:  {folder / VERIFIERS_FILE}", flush=True)
 
 
 def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
@@ -298,12 +288,12 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
 def _measured(
     config: EvaluateConfig, block: Block, questions: Sequence[Question], scorer: Scorer, ask: Ask
 ) -> tuple[list[str], list[VerifierFigures]]:
-    """Return why verifiers are left out, and the figures of exact decoding and of the others, each from strict on."""
+    """Return why verifiers are left out, and the figures of exact decoding and of the others."""
     verifiers: list[VerifierSettings] = []
     left_out: list[str] = []
     for one in config.lenient_verifiers():
         try:
-            make_verifier(verifier_grid(one)[0]).refuse(SamplingParams(temperature=block.temperature))
+            make_verifier(one).refuse(SamplingParams(temperature=block.temperature))
         except RequestError as error:
             left_out.append(str(error))
             say(f"left out at temperature {block.temperature:g}: {error}")
@@ -329,5 +319,4 @@ def _measured(
         say(f"{title_of(settings)}: β {found.beta:.2f}{kept}")
         return found
 
-    lenient = [measure(settings) for verifier in verifiers for settings in verifier_grid(verifier)]
-    return left_out, in_order([scored.exact, *lenient])
+    return left_out, [scored.exact, *map(measure, verifiers)]

@@ -172,7 +172,7 @@ _DESCRIPTION = """\
 Train a draft head on its target model's own answers.
 
 --input is the output of drafter distill. The job writes to --output: head/ (the head with the highest held-out β, for
---drafter of drafter generate), metrics.jsonl, tensorboard/, training.png and run.json (what was run).
+--drafter of drafter generate), metrics.jsonl, tensorboard/ and run.json (what was run).
 Submit the same command again to resume from the last checkpoint.
 
   drafter train --input distilled --output trained

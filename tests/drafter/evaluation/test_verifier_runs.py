@@ -1,4 +1,4 @@
-"""Verifiers are decoded beside plain decoding; their tables and plots, of figures written by hand."""
+"""Verifiers are decoded beside plain decoding; their tables, of figures written by hand."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.registry import TRAINING_FREE
 from drafter.engine.config import EngineSettings
 from drafter.evaluation.measurement import VerifierTrials
-from drafter.evaluation.verifiers import (
-    EXACT,
-    VerifierFigures,
-    in_order,
-    title_of,
-    utility_plot,
-    utility_table,
-    verifier_grid,
-)
+from drafter.evaluation.verifiers import EXACT, VerifierFigures, utility_table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from drafter.target_model.model import BaseModel
@@ -71,23 +63,13 @@ def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -
     assert len(made) == 2
 
 
-def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> None:
-    thetas = [one.settings.get("theta") for one in verifier_grid(VerifierSettings("fly", {"window": 3}))]
-    assert 0.3 in thetas
-    assert thetas == sorted(thetas, key=lambda value: -(value or 0))
-    assert all(one.settings.get("window") == 3 for one in verifier_grid(VerifierSettings("fly", {"window": 3})))
-    sigmas = [one.settings.get("sigma") for one in verifier_grid(VerifierSettings("pad", {"classifier": "folder"}))]
-    assert 0.5 in sigmas
-    assert verifier_grid(VerifierSettings("fly", {"theta": 0.2})) == [VerifierSettings("fly", {"theta": 0.2})]
-
-
 def figures(exact: list[float], scores: list[float], beta: int, name: Any = "fly", **given: Any) -> VerifierFigures:
     counts = DecodeCounts(num_output_tokens=10 * beta, num_decode_steps=10)
     run = VerifierFigures(VerifierSettings(name, given), [[1]], ["x"], 3, counts, 3.0)
     return run.scored(exact, scores)
 
 
-def test_a_table_and_a_plot_tell_what_is_kept_of_utility() -> None:
+def test_a_table_tells_what_is_kept_of_utility() -> None:
     right = [1.0] * 8
     found = [
         figures(right, right, 2, "exact"),
@@ -101,34 +83,4 @@ def test_a_table_and_a_plot_tell_what_is_kept_of_utility() -> None:
     table = utility_table(found)
     assert "| fly | theta 0.1 | 4.00 | 3.00 | 0.8750 | -0.1250 ± 0.2450 | 87.5% | 3 of 40 |" in table
     assert "| exact |  | 2.00 | 3.00 | 1.0000 |  | 100.0% | 3 of 20 |" in table
-    (panel,) = utility_plot(found).axes
-    assert [line.get_label() for line in panel.lines[:3]] == ["exact", "fly", "pad"]
-    assert panel.lines[1].get_xydata().tolist() == [[2, 1], [3, 0.9875], [4, 0.875]]  # type: ignore[union-attr]
     assert math.isclose(found[1].as_dict()["kept"], 1)
-
-
-def test_lines_are_of_one_window_and_go_from_strict_to_lenient() -> None:
-    one = [1.0]
-    found = [
-        figures(one, one, 2, "exact"),
-        figures(one, one, 4, theta=0.5),
-        figures(one, one, 5, theta=0.1, window=12),
-        figures(one, one, 3, theta=0.9),
-        figures(one, one, 4, theta=0.3, window=12),
-        figures(one, one, 5, "pad", sigma=0.7),
-        figures(one, one, 3, "pad", sigma=0.1),
-    ]
-    assert [title_of(each.verifier) for each in in_order(found)] == [
-        "exact",
-        "fly, theta 0.9",
-        "fly, theta 0.5",
-        "fly, theta 0.3, window 12",
-        "fly, theta 0.1, window 12",
-        "pad, sigma 0.1",
-        "pad, sigma 0.7",
-    ]
-    (panel,) = utility_plot(found).axes
-    assert [line.get_label() for line in panel.lines] == ["exact", "fly", "fly, window 12", "pad"]
-    assert panel.lines[2].get_xydata().tolist() == [[4, 1], [5, 1]]  # type: ignore[union-attr]
-    assert panel.lines[1].get_color() == panel.lines[2].get_color() != panel.lines[3].get_color()
-    assert panel.lines[1].get_linestyle() != panel.lines[2].get_linestyle()
