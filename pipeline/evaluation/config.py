@@ -1,9 +1,8 @@
-"""Configurations and command lines of the evaluation and planning jobs."""
+"""Configuration and command line of the evaluation job."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -154,63 +153,3 @@ def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
     """Parse an evaluation's command line; see `command_line.parse`."""
     parser = make_parser(EvaluateConfig, "evaluate", "--input FILE --output DIR", _DESCRIPTION)
     return parse(EvaluateConfig, parser, arguments)
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """A plan of the best stack of drafters.
-
-    Args:
-        input: A sample of the job's prompts: JSON lines, as `drafter evaluate` takes them.
-        drafters: A list of drafters that may be levels of a stack, the cheapest first: `model:` and a model's folder or
-            hub id, which may stand above those before it; or, as the lowest level alone, `cacheback`, `ngram`,
-            `memory`, or several of these joined by `+`.
-        model: Target model, as a hub id or folder; by default the embedded demonstration model.
-        questions_per_file: Number of questions to take, spread evenly over the file; null takes all.
-        num_draft_tokens: Draft tokens that the target model verifies in a step; by default as many as can pay.
-        batch: Number of requests decoded together.
-        temperature: Sampling temperature.
-        max_new_tokens: Longest answer.
-        loading: How the target model is loaded.
-        gpus: Number of GPUs to use; by default 1 where there are any.
-    """
-
-    input: str
-    drafters: list[str]
-    model: str | None = None
-    questions_per_file: int | None = 16
-    num_draft_tokens: int | None = None
-    batch: int = 1
-    temperature: float = 0.0
-    max_new_tokens: int = 64
-    loading: LoadingConfig = field(default_factory=LoadingConfig)
-    gpus: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.input.strip():
-            raise InputError("input is empty")
-        if not self.drafters or len(set(self.drafters)) < len(self.drafters):
-            raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
-        at_least("questions_per_file", self.questions_per_file, 1)
-        for name in ("num_draft_tokens", "batch", "max_new_tokens"):
-            at_least(name, getattr(self, name), 1)
-        at_least("gpus", self.gpus, 0)
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be finite and at least 0, not {self.temperature}")
-
-
-_PLAN_DESCRIPTION = """\
-Find the stack of drafters with the lowest expected time a token, from how much of each other's drafts the models accept
-and what their forwards cost, measured on a sample of prompts.
-
-The job prints what it compared. The best stack's name goes to --drafter of drafter generate and drafter serve; drafter
-evaluate measures it on other prompts.
-
-  drafter plan --model MODEL --drafters '[cacheback, "model:SMALLER", "model:SMALL"]' --input sample.jsonl"""
-
-
-def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
-    """Parse a plan's command line; see `command_line.parse`."""
-    return parse(
-        PlanConfig, make_parser(PlanConfig, "plan", "--input FILE --drafters LIST", _PLAN_DESCRIPTION), arguments
-    )

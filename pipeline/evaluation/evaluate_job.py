@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ from typing import Any
 
 from drafter.acceptance.contract import make_verifier
 from drafter.acceptance.settings import VerifierSettings
-from drafter.errors import LoadError, RequestError, one_line
+from drafter.errors import LoadError, RequestError
 from drafter.evaluation.decoders import room_for
 from drafter.evaluation.measurement import Evaluation, Progress, VerifierTrials
 from drafter.evaluation.questions import Question, QuestionError, encode, read_questions
@@ -27,7 +25,6 @@ from drafter.evaluation.results import (
     Plan,
     Results,
     Setting,
-    comparable,
     figures,
     write_json,
 )
@@ -38,16 +35,12 @@ from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import (
-    file_fingerprint,
-    head_fingerprints,
-    model_fingerprint,
     model_name,
-    verifier_fingerprints,
 )
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
 from pipeline.evaluation.measuring import Ask, ScoredVerifiers, as_job_errors, load_models, measured, measuring
-from pipeline.report.scorers import Scorer, make_scorer, scorer_file
+from pipeline.report.scorers import Scorer, make_scorer
 from pipeline.settings import ResourcesConfig
 
 VERIFIERS_FILE = "verifiers.json"
@@ -67,7 +60,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     earlier = _earlier_results(folder)
     if config.verifier is not None and earlier is not None:
         raise _unusable(folder, "holds an evaluation of drafters")
-    if config.verifier is None and (folder / VERIFIERS_FILE).exists():
+    if (folder / VERIFIERS_FILE).exists():
         raise _unusable(folder, "holds an evaluation of verifiers")
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
     if config.verifier is None:
@@ -197,7 +190,7 @@ class Block:
 def evaluate_verifiers(
     config: EvaluateConfig, questions: Questions, command: str, folder: Path, resources: ActorResources
 ) -> None:
-    """Measure all blocks, one after another, except those that an earlier submission has measured.
+    """Measure all blocks, one after another.
 
     Raises `InputError` if questions, models, verifiers or the output cannot be used, and `JobError` on failure.
     """
@@ -212,21 +205,11 @@ def evaluate_verifiers(
             raise InputError(
                 f"questions {name}: {more[0]} has several turns, and a scorer scores one answer: leave it out"
             )
-    results = _open_results(folder, _identity(config, questions))
-    made = [one["block"] for one in results["blocks"]]
     settings = product(questions, plan.drafters, plan.num_draft_tokens, plan.batches, plan.temperatures)
-    left = []
-    for block in (Block(*one) for one in settings):
-        if asdict(block) in made:
-            say(f"{block.title}: measured before")
-        else:
-            left.append(block)
-    if not left:
-        return
     load = partial(load_models, model, asdict(config.loading), resources.threads, os.getcwd())
     with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
-        results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
-        for block in left:
+        results: dict[str, Any] = {"environment": ask("load", command), "blocks": []}
+        for block in (Block(*one) for one in settings):
             say(block.title)
             left_out, found = _measured(config, block, questions[block.questions], scorer, ask)
             figures = [one.as_dict() for one in found]
@@ -234,55 +217,6 @@ def evaluate_verifiers(
             write_json(folder / VERIFIERS_FILE, results)
             print(f"## {block.title}\n\n{utility_table(found)}\n")
             print(f"written:  {folder / VERIFIERS_FILE}", flush=True)
-
-
-def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
-    assert config.scorer is not None
-    file, verifiers = scorer_file(config.scorer), config.lenient_verifiers()
-    heads: dict[str, str] = {}
-    for name in config.plan().drafters:
-        heads |= head_fingerprints(config.model, name)
-    for one in verifiers:
-        heads |= verifier_fingerprints(one)
-    texts = {name: json.dumps([dict(one.columns) for one in some]) for name, some in questions.items()}
-    return {
-        "model": model_fingerprint(model_name(config.model)),
-        "heads": heads,
-        "dtype": config.loading.dtype,
-        "questions": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()},
-        "verifiers": [asdict(one) for one in verifiers],
-        "scorer": config.scorer if file is None else file_fingerprint(file),
-        **{name: getattr(config, name) for name in ("target", "rounds", "max_new_tokens", "compile")},
-    }
-
-
-def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    file = folder / VERIFIERS_FILE
-    if not file.exists():
-        return {"identity": identity, "environment": {}, "blocks": []}
-    try:
-        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        same = results["identity"] == json.loads(json.dumps(identity))
-        comparable(results["environment"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unusable(folder, f"has a damaged {VERIFIERS_FILE} ({one_line(error)})") from error
-    if not same:
-        raise _unusable(folder, "holds another evaluation of verifiers (settings or models)")
-    return results
-
-
-def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of the file's blocks, or `here` before the first; refuse to mix different ones."""
-    if not earlier:
-        return here
-    before, now = comparable(earlier), comparable(here)
-    if other := [name for name in now if now[name] != before[name]]:
-        raise _unusable(
-            folder,
-            f"holds an evaluation of verifiers on another machine or by other code ({', '.join(other)}), and speeds of "
-            "both cannot stand side by side",
-        )
-    return earlier
 
 
 def _measured(
