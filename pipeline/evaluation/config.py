@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.evaluation.results import Nodes, Plan
 from drafter.heads.config import Tree
-from drafter.plugins import registered
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.settings import LoadingConfig
@@ -42,10 +39,6 @@ class EvaluateConfig:
         max_new_tokens: Longest answer.
         compile: Compile the target model's forward, as `engine.compile` of `drafter generate` does.
         transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
-        verifier: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
-            `pad:classifier=FOLDER`. Their settings follow, as in `fly:theta=0.3,window=4`.
-        scorer: What an answer is worth, for `verifier`: `number`, `string`, `json`, or `FILE.py:function`.
-        target: Key of the questions with the right answer, for a built-in scorer.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
@@ -64,9 +57,6 @@ class EvaluateConfig:
     max_new_tokens: int = 128
     compile: bool = Plan.compile
     transformers: bool = False
-    verifier: list[str] | str | None = None
-    scorer: str | None = None
-    target: str | None = None
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     gpus: float | None = None
 
@@ -77,13 +67,6 @@ class EvaluateConfig:
             raise InputError("input must name at least one file")
         at_least("questions_per_file", self.questions_per_file, 1)
         at_least("gpus", self.gpus, 0)
-        if self.verifier is None and self.scorer is not None:
-            raise InputError("scorer is of verifiers: name one as verifier, or leave it out")
-        if self.verifier is not None and self.scorer is None:
-            raise InputError("verifiers are measured by what answers are worth: name a scorer")
-        if self.verifier is not None and self.samples != 1:
-            raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifier out")
-        self.lenient_verifiers()
         try:
             self.plan()
         except ValueError as error:  # which has the plan's names, in the plural
@@ -93,10 +76,6 @@ class EvaluateConfig:
     def files(self) -> dict[str, str]:
         """Files of questions by name: without its suffix, one alone is its own."""
         return {Path(self.input).stem or self.input: self.input} if isinstance(self.input, str) else self.input
-
-    def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
-        """Return the verifiers to measure. Raises `InputError` for an unknown name or setting."""
-        return () if self.verifier is None else tuple(map(named_verifier, _each(self.verifier)))
 
     def plan(self, questions: int = EngineSettings.max_num_seqs) -> Plan:
         """Return the plan of drafters, for files of at least so many questions, or raise `ValueError`."""
@@ -110,24 +89,6 @@ class EvaluateConfig:
             _each(self.temperature),
             **{name: getattr(self, name) for name in shared},
         )
-
-
-def named_verifier(text: str) -> VerifierSettings:
-    """Parse a lenient verifier's settings, `NAME` or `NAME:setting=value,setting=value`.
-
-    Raises `InputError` if there is no such verifier; `make_verifier` knows its settings.
-    """
-    name, _, rest = text.partition(":")
-    if name not in (known := registered("verifiers")):
-        raise InputError(f"verifiers: no lenient verifier {name!r}: there are {', '.join(known)}")
-    settings: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")):
-        setting, _, value = pair.partition("=")
-        try:
-            settings[setting] = json.loads(value)
-        except ValueError:
-            settings[setting] = value
-    return VerifierSettings(name, settings)
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -144,9 +105,7 @@ again to resume the job where it stopped.
   drafter evaluate --model MODEL --input prompts.jsonl --output gain
   drafter evaluate --model MODEL --drafter trained/head --input prompts.jsonl --output gain
   drafter evaluate --model MODEL --drafter '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
-      --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out
-  drafter evaluate --verifier '["fly:theta=0.3", "fly:theta=0.9"]' --scorer number --target answer \\
-      --input '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
+      --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
