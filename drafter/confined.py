@@ -30,11 +30,9 @@ _PAUSES = 5.0
 _START_SECONDS = 300.0
 _LONGEST_SECONDS = 86_400.0
 _LAST_SECONDS = 2.0
-_KEPT = 64 << 20
-"""A worker that holds more than so many bytes after its work ends."""
+_KEPT = 64 << 20  # a worker that holds more than so many bytes after its work ends
 _LONGEST_MESSAGE = 64
-_NICE = 5
-"""Beside work at this level, a core that others want as well does a quarter of its work for us."""
+_NICE = 5  # beside work at this level, a core that others want as well does a quarter of its work for us
 _END = b"end"
 _ENVIRONMENT = {  # nothing that is forked may have threads, and no worker needs a GPU
     "OMP_NUM_THREADS": "1",

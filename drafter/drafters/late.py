@@ -17,8 +17,7 @@ from drafter.errors import RequestError
 from drafter.requests import Request
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
-_WAITING = 4096
-"""Drafts between two steps; the oldest are dropped."""
+_WAITING = 4096  # drafts between two steps; the oldest are dropped
 _FADING = 0.5
 """Log-probability lost a level: who drafted does not say how probable the tokens are, and their order is kept."""
 

@@ -22,8 +22,7 @@ from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_p
 
 DEPTH = 8
 """Deepest level of a tree; each costs a forward of the draft model."""
-_WIDTH = 16
-"""Nodes run per level. Trees with more draft nodes may not be optimal."""
+_WIDTH = 16  # nodes run per level. Trees with more draft nodes may not be optimal.
 _PROMPT_TOKENS = 512  # of one forward at most
 
 

@@ -24,8 +24,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
 
-_KEYS = ("turns", "prompt", "messages", "question")
-"""Keys of the question's text, in order of precedence."""
+_KEYS = ("turns", "prompt", "messages", "question")  # keys of the question's text, in order of precedence
 
 
 class QuestionError(ValueError):

@@ -35,8 +35,7 @@ _MOST_RATIO = 200
 """Of an image's longer side to the shorter one, as Qwen2-VL has it: processors make a square of it, or make the shorter
 side as long as they need it."""
 _BLANKS = b" \t\r\n\f\v"
-_STRIP = 1 << 20
-"""Pixels of which a digest is made at a time."""
+_STRIP = 1 << 20  # pixels of which a digest is made at a time
 
 # A hostile file could fill the log, and the memory of warnings shown, with what Pillow warns of.
 warnings.filterwarnings("ignore", module=r"PIL\.")

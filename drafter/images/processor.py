@@ -33,8 +33,7 @@ from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endles
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels"})
 _VIDEOS = "video_processor"
-_KINDS = ("mm_token_type_ids", "token_type_ids")
-"""Names by which models take the kind of each token, an image's or not."""
+_KINDS = ("mm_token_type_ids", "token_type_ids")  # names by which models take the kind of each token, an image's or not
 _USUAL = ImageLimits()
 _MEMORY, _PIXEL_MEMORY = 128 << 20, 14
 """Bytes in which a prompt is made of images, and those for each pixel that they may have: four copies of an image, of

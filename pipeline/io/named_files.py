@@ -21,10 +21,8 @@ from drafter.errors import RequestError, one_line
 from drafter.images.opening import refuse_large
 from pipeline.io.files import Location, locate, locate_input
 
-_SAME = {"file": "", "gcs": "gs", "abfss": "abfs"}
-"""Schemes by other names; that of local paths is empty."""
-_ROOTS = {"s3": 1, "gs": 1, "abfs": 1, "hf": 3}
-"""Parts of a path that are a bucket, a container or a repository."""
+_SAME = {"file": "", "gcs": "gs", "abfss": "abfs"}  # schemes by other names; that of local paths is empty
+_ROOTS = {"s3": 1, "gs": 1, "abfs": 1, "hf": 3}  # parts of a path that are a bucket, a container or a repository
 _HUB = "hf"
 
 

@@ -26,11 +26,9 @@ TokenText = Callable[[int], str]
 """Gives the text of a single token. Bytes of a partial character are surrogates, as in Python's `surrogateescape`."""
 LogprobsOf = Callable[[Sequence[TokenLogprob] | None, TokenText, int], dict[str, Any] | None]
 """Formats the log-probabilities of some tokens for a choice; the number is their offset in its text."""
-_SLICE = 64
-"""Tokens of a piece of a long answer, which takes a few milliseconds at most."""
+_SLICE = 64  # tokens of a piece of a long answer, which takes a few milliseconds at most
 _HALVES = re.compile("[\udc80-\udcff]")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte token in vocabularies of SentencePiece."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token in vocabularies of SentencePiece
 _PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTED_BYTES} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED_BYTES)))

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from drafter.text.call_marks import CallMarks
 
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_ID_LENGTH = 9
-"""Characters of a call's id: Mistral's templates take no other number."""
+_ID_LENGTH = 9  # characters of a call's id: Mistral's templates take no other number
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from pipeline.openai.requests import SEES_NOTHING
 from pipeline.serving.work_limits import LargeWork
 from pipeline.settings import ImagesConfig
 
-_FETCHES = 16
-"""Images that are fetched at once. A slow host keeps nothing but other images waiting."""
+_FETCHES = 16  # images that are fetched at once. A slow host keeps nothing but other images waiting.
 _OF_ONE = 4
 """Those of one client: that many times a request's limit of bytes may be here, until it is known that they are more."""
 _HELD = 256 << 20

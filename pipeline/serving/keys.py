@@ -15,8 +15,7 @@ from pipeline.serving.config import EVERYBODY, KeyRule, ServingLearning
 
 ENVIRONMENT = "DRAFTER_API_KEYS"
 """Environment variable of the ingress with keys, separated by commas."""
-_OPERATOR = "operator"
-"""Word after the key of somebody who may also see what all clients together do."""
+_OPERATOR = "operator"  # word after the key of somebody who may also see what all clients together do
 _OR_NONE = ", or set keys to none to answer everybody"
 
 
