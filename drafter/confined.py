@@ -125,8 +125,6 @@ class Confined:
 
 
 class _Prepared:
-    """The prepared process, seen from here."""
-
     def __init__(self, task: bytes) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -165,8 +163,6 @@ class _Reply:
 
 
 class _Worker:
-    """A worker, seen from here."""
-
     def __init__(self, prepared: _Prepared) -> None:
         self._prepared, self._ended, self._number = prepared, False, b""
         self._socket, theirs = socket.socketpair()

@@ -82,7 +82,6 @@ class LateDrafter(Drafter):
             self._rows.rows[slot].output += tokens
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a draft gets a lone root."""
         return _trees_of(self.take(len(context.tokens)), context, ask.nodes)
 
     def take(self, rows: int) -> list[Nodes]:
@@ -129,7 +128,6 @@ class BesideDrafter(MergedDrafter):
         return counts if any(counts) else ()
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.most]`."""
         if not ask.brought:
             return self.own.propose(context, ask)
         own = root_only(context.pending)

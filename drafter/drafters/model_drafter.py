@@ -199,8 +199,6 @@ class ModelDrafter(TextReader):
         super().__init__(model, base, nodes, depth, most_places(depth, nodes + 1, self._beam) - 1)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Grow trees `[B, 1 + ask.nodes]`."""
-
         def conditionals(frontier: Frontier) -> tuple[Tensor, Tensor]:
             # `read` takes the pending token with the new ones.
             log_probs = self.extend(context, frontier) if frontier.first else self.read(context)

@@ -118,8 +118,6 @@ class Verified:
 
 @dataclass(frozen=True)
 class Close:
-    """Ends the session."""
-
     kind: ClassVar[str] = "close"
 
 

@@ -81,7 +81,6 @@ def _stage_times(cell: Cell) -> dict[str, float]:
 
 
 def speed_tables(results: Results) -> str:
-    """Return a table with a heading for each temperature and batch size."""
     found = figures(results.cells)
     parts = []
     for temperature, batch in sorted({one.cell.setting[:2] for one in found}):
@@ -91,7 +90,6 @@ def speed_tables(results: Results) -> str:
 
 
 def page(results: Results) -> str:
-    """Return all tables as a Markdown page."""
     parts = ["# Evaluation", _heading(results), speed_tables(results)]
     settings: dict[Setting, list[Cell]] = {}
     for cell in results.cells:
@@ -143,7 +141,6 @@ def _heading(results: Results) -> str:
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """Write `table.md` to `folder`, and return its path."""
     file = folder / TABLE_FILE
     file.write_text(page(results), encoding="utf-8")
     return file

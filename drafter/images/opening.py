@@ -174,7 +174,6 @@ def _named_errors(name: str) -> Iterator[None]:
 
 
 def named(source: Any) -> str:
-    """Return how messages name an image."""
     if isinstance(source, Mapping):
         source = source.get("path") or source
     if isinstance(source, str | os.PathLike):
@@ -184,7 +183,6 @@ def named(source: Any) -> str:
 
 
 def is_data(address: str) -> bool:
-    """Return whether an address is a `data:` URI."""
     return address[:5].lower() == "data:"
 
 

@@ -109,6 +109,5 @@ again to resume the job where it stopped.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
-    """Parse an evaluation's command line; see `command_line.parse`."""
     parser = make_parser(EvaluateConfig, "evaluate", "--input FILE --output DIR", _DESCRIPTION)
     return parse(EvaluateConfig, parser, arguments)

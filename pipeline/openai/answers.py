@@ -92,7 +92,6 @@ def _vocabulary_bytes(entry: str) -> bytes | None:
 
 
 def _shown(text: str) -> str:
-    """Replace the bytes of partial characters, which JSON cannot have, one by one."""
     return _HALVES.sub("\ufffd", text)
 
 
@@ -275,7 +274,6 @@ def _open(value: dict[str, Any]) -> str:
 
 
 def event(data: dict[str, Any]) -> str:
-    """Return a server-sent event."""
     return f"data: {to_json(data)}\n\n"
 
 
@@ -337,7 +335,6 @@ class Chunks:
         return [{"delta": call_chunk(delta, f"{self._name}:{index}")} for delta in deltas]
 
     def finish(self, index: int, generation: Generation) -> str:
-        """Return the last chunk of choice `index`."""
         content: dict[str, Any] = {"delta": {}} if self._request.is_chat else {"text": ""}
         events, reason = self._begin(index), str(generation.finish_reason)
         if self._readers:

@@ -40,7 +40,6 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def is_function(tool: Any) -> bool:
-    """Return whether a tool, or a call of one, is of type `function`."""
     return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
 
 

@@ -226,8 +226,6 @@ def parse_completion(body: dict[str, Any]) -> ParsedRequest:
 
 
 class StreamOptions(BaseModel):
-    """`stream_options` of a body."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
@@ -308,8 +306,6 @@ class Body(BaseModel):
 
 
 class ChatBody(Body):
-    """The body of a chat completion."""
-
     messages: Any
     tools: Any = None
     tool_choice: Any = None
@@ -325,8 +321,6 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """The body of a text completion."""
-
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False

@@ -136,8 +136,6 @@ class CallReader:
 
 
 class _Nesting:
-    """Finds the end of a JSON object."""
-
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
         self.closed = False
@@ -183,7 +181,6 @@ def read_message(marks: CallMarks, names: Iterable[str], text: str, answer: str)
 
 
 def call_chunk(delta: Delta, answer: str) -> dict[str, Any]:
-    """Return the `delta` of a chunk."""
     if isinstance(delta, str):
         return {"content": delta}
     function: dict[str, Any] = {"arguments": delta.arguments}

@@ -26,8 +26,6 @@ others differ, and, with a scorer, whether one is worth more than the other.
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """A report; see `parse_report`."""
-
     output: str
     page: str | None
     against: str | None
@@ -57,8 +55,6 @@ def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """A comparison; see `parse_comparison`."""
-
     first: str
     second: str
     scorer: str | None = None

@@ -61,8 +61,6 @@ def read_run_of(output: OutputFolder) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an output."""
-
     unit: str  # `GPU-seconds`, or `CPU-seconds` where there is no GPU
     seconds: float  # in `unit`, for which engines held their share of the cluster, loading and repeated work included
     generating: float  # wall-clock seconds in which rows were generated

@@ -184,7 +184,6 @@ class Connections:
             connection.transport.abort()
 
     def remove(self, connection: _Connection) -> None:
-        """Remove a connection, if present."""
         self._open.pop(connection, None)
         self._owing.pop(connection, None)
         for turns in (self.turns, self.guests_pieces, self.pieces):

@@ -58,7 +58,6 @@ class EdgeChatConfig:
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EdgeChatConfig:
-    """Parse the command line; see `command_line.parse`."""
     parser = make_parser(EdgeChatConfig, "edge", "--server URL", _DESCRIPTION)
     return parse(EdgeChatConfig, parser, arguments)
 

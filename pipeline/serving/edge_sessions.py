@@ -52,8 +52,6 @@ def parse_request(body: dict[str, Any]) -> ParsedRequest:
 
 
 class EdgeMetrics:
-    """Counts what sessions do."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         histogram = partial(Histogram, registry=self.registry)
@@ -320,7 +318,6 @@ class EdgeHost:
         return [sessions, *self.metrics.registry.collect()]
 
     async def tokenizer(self) -> str:
-        """Return the digest of the model's tokeniser."""
         return await asyncio.to_thread(lambda: self._digest)
 
     @cached_property

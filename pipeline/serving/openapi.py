@@ -18,8 +18,6 @@ from pipeline.serving.config import LimitsConfig
 
 
 class ErrorDetail(BaseModel):
-    """The error."""
-
     message: str
     type: str
     param: str | None
@@ -33,8 +31,6 @@ class ErrorBody(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The list of all models."""
-
     object: str
     data: list[Model]
 
@@ -95,12 +91,10 @@ _PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _T
 
 
 def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
-    """Return the description of `/v1/chat/completions`."""
     return _generation(ChatCompletion, _body(ChatBody, models, limits, messages=_MESSAGES))
 
 
 def completions(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
-    """Return the description of `/v1/completions`."""
     return _generation(Completion, _body(CompletionBody, models, limits, prompt=_PROMPT))
 
 

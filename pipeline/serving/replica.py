@@ -280,7 +280,6 @@ class Answers:
         return requests
 
     def _prompt(self, prompt: Prompt, images: Sequence[str | bytes]) -> Any:
-        """Return what an engine takes of a prompt."""
         encode = partial(self._lm.encode, special_tokens=self._special_tokens)
         ids: Any = prompt
         if isinstance(prompt, str):

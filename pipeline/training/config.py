@@ -183,6 +183,5 @@ Submit the same command again to resume from the last checkpoint.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """Parse a training job's command line; see `command_line.parse`."""
     parser = make_parser(TrainConfig, "train", "--input DIR --output DIR", _DESCRIPTION, _COMMON)
     return parse(TrainConfig, parser, arguments)

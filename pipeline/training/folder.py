@@ -76,7 +76,6 @@ class TrainingFolder:
         return True
 
     def save_head(self, head: DraftHead) -> None:
-        """Replace the best head so far by `head`."""
         with tempfile.TemporaryDirectory() as name:
             save_head(head, name)
             put_head(Path(name), self.head)
@@ -93,7 +92,6 @@ class TrainingFolder:
             put_head(Path(target), self.exported)
 
     def records(self) -> list[Record]:
-        """Read the metrics."""
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
 

@@ -112,7 +112,6 @@ class CachebackDrafter(Drafter):
                 text.tail, text.unread = [*text.tail, *text.unread][-_TAIL:], []
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         grown = [
             grow(self._asked(text), text.tail, ask.nodes, self.spec.max_depth)
             for text in self._texts.rows[: len(context.tokens)]

@@ -281,7 +281,6 @@ class MemoryDrafter(Drafter):
         self.slots = [self._rows]
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         rows, device = self._rows.rows[: len(context.tokens)], context.tokens.device
         self._read_told()
         self._read(self._rows.rows)
