@@ -320,9 +320,8 @@ def _centred(head: CTCHead, states: Tensor) -> Tensor:
 class NativeSearch:
     """Lattice search in the native library, one call per step, for a head with a label context and frozen weights.
 
-    Raises:
-        BuildError: The library cannot be compiled here.
-        UnsuitableError: The weights are not fp32 on a CPU, or the table of label terms would be too large.
+    Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the weights are not fp32 on a
+    CPU, or the table of label terms would be too large.
     """
 
     @torch.no_grad()

@@ -181,9 +181,8 @@ class EdgeStream:
     def result(self) -> Generation:
         """Wait for the end, and return the result, without what only the server knows: `valid`, `forced` and `timing`.
 
-        Raises:
-            RequestError: The server refuses the request.
-            EngineError: The server has not answered for too long.
+        Raises `RequestError` if the server refuses the request, and `EngineError` if the server has not answered for
+        too long.
         """
         for _ in self._deltas:
             pass

@@ -59,9 +59,8 @@ class Progress:
 class Evaluation:
     """Measures a plan on named sets of questions.
 
-    Raises:
-        LoadError: A drafter cannot be loaded, or no drafter has one of the plan's trees.
-        QuestionError: A set has fewer prompts than the largest batch has rows.
+    Raises `LoadError` if a drafter cannot be loaded, or no drafter has one of the plan's trees, and `QuestionError` if
+    a set has fewer prompts than the largest batch has rows.
     """
 
     def __init__(

@@ -107,8 +107,7 @@ def given_images(sources: Sequence[Any], limits: ImageLimits, *, fetch: Fetch | 
 def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.Image]:
     """Return images as RGB, turned upright. None is decoded before the sizes of all are known.
 
-    Raises:
-        RequestError: One is no image of `FORMATS`, is damaged or much longer than wide, or they exceed a limit.
+    Raises `RequestError` if one is no image of `FORMATS`, is damaged or much longer than wide, or they exceed a limit.
     """
     opened: deque[Image.Image] = deque()
     pixels = 0
@@ -211,8 +210,7 @@ def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Ima
 def refuse_large(content: bytes | bytearray | memoryview, most: int) -> bytes | bytearray | memoryview:
     """Return a file's content, of which no more than its first `most + 1` bytes need be there.
 
-    Raises:
-        RequestError: It has more than `most` bytes.
+    Raises `RequestError` if it has more than `most` bytes.
     """
     if len(content) > most:
         raise RequestError(f"it has more than {most:,} bytes, the limit")

@@ -173,8 +173,7 @@ class ImageProcessor:
 def processed(processor: Any, text: str, given: Sequence[GivenImage], limits: ImageLimits) -> Processed:
     """Return what a processor of transformers makes of images, and of a text with a placeholder for each.
 
-    Raises:
-        RequestError: An image cannot be opened, exceeds a limit, or is one that the processor cannot take.
+    Raises `RequestError` if an image cannot be opened, exceeds a limit, or is one that the processor cannot take.
     """
     images = open_images(given, limits)
     digests = [pixel_digest(image) for image in images]
@@ -214,8 +213,7 @@ def load_processor(
 ) -> ImageProcessor | None:
     """Load the processor of a target model that sees, given by hub id or folder; None for one of text alone.
 
-    Raises:
-        LoadError: The model sees, and its processor cannot be loaded.
+    Raises `LoadError` if the model sees, and its processor cannot be loaded.
     """
     name = os.path.expanduser(name_or_path)
     where = {"local_files_only": local_files_only or local_only(name), "trust_remote_code": trust_remote_code}

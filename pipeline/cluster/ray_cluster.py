@@ -64,8 +64,7 @@ class ActorResources:
 def connect() -> Cluster:
     """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here.
 
-    Raises:
-        NoClusterError: Neither works.
+    Raises `NoClusterError` if neither works.
     """
     may_grow = _join_or_start()
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])

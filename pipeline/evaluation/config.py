@@ -97,7 +97,7 @@ def _each(value: Any) -> tuple[Any, ...]:
 
 _DESCRIPTION = """\
 Measure what drafters gain on your prompts, side by side with plain decoding in one run: tokens a step (β), how many
-times as fast it is (γ), acceptance by depth, time by stage.
+times as fast it is (γ), time by stage.
 
 The job writes to --output: results.json (raw counts and seconds) and table.md. Submit the same command
 again to resume the job where it stopped.

@@ -41,9 +41,8 @@ def _in_folder(folder: str, measure: Callable[..., Iterator[Item]], *arguments: 
 def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
     """Turn errors of this process and of workers into the job's.
 
-    Raises:
-        InputError: One of the `mistakes` was raised, here or by a worker.
-        JobError: A worker failed otherwise.
+    Raises `InputError` if one of the `mistakes` was raised, here or by a worker, and `JobError` if a worker failed
+    otherwise.
     """
     try:
         yield

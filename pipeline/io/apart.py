@@ -26,9 +26,7 @@ class Apart:
     def __call__(self, *arguments: Any, what: str) -> Any:
         """Return what the function returns. Errors name the input `what`.
 
-        Raises:
-            InputError: The process died or exceeded a limit.
-            Exception: What the function raised.
+        Raises `InputError` if the process died or exceeded a limit, and `Exception` if what the function raised.
         """
         try:
             return self._confined.run(*arguments, bounds=self._bounds)

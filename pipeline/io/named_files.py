@@ -72,8 +72,7 @@ def full_address(source: str, file: str, scheme: str) -> str:
 def read_named(address: str, folders: Sequence[NamedFolder], most: int) -> bytes:
     """Return the content of a file that a row names, of at most `most` bytes.
 
-    Raises:
-        RequestError: It is in none of the folders, cannot be read, or is larger.
+    Raises `RequestError` if it is in none of the folders, cannot be read, or is larger.
     """
     with _errors_said():
         folder, path = _found(address, folders)

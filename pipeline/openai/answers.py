@@ -41,8 +41,7 @@ _IMPOSSIBLE = -9999.0
 def wants_speculation(body: Any) -> bool:
     """Remove the extension from a body, and return whether it was asked for.
 
-    Raises:
-        OpenAIError: It is neither true nor false.
+    Raises `OpenAIError` if it is neither true nor false.
     """
     value = body.pop(FIELD, None) if isinstance(body, dict) else None
     if value is not None and not isinstance(value, bool):

@@ -48,9 +48,7 @@ class ChatImages:
     async def fetched(self, addresses: Sequence[str], client: str) -> list[str | bytes]:
         """Return `data:` URIs as they are, and the content of other addresses that a client has sent.
 
-        Raises:
-            OpenAIError: There are too many, or the model sees none.
-            RequestError: One cannot be fetched.
+        Raises `OpenAIError` if there are too many, or the model sees none, and `RequestError` if one cannot be fetched.
         """
         if addresses and not self._sees:
             raise bad_request(f"Invalid 'messages': {SEES_NOTHING}.", "messages", "invalid_value")

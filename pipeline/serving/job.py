@@ -203,8 +203,7 @@ def _check_address(host: str, port: int) -> None:
 def check_models(config: ServeConfig) -> None:
     """Check the models as far as possible without loading them.
 
-    Raises:
-        InputError: They cannot be used, or the folder of a head that learns cannot be written to.
+    Raises `InputError` if they cannot be used, or the folder of a head that learns cannot be written to.
     """
     name, learning = model_name(config.model), config.learning
     model_fingerprint(name)
