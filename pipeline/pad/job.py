@@ -44,7 +44,7 @@ from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder, versions
 from pipeline.pad.config import PivotsConfig
 from pipeline.report.outputs import Row, open_output, open_rows, read_run_of, rows_of
-from pipeline.report.scorers import Scorer, make_scorer, scores_of
+from pipeline.report.scorers import Scorer, make_scorer
 from pipeline.settings import SAMPLING_COLUMN
 
 _ROWS_AT_ONCE = 256
@@ -314,7 +314,7 @@ def worth(answer: Row, token_ids: list[int], text: str, scorer: Scorer) -> float
 
     Raises `InputError` if the scorer cannot score it, or says less than 0.
     """
-    (score,) = scores_of([answer], [token_ids], [text], scorer)
+    score = scorer({**answer, "token_ids": token_ids, "text": text})
     if score < 0:
         raise InputError(
             f"the scorer finds an answer of row {answer['request_id']} worth {score:g}: pivots are told by shares of "
