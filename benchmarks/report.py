@@ -1,4 +1,4 @@
-"""Write all tables and plots again, from the committed JSON alone.
+"""Write all tables again, from the committed JSON alone.
 
 python -m benchmarks.report                     # everything in benchmarks/results
 python -m benchmarks.report build/evaluation    # or an evaluation of your own

@@ -70,7 +70,6 @@ class Calls:
 
     @property
     def text(self) -> str:
-        """All names and schemas."""
         return "".join(map("".join, self.functions)) + (self.otherwise or "")
 
     @classmethod

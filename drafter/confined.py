@@ -30,11 +30,9 @@ _PAUSES = 5.0
 _START_SECONDS = 300.0
 _LONGEST_SECONDS = 86_400.0
 _LAST_SECONDS = 2.0
-_KEPT = 64 << 20
-"""A worker that holds more than so many bytes after its work ends."""
+_KEPT = 64 << 20  # a worker that holds more than so many bytes after its work ends
 _LONGEST_MESSAGE = 64
-_NICE = 5
-"""Beside work at this level, a core that others want as well does a quarter of its work for us."""
+_NICE = 5  # beside work at this level, a core that others want as well does a quarter of its work for us
 _END = b"end"
 _ENVIRONMENT = {  # nothing that is forked may have threads, and no worker needs a GPU
     "OMP_NUM_THREADS": "1",
@@ -127,8 +125,6 @@ class Confined:
 
 
 class _Prepared:
-    """The prepared process, seen from here."""
-
     def __init__(self, task: bytes) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -167,8 +163,6 @@ class _Reply:
 
 
 class _Worker:
-    """A worker, seen from here."""
-
     def __init__(self, prepared: _Prepared) -> None:
         self._prepared, self._ended, self._number = prepared, False, b""
         self._socket, theirs = socket.socketpair()

@@ -52,12 +52,10 @@ def plain(value: object) -> object:
 
 
 def is_tokens(prompt: object) -> TypeGuard[Sequence[int]]:
-    """Return whether a prompt is a non-empty list of integers."""
     return _is_list_of(Integral, prompt) and not _is_list_of(bool, prompt)
 
 
 def is_chat(prompt: object) -> TypeGuard[list[Mapping[str, Any]]]:
-    """Return whether a prompt is a non-empty list of messages."""
     return _is_list_of(Mapping, prompt)
 
 
@@ -274,5 +272,4 @@ def in_order(results: Completed, prompts: object, n: int, *, on_error: str, use_
 
 
 def failed(request: Request, error: RequestError) -> Generation:
-    """Return the result of a request that could not be generated."""
     return Generation(request.request_id, [], "", "error", len(request.prompt_ids), DecodeCounts(), error=str(error))

@@ -11,26 +11,17 @@ from typing import Any, Literal
 
 GROUP = "drafter.methods"  # group of entry points, and the package of this project's own methods
 Kind = Literal["drafters", "families", "heads", "verifiers", "layouts", "guides"]
-Trait = Literal["parts", "models", "files", "automatic", "sweeps"]
+Trait = Literal["parts", "models", "files", "automatic"]
 Automatic = Literal["merged", "beside", "alone"]
 """A drafter's part in `auto`: on a CPU beside the shipped head, and also merged with it, or only beside it; or on a GPU
 instead of a head where none ships."""
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Settings at which an evaluation measures a lenient verifier."""
-
-    setting: str  # the one that is varied
-    values: tuple[float, ...]  # from the strictest: the published one, and some on both sides of it
-
-
-@dataclass(frozen=True)
 class Method:
     """The names that a method adds. Each reference is `package.module:name`, imported on use.
 
-    The traits are known without such an import: of families `parts`, `models` and `files`, of drafters `automatic`, of
-    verifiers `sweeps`.
+    The traits are known without such an import: of families `parts`, `models` and `files`, of drafters `automatic`.
     """
 
     drafters: Mapping[str, str] = field(default_factory=dict)  # NAME: function of a `Loading` → `Drafter`
@@ -44,7 +35,6 @@ class Method:
     models: Mapping[str, Callable[[str], str]] = field(default_factory=dict)  # REST → its model's folder or hub id
     files: Mapping[str, str] = field(default_factory=dict)  # how the file that REST names is made
     automatic: Mapping[str, Automatic] = field(default_factory=dict)
-    sweeps: Mapping[str, Sweep] = field(default_factory=dict)
 
 
 @cache

@@ -278,10 +278,6 @@ class PairedDifference:
     margin: float | None
 
 
-def kept_share(difference: PairedDifference) -> float | None:
-    return difference.second / difference.first if difference.first > 0 else None
-
-
 @dataclass
 class PairedSums:
     """Running sums over pairs for a `PairedDifference`."""

@@ -5,7 +5,7 @@ import sys
 from pipeline.command_line import job_main
 from pipeline.report.config import parse_comparison
 
-main = job_main(parse_comparison, "pipeline.report.compare:compare_or_audit", resumes=False)
+main = job_main(parse_comparison, "pipeline.report.compare:compare", resumes=False)
 
 if __name__ == "__main__":
     sys.exit(main())

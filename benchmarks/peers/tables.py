@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.peers.cells import Cell, Failure, standings
 from benchmarks.peers.contenders import Contender
 from drafter.evaluation.environment import machine
-from drafter.evaluation.tables import markdown_table, new_figure
+from drafter.evaluation.tables import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +93,10 @@ def plot(cells: Sequence[Cell], about: Mapping[str, Contender]) -> Figure:
     contexts = list(dict.fromkeys(cell.context for cell in cells))
     engines = list(dict.fromkeys(one.engine for one in about.values()))
     batches = sorted({cell.batch for cell in cells})
-    figure, panels = new_figure((4.5 * len(contexts) + 3, 4.5), len(contexts))
+    from matplotlib.figure import Figure  # late: a machine that measures may have none
+
+    figure = Figure(figsize=(4.5 * len(contexts) + 3, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
     for panel, context in zip(panels, contexts, strict=True):
         for place, (name, contender) in enumerate(about.items()):
             rates: dict[int, list[float]] = {}

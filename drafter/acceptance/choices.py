@@ -92,7 +92,6 @@ class SamplingTable:
             self.biases[slot, : len(biases)] = send(torch.tensor(list(biases.values()), dtype=torch.float64), device)
 
     def move(self, source: int, target: int) -> None:
-        """Copy the row of slot `source` to slot `target`."""
         for one in vars(self).values():
             if isinstance(one, Tensor):
                 one[target] = one[source]

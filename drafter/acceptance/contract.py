@@ -36,7 +36,6 @@ class Verified:
     allowed: Tensor | None = None  # `[B, N, ceil(V / 32)]` int32, what guides let follow each node; see `NodeChoices`
 
     def choices(self, sampling: RowSampling) -> NodeChoices:
-        """Return what the target model chooses at the nodes."""
         return NodeChoices(self.logits, self.tree, self.ancestors, sampling, self.allowed)
 
 

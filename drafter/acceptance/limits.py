@@ -46,8 +46,7 @@ class Limits:
     def of(cls, sampling: SamplingParams, eos: Collection[int], tokenizer: Any) -> Limits | None:
         """Return the limits of a request's settings; None where it may choose any token.
 
-        Raises:
-            RequestError: A bad word has no tokens, or too many, or no first token is left.
+        Raises `RequestError` if a bad word has no tokens, or too many, or no first token is left.
         """
         if not sampling.limited:
             return None

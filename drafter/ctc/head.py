@@ -39,8 +39,7 @@ from drafter.tree.token_tree import TokenTree, best_product_trie, likeliest_chai
 _log = logging.getLogger(__name__)
 
 _CANDIDATES = 64  # tokens per row that the prefix search considers; see `best_trie`
-_SMALLER = 2
-"""The factor must be this many times smaller than the LM head, to make up for computing the frames' logits."""
+_SMALLER = 2  # the factor must be this many times smaller than the LM head, to make up for computing the frames' logits
 MOST_ENTRIES = 1 << 25
 """Numbers in the largest table of label terms, 128 MiB."""
 
@@ -321,9 +320,8 @@ def _centred(head: CTCHead, states: Tensor) -> Tensor:
 class NativeSearch:
     """Lattice search in the native library, one call per step, for a head with a label context and frozen weights.
 
-    Raises:
-        BuildError: The library cannot be compiled here.
-        UnsuitableError: The weights are not fp32 on a CPU, or the table of label terms would be too large.
+    Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the weights are not fp32 on a
+    CPU, or the table of label terms would be too large.
     """
 
     @torch.no_grad()

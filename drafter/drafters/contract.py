@@ -67,8 +67,6 @@ class Loan:
 
 @dataclass(frozen=True)
 class Ask:
-    """Request of a budget to a drafter."""
-
     nodes: int  # draft tokens of each row's tree; the root is not counted
     least_probability: float = 0.0  # on a CPU, where every path costs time, a search may prune prefixes below it
     member: int = 0  # index of the drafter's `members` that drafts

@@ -17,8 +17,7 @@ from drafter.errors import RequestError
 from drafter.requests import Request
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
-_WAITING = 4096
-"""Drafts between two steps; the oldest are dropped."""
+_WAITING = 4096  # drafts between two steps; the oldest are dropped
 _FADING = 0.5
 """Log-probability lost a level: who drafted does not say how probable the tokens are, and their order is kept."""
 
@@ -83,7 +82,6 @@ class LateDrafter(Drafter):
             self._rows.rows[slot].output += tokens
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a draft gets a lone root."""
         return _trees_of(self.take(len(context.tokens)), context, ask.nodes)
 
     def take(self, rows: int) -> list[Nodes]:
@@ -130,7 +128,6 @@ class BesideDrafter(MergedDrafter):
         return counts if any(counts) else ()
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.most]`."""
         if not ask.brought:
             return self.own.propose(context, ask)
         own = root_only(context.pending)

@@ -59,7 +59,6 @@ class MergedDrafter(Drafter):
 
     @property
     def memory(self) -> DraftMemory:
-        """Sum of the drafters' memories, with the largest room."""
         memories = [drafter.memory for drafter in self.drafters]
         return DraftMemory(
             sum(one.tokens for one in memories),

@@ -22,8 +22,7 @@ from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie, most_p
 
 DEPTH = 8
 """Deepest level of a tree; each costs a forward of the draft model."""
-_WIDTH = 16
-"""Nodes run per level. Trees with more draft nodes may not be optimal."""
+_WIDTH = 16  # nodes run per level. Trees with more draft nodes may not be optimal.
 _PROMPT_TOKENS = 512  # of one forward at most
 
 
@@ -200,8 +199,6 @@ class ModelDrafter(TextReader):
         super().__init__(model, base, nodes, depth, most_places(depth, nodes + 1, self._beam) - 1)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Grow trees `[B, 1 + ask.nodes]`."""
-
         def conditionals(frontier: Frontier) -> tuple[Tensor, Tensor]:
             # `read` takes the pending token with the new ones.
             log_probs = self.extend(context, frontier) if frontier.first else self.read(context)

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from drafter.tree.token_tree import PAD_TOKEN
 
 _ORDER = 3
-_DISCOUNT = 0.4
-"""Weight of a match one token shorter (Brants et al. 2007, *stupid backoff*)."""
+_DISCOUNT = 0.4  # weight of a match one token shorter (Brants et al. 2007, *stupid backoff*).
 FADING = 0.85
 """Share of prefixes that hold for one more token. The budget calibrates probabilities, so only their order matters."""
 

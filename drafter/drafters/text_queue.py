@@ -22,7 +22,6 @@ class TextQueue:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Tokens that wait."""
         return self._tokens
 
     def put(self, texts: Sequence[Sequence[int] | Text]) -> None:

@@ -27,17 +27,13 @@ from drafter.text.tokenizers import load_tokenizer, tokenise, vocabulary_digest
 
 Prompt = str | Sequence[int] | Messages | Conversation
 
-_NODES = 16
-"""Draft tokens that a device grows at a time; the server says how many a message may have."""
-_AHEAD = 2
-"""Times as many it keeps, while a message is under way."""
-_LENGTH = 8192
-"""Most tokens of a text behind which it drafts."""
+_NODES = 16  # draft tokens that a device grows at a time; the server says how many a message may have
+_AHEAD = 2  # times as many it keeps, while a message is under way
+_LENGTH = 8192  # most tokens of a text behind which it drafts
 _OF_SESSIONS = ("ended", "idle", "replaced", "too_many_sessions")
 _PASSING = {*_OF_SESSIONS, "generation_interrupted", "model_unavailable", "rate_limit_exceeded"}
 """Codes of errors after which the same session may be opened again."""
-_PAUSE = 0.2
-"""Seconds between two tries to connect."""
+_PAUSE = 0.2  # seconds between two tries to connect
 
 
 @dataclass(frozen=True)
@@ -185,9 +181,8 @@ class EdgeStream:
     def result(self) -> Generation:
         """Wait for the end, and return the result, without what only the server knows: `valid`, `forced` and `timing`.
 
-        Raises:
-            RequestError: The server refuses the request.
-            EngineError: The server has not answered for too long.
+        Raises `RequestError` if the server refuses the request, and `EngineError` if the server has not answered for
+        too long.
         """
         for _ in self._deltas:
             pass

@@ -65,7 +65,6 @@ class DraftTree:
         return left
 
     def best(self, nodes: int) -> DraftTree:
-        """Return the tree of the `nodes` most probable tokens."""
         chosen = sorted(sorted(range(len(self)), key=lambda node: -self.log_probs[node])[:nodes])
         places = {node: place for place, node in enumerate(chosen)}
         return DraftTree(
@@ -75,7 +74,6 @@ class DraftTree:
         )
 
     def draft(self, seq: int, at: int, nodes: int) -> Draft:
-        """Return a message with the `nodes` best tokens."""
         best = self.best(nodes)
         draft = Draft(seq, at, tuple(best.tokens), tuple(best.parents))
         return Draft(seq, at, draft.tokens) if draft.parents == Draft(seq, at, draft.tokens).tree else draft

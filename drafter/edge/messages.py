@@ -118,8 +118,6 @@ class Verified:
 
 @dataclass(frozen=True)
 class Close:
-    """Ends the session."""
-
     kind: ClassVar[str] = "close"
 
 
@@ -149,11 +147,7 @@ def write(message: Message) -> str:
 
 
 def read(text: str | bytes, kinds: Sequence[type[Message]]) -> Any:
-    """Return the message of one of `kinds` that a text is.
-
-    Raises:
-        MessageError: It is none.
-    """
+    """Return the message of one of `kinds` that a text is. Raises `MessageError` if it is none."""
     try:
         given = json.loads(text, parse_constant=_refuse_constant)
         if isinstance(text, str) and "\\u" in text:  # an escape can be half of a character

@@ -59,12 +59,10 @@ def without_folders(text: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def machine(record: dict[str, Any]) -> str:
-    """Return a short description of an environment's hardware."""
     hardware = record["hardware"]
     return str(hardware["gpu"] or f"{hardware['processor']}, {hardware['cores']} cores")
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 Interval = tuple[float, float]
 
 _DRAWS, _SEED = 1000, 0
-_FEWEST = 5
-"""Prompts from which on there is an interval: fewer say too little about those that were not asked."""
+_FEWEST = 5  # prompts from which on there is an interval: fewer say too little about those that were not asked
 
 
 def bootstrap(prompts: int, figure: Callable[[NDArray[np.int64]], float]) -> Interval | None:

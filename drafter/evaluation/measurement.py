@@ -1,22 +1,18 @@
-"""Measures drafters side by side in one process, and verifiers beside exact decoding."""
+"""Measures drafters side by side in one process."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, product
 from typing import Any
 
-from drafter.acceptance.contract import make_verifier
-from drafter.acceptance.settings import VerifierSettings
-from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.contract import Drafter
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS, embedded_heads
-from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import (
@@ -44,11 +40,10 @@ from drafter.evaluation.results import (
     Skipped,
     StageSums,
 )
-from drafter.evaluation.verifiers import VerifierFigures
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.requests import Request
-from drafter.statistics import DecodeCounts, per_second, speedup, total
+from drafter.statistics import DecodeCounts, total
 from drafter.target_model.model import BaseModel
 
 
@@ -64,9 +59,8 @@ class Progress:
 class Evaluation:
     """Measures a plan on named sets of questions.
 
-    Raises:
-        LoadError: A drafter cannot be loaded, or no drafter has one of the plan's trees.
-        QuestionError: A set has fewer prompts than the largest batch has rows.
+    Raises `LoadError` if a drafter cannot be loaded, or no drafter has one of the plan's trees, and `QuestionError` if
+    a set has fewer prompts than the largest batch has rows.
     """
 
     def __init__(
@@ -213,59 +207,3 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     if name == "auto" or name in TRAINING_FREE or kind_and_rest(name)[0] or len(merged_names(name)) > 1:
         return None
     return load_head(name, base)
-
-
-class VerifierTrials:
-    """Decodes the same requests under several verifiers, each beside plain decoding in the same rounds.
-
-    `load` comes first, then `begin` for some requests, then `run` for each verifier. So it can be an actor, whose
-    constructor must not fail. Each verifier has its own engine, because an engine learns what pays under its verifier,
-    reads the hidden states that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time.
-    """
-
-    def __init__(self, load_models: Callable[[], tuple[BaseModel, Any]]) -> None:
-        self._load_models = load_models
-
-    def load(self, command: str) -> dict[str, Any]:
-        """Load the target model and its tokenizer, and return the record of the environment."""
-        self._base, self._tokenizer = self._load_models()
-        return environment(self._base, command)
-
-    def begin(self, drafter: str, engine: EngineSettings, requests: Sequence[Request], rounds: int) -> None:
-        """Prepare to decode `requests`, each `rounds` times."""
-        self._plain: Decoder | None = None
-        gc.collect()  # engines are cyclic: an unused one holds device memory until collected
-        # In each round the prompts are the same, and are read.
-        config = EngineConfig(**{**asdict(engine), "kept_rows": 0, "max_queue": len(requests)})
-        nodes = useful_nodes(self._base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
-        self._load_drafter = partial(load_drafter, drafter, self._base, nodes)
-        self._config, self._requests, self._rounds = config, requests, rounds
-        self._plain = self._decoder(PlainDecoding(), VerifierSettings())
-
-    def run(self, settings: VerifierSettings) -> VerifierFigures:
-        """Decode the requests under a verifier; the figures have answers, and no utility yet.
-
-        Raises:
-            LoadError: The verifier does not fit the target model or the drafter.
-            RequestError: The verifier does not take the requests' settings.
-        """
-        assert self._plain is not None
-        gc.collect()
-        decoders = {settings: self._decoder(self._load_drafter(), settings), None: self._plain}
-        *_, runs = in_turns(decoders, [self._requests], self._rounds)
-        rates, plain_rates = ([per_second(one.num_tokens, one.seconds) for (one,) in some] for some in runs.values())
-        first = runs[settings][0][0]
-        return VerifierFigures(
-            settings,
-            first.outputs,
-            [one.text for one in first.generations],
-            sum(len(one.lenient) for one in first.generations),
-            total(first.counts),
-            speedup(rates, plain_rates),
-        )
-
-    def _decoder(self, drafter: Drafter, settings: VerifierSettings) -> Decoder:
-        verifier = make_verifier(settings)
-        decode = partial(decode_all, Engine(self._base, drafter, self._tokenizer, self._config, verifier=verifier))
-        warm_up(decode, self._requests, self._config.max_num_seqs)
-        return decode

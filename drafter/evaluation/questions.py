@@ -10,8 +10,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.text.chat import encode_chat
 
-_KEYS = ("turns", "prompt", "messages", "question")
-"""Keys of the question's text, in order of precedence."""
+_KEYS = ("turns", "prompt", "messages", "question")  # keys of the question's text, in order of precedence
 
 
 class QuestionError(ValueError):
@@ -36,13 +35,12 @@ class QuestionError(ValueError):
 class Question:
     """One conversation: the user's messages, at least one. The target model answers after each.
 
-    `name` is its `question_id` or its line, `columns` the whole object, `category` empty if it has none.
+    `name` is its `question_id` or its line, `category` empty if it has none.
     """
 
     name: str
     category: str
     turns: tuple[str, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
@@ -93,7 +91,7 @@ def _question(file: str | Path, number: int, line: str) -> Question:
     category = row.get("category") or ""
     if not isinstance(category, str):
         raise QuestionError(f"{where}: category must be a text, not {category!r}")
-    return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns), row)
+    return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns))
 
 
 def _turns_of(messages: Any, where: str) -> list[Any]:

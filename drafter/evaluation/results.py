@@ -16,7 +16,7 @@ import numpy as np
 from drafter.evaluation.intervals import Interval, bootstrap
 from drafter.heads.config import Tree
 from drafter.json_fields import from_json
-from drafter.statistics import DecodeCounts, acceptance_by_depth, mean_acceptance_length, per_second, speedup, total
+from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speedup, total
 
 RESULTS_FILE = "results.json"
 
@@ -206,7 +206,6 @@ class Figures:
     gamma: float  # speed relative to plain decoding
     relative_to_transformers: float | None
     beta: float | None  # new tokens per decode forward of the target model; None for transformers
-    by_depth: list[float]  # share of steps that accepted at least 1, 2, … draft tokens
 
     @property
     def beta_interval(self) -> Interval | None:
@@ -247,7 +246,6 @@ def figures(cells: Sequence[Cell]) -> list[Figures]:
                 gamma=speedup(ours, rates[cell.setting, PLAIN]),
                 relative_to_transformers=None if theirs is None else speedup(ours, theirs),
                 beta=mean_acceptance_length(counts) if cell.counts else None,
-                by_depth=acceptance_by_depth(counts),
             )
         )
     return found

@@ -224,9 +224,8 @@ class AttentionReader(ContextReader, FrameReader):
 class NativeAttentionReader(AttentionReader):
     """An `AttentionReader` for frozen weights in fp32 on a CPU: one call of the native library per step.
 
-    Raises:
-        BuildError: The library cannot be compiled here.
-        UnsuitableError: The weights are on another device, the frames are causal, or the library lacks the head size.
+    Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the weights are on another
+    device, the frames are causal, or the library lacks the head size.
     """
 
     def __init__(self, module: AttentionModule, base: Target, fresh: int) -> None:

@@ -63,8 +63,7 @@ def check_even_heads(config: Any) -> None:
 def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:
     """Return an instance of the dataclass `config_class`. Types must match exactly, but an integer will do for a float.
 
-    Raises:
-        LoadError: A field is unknown, missing or has an invalid value.
+    Raises `LoadError` if a field is unknown, missing or has an invalid value.
     """
     try:
         told = json.loads(json.dumps(dict(values), default=str, allow_nan=False))

@@ -50,10 +50,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # KV cache of every slot's context. An entry of it is a token and the target model's hidden state before it. E entries
 # of several texts are given by their slots `[E]`, and by their distances back `[E]` from the slots' pending tokens.
 
-_CONTEXT_BUCKET = 64
-"""Context lengths are rounded up to a multiple of this, so that shapes repeat."""
-_PROMPT_ENTRIES = 4096
-"""Most prompt entries read in one forward."""
+_CONTEXT_BUCKET = 64  # context lengths are rounded up to a multiple of this, so that shapes repeat
+_PROMPT_ENTRIES = 4096  # most prompt entries read in one forward
 
 
 class ContextReader(ABC):

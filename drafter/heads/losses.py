@@ -75,13 +75,10 @@ def cross_entropy(log_probs: Tensor, labels: Labels, lengths: Tensor, decay: flo
     return LossSum(-(weights * (labels.probs * log_probs).sum(2)).sum(), weights.sum())
 
 
-_PORTION = {"cpu": 1 << 19}
-"""Logits held at once, by device type. On a CPU this fits a core's cache."""
+_PORTION = {"cpu": 1 << 19}  # logits held at once, by device type. On a CPU this fits a core's cache.
 _LARGE_PORTION = 1 << 26
-_RANKED = 1 << 24
-"""Logits held at once by `likeliest_logits`."""
-_FEWEST_ROWS = 256
-"""Fewest rows of a portion. With fewer, a product takes as long as reading the weights."""
+_RANKED = 1 << 24  # logits held at once by `likeliest_logits`
+_FEWEST_ROWS = 256  # fewest rows of a portion. With fewer, a product takes as long as reading the weights.
 
 
 def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ Weights = dict[str, Tensor]
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text, such as keys of a configuration."""
     return frozenset(text.split())
 
 

@@ -64,7 +64,6 @@ def take_images(messages: Any, images: Sequence[Any] = ()) -> tuple[Any, list[An
 
 
 def has_images(messages: Any) -> bool:
-    """Return whether a list of messages has a part that is an image."""
     if not _are_messages(messages):
         return False
     parts = (part for message in messages for part in _parts(message))

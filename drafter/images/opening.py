@@ -35,8 +35,7 @@ _MOST_RATIO = 200
 """Of an image's longer side to the shorter one, as Qwen2-VL has it: processors make a square of it, or make the shorter
 side as long as they need it."""
 _BLANKS = b" \t\r\n\f\v"
-_STRIP = 1 << 20
-"""Pixels of which a digest is made at a time."""
+_STRIP = 1 << 20  # pixels of which a digest is made at a time
 
 # A hostile file could fill the log, and the memory of warnings shown, with what Pillow warns of.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -108,8 +107,7 @@ def given_images(sources: Sequence[Any], limits: ImageLimits, *, fetch: Fetch | 
 def open_images(given: Sequence[GivenImage], limits: ImageLimits) -> list[Image.Image]:
     """Return images as RGB, turned upright. None is decoded before the sizes of all are known.
 
-    Raises:
-        RequestError: One is no image of `FORMATS`, is damaged or much longer than wide, or they exceed a limit.
+    Raises `RequestError` if one is no image of `FORMATS`, is damaged or much longer than wide, or they exceed a limit.
     """
     opened: deque[Image.Image] = deque()
     pixels = 0
@@ -175,7 +173,6 @@ def _named_errors(name: str) -> Iterator[None]:
 
 
 def named(source: Any) -> str:
-    """Return how messages name an image."""
     if isinstance(source, Mapping):
         source = source.get("path") or source
     if isinstance(source, str | os.PathLike):
@@ -185,7 +182,6 @@ def named(source: Any) -> str:
 
 
 def is_data(address: str) -> bool:
-    """Return whether an address is a `data:` URI."""
     return address[:5].lower() == "data:"
 
 
@@ -214,8 +210,7 @@ def _given(source: Any, limits: ImageLimits, fetch: Fetch | None) -> bytes | Ima
 def refuse_large(content: bytes | bytearray | memoryview, most: int) -> bytes | bytearray | memoryview:
     """Return a file's content, of which no more than its first `most + 1` bytes need be there.
 
-    Raises:
-        RequestError: It has more than `most` bytes.
+    Raises `RequestError` if it has more than `most` bytes.
     """
     if len(content) > most:
         raise RequestError(f"it has more than {most:,} bytes, the limit")

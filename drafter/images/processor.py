@@ -33,8 +33,7 @@ from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endles
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels"})
 _VIDEOS = "video_processor"
-_KINDS = ("mm_token_type_ids", "token_type_ids")
-"""Names by which models take the kind of each token, an image's or not."""
+_KINDS = ("mm_token_type_ids", "token_type_ids")  # names by which models take the kind of each token, an image's or not
 _USUAL = ImageLimits()
 _MEMORY, _PIXEL_MEMORY = 128 << 20, 14
 """Bytes in which a prompt is made of images, and those for each pixel that they may have: four copies of an image, of
@@ -174,8 +173,7 @@ class ImageProcessor:
 def processed(processor: Any, text: str, given: Sequence[GivenImage], limits: ImageLimits) -> Processed:
     """Return what a processor of transformers makes of images, and of a text with a placeholder for each.
 
-    Raises:
-        RequestError: An image cannot be opened, exceeds a limit, or is one that the processor cannot take.
+    Raises `RequestError` if an image cannot be opened, exceeds a limit, or is one that the processor cannot take.
     """
     images = open_images(given, limits)
     digests = [pixel_digest(image) for image in images]
@@ -215,8 +213,7 @@ def load_processor(
 ) -> ImageProcessor | None:
     """Load the processor of a target model that sees, given by hub id or folder; None for one of text alone.
 
-    Raises:
-        LoadError: The model sees, and its processor cannot be loaded.
+    Raises `LoadError` if the model sees, and its processor cannot be loaded.
     """
     name = os.path.expanduser(name_or_path)
     where = {"local_files_only": local_files_only or local_only(name), "trust_remote_code": trust_remote_code}

@@ -40,9 +40,8 @@ Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 class NativeDecoder:
     """`Executor` in fp32 for a decoder of one of the `FAMILIES`; `config` is the decoder's.
 
-    Raises:
-        BuildError: The library cannot be compiled here.
-        UnsuitableError: The model has another structure, is not in fp32 on a CPU, or has heads of another size.
+    Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the model has another
+    structure, is not in fp32 on a CPU, or has heads of another size.
     """
 
     def __init__(self, model: Any, decoder: Any, config: Any) -> None:

@@ -156,8 +156,7 @@ class Sight:
     def features(self, prompt: Prompt, salt: str = "") -> Features:
         """Return the features of a prompt with images. Those of its images are kept for prompts of the same `salt`.
 
-        Raises:
-            RequestError: The model cannot take its images.
+        Raises `RequestError` if the model cannot take its images.
         """
         ids = devices.send(torch.tensor([list(prompt.ids)]), self._model.device)
         try:
@@ -281,8 +280,7 @@ def _has_axis(name: str, value: Tensor, size: int) -> bool:
 def _seen_by(mask: Tensor, size: int) -> Tensor | None:
     """Return the first and the last position `[P, 2]` that each token sees by a mask; None where it sees none behind.
 
-    Raises:
-        RequestError: A token does not see all between these.
+    Raises `RequestError` if a token does not see all between these.
     """
     seen = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, :size]
     first, last = seen.int().argmax(-1), size - 1 - seen.flip(-1).int().argmax(-1)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 T = TypeVar("T")
-_PIXELS = 1 << 20
-"""Pixels of the tiles that a tower gets at a time: four of 512 × 512, or 4,096 patches of 16 × 16."""
+_PIXELS = 1 << 20  # pixels of the tiles that a tower gets at a time: four of 512 × 512, or 4,096 patches of 16 × 16
 
 
 class InPieces(Generic[T]):

@@ -327,7 +327,6 @@ def _without(said: str, texts: Sequence[str]) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return all texts in a value, keys included."""
     found: list[str] = []
     _with_texts(value, found.append)
     return found

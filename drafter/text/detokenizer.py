@@ -22,8 +22,7 @@ _INCOMPLETE = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LOCAL = {"ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 """Steps of a decoder that make the text of a token from it and from those before it."""
-_TRIMS = {"Metaspace", "Strip", "WordPiece"}
-"""Steps that leave out a space with which a text begins."""
+_TRIMS = {"Metaspace", "Strip", "WordPiece"}  # steps that leave out a space with which a text begins
 _WINDOW, _KEPT = 8, 4  # most tokens that are decoded together, and those that stay when they are too many
 
 _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"

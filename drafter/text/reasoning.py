@@ -21,8 +21,7 @@ _PAIRS = (
     ("<thought>", "</thought>"),  # EXAONE Deep
     ("<thinking>", "</thinking>"),
 )
-_MOST_READ = 256
-"""Tokens at a prompt's end in which marks are looked for that are several tokens each."""
+_MOST_READ = 256  # tokens at a prompt's end in which marks are looked for that are several tokens each
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,6 @@ class TextStream:
         return self._stops.found
 
     def push(self, *tokens: int) -> None:
-        """Take the next tokens."""
         start = 0
         while start < len(tokens) and not self.found:
             marks = self._token_marks()
@@ -113,7 +112,6 @@ class TextStream:
         return self._give((whole.reasoning or "")[self._given[0] :], whole.marked[self._given[1] :])
 
     def whole(self) -> OutputText:
-        """Return what the output says, which ends here."""
         if self._whole is None:
             self._say(self._detokenizer.tail, last=True)
             reasoning, marked = map("".join, self._said)

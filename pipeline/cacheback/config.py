@@ -77,5 +77,4 @@ such a job. The table belongs to the tokeniser of --model.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> CacheConfig:
-    """Parse the job's command line; see `command_line.parse`."""
     return parse(CacheConfig, make_parser(CacheConfig, "cache", "--input PATH --output FILE", _DESCRIPTION), arguments)

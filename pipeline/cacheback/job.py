@@ -25,8 +25,7 @@ from pipeline.report.outputs import read_run_of
 
 _ROWS = 512  # rows that are tokenised together
 _NGRAMS = 1 << 22  # different n-grams that are counted at once; they take a few hundred MiB
-_USUAL = ("text", "prompt", "messages", "token_ids")
-"""Columns to look for where none is named."""
+_USUAL = ("text", "prompt", "messages", "token_ids")  # columns to look for where none is named
 
 
 def make_table(config: CacheConfig) -> None:

@@ -64,8 +64,7 @@ class ActorResources:
 def connect() -> Cluster:
     """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here.
 
-    Raises:
-        NoClusterError: Neither works.
+    Raises `NoClusterError` if neither works.
     """
     may_grow = _join_or_start()
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
@@ -104,7 +103,6 @@ def cluster_here(patience: float = 5.0) -> bool:
 
 
 def will_start() -> bool:
-    """Return whether `connect` would start a cluster."""
     address = os.environ.get("RAY_ADDRESS")
     return not ray.is_initialized() and (address == "local" or (not address and not cluster_here()))
 
@@ -175,7 +173,6 @@ def _keep_to_this_machine() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in sockets]

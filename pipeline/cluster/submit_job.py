@@ -95,9 +95,8 @@ def parse_config(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, 
 def submit(submission: tuple[SubmitConfig, str]) -> None:
     """Submit a command until it succeeds.
 
-    Raises:
-        InputError: The job cannot be sent, or its configuration or input cannot be used.
-        JobError: No cluster answers, the job was stopped, or all submissions failed.
+    Raises `InputError` if the job cannot be sent, or its configuration or input cannot be used, and `JobError` if no
+    cluster answers, the job was stopped, or all submissions failed.
     """
     config, command = submission
     environment = config.environment()

@@ -42,10 +42,8 @@ Settings = TypeVar("Settings")
 ERROR_COLUMN = "__inference_error__"
 """Why a row has no text; an empty string where it has one."""
 _SETTINGS = "sampling_params"
-_NAMES = ("request_id", "id")
-"""Columns that tell rows apart: the seed of a row follows from the first that there is."""
-_PLAIN = RunTraits(SamplingParams(), False)
-"""The traits of which every stage has the columns."""
+_NAMES = ("request_id", "id")  # columns that tell rows apart: the seed of a row follows from the first that there is
+_PLAIN = RunTraits(SamplingParams(), False)  # the traits of which every stage has the columns
 _READ = frozenset([*_NAMES, _SETTINGS, "seed"])
 
 

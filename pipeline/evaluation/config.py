@@ -1,20 +1,16 @@
-"""Configurations and command lines of the evaluation and planning jobs."""
+"""Configuration and command line of the evaluation job."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.evaluation.results import Nodes, Plan
 from drafter.heads.config import Tree
-from drafter.plugins import registered
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.settings import LoadingConfig
@@ -43,10 +39,6 @@ class EvaluateConfig:
         max_new_tokens: Longest answer.
         compile: Compile the target model's forward, as `engine.compile` of `drafter generate` does.
         transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
-        verifier: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
-            `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
-        scorer: What an answer is worth, for `verifier`: `number`, `string`, `json`, or `FILE.py:function`.
-        target: Key of the questions with the right answer, for a built-in scorer.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
@@ -65,9 +57,6 @@ class EvaluateConfig:
     max_new_tokens: int = 128
     compile: bool = Plan.compile
     transformers: bool = False
-    verifier: list[str] | str | None = None
-    scorer: str | None = None
-    target: str | None = None
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     gpus: float | None = None
 
@@ -78,13 +67,6 @@ class EvaluateConfig:
             raise InputError("input must name at least one file")
         at_least("questions_per_file", self.questions_per_file, 1)
         at_least("gpus", self.gpus, 0)
-        if self.verifier is None and self.scorer is not None:
-            raise InputError("scorer is of verifiers: name one as verifier, or leave it out")
-        if self.verifier is not None and self.scorer is None:
-            raise InputError("verifiers are measured by what answers are worth: name a scorer")
-        if self.verifier is not None and self.samples != 1:
-            raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifier out")
-        self.lenient_verifiers()
         try:
             self.plan()
         except ValueError as error:  # which has the plan's names, in the plural
@@ -94,10 +76,6 @@ class EvaluateConfig:
     def files(self) -> dict[str, str]:
         """Files of questions by name: without its suffix, one alone is its own."""
         return {Path(self.input).stem or self.input: self.input} if isinstance(self.input, str) else self.input
-
-    def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
-        """Return the verifiers to measure. Raises `InputError` for an unknown name or setting."""
-        return () if self.verifier is None else tuple(map(named_verifier, _each(self.verifier)))
 
     def plan(self, questions: int = EngineSettings.max_num_seqs) -> Plan:
         """Return the plan of drafters, for files of at least so many questions, or raise `ValueError`."""
@@ -113,104 +91,23 @@ class EvaluateConfig:
         )
 
 
-def named_verifier(text: str) -> VerifierSettings:
-    """Parse a lenient verifier's settings, `NAME` or `NAME:setting=value,setting=value`.
-
-    Raises `InputError` if there is no such verifier; `make_verifier` knows its settings.
-    """
-    name, _, rest = text.partition(":")
-    if name not in (known := registered("verifiers")):
-        raise InputError(f"verifiers: no lenient verifier {name!r}: there are {', '.join(known)}")
-    settings: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")):
-        setting, _, value = pair.partition("=")
-        try:
-            settings[setting] = json.loads(value)
-        except ValueError:
-            settings[setting] = value
-    return VerifierSettings(name, settings)
-
-
 def _each(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 _DESCRIPTION = """\
 Measure what drafters gain on your prompts, side by side with plain decoding in one run: tokens a step (β), how many
-times as fast it is (γ), acceptance by depth, time by stage.
+times as fast it is (γ), time by stage.
 
-The job writes to --output: results.json (raw counts and seconds), table.md and plots. Submit the same command
+The job writes to --output: results.json (raw counts and seconds) and table.md. Submit the same command
 again to resume the job where it stopped.
 
   drafter evaluate --model MODEL --input prompts.jsonl --output gain
   drafter evaluate --model MODEL --drafter trained/head --input prompts.jsonl --output gain
   drafter evaluate --model MODEL --drafter '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
-      --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out
-  drafter evaluate --verifier '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
-      --input '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
+      --batch '[1, 4, 16]' --input '{mt-bench: question.jsonl}' --questions_per_file null --output out"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
-    """Parse an evaluation's command line; see `command_line.parse`."""
     parser = make_parser(EvaluateConfig, "evaluate", "--input FILE --output DIR", _DESCRIPTION)
     return parse(EvaluateConfig, parser, arguments)
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """A plan of the best stack of drafters.
-
-    Args:
-        input: A sample of the job's prompts: JSON lines, as `drafter evaluate` takes them.
-        drafters: A list of drafters that may be levels of a stack, the cheapest first: `model:` and a model's folder or
-            hub id, which may stand above those before it; or, as the lowest level alone, `cacheback`, `ngram`,
-            `memory`, or several of these joined by `+`.
-        model: Target model, as a hub id or folder; by default the embedded demonstration model.
-        questions_per_file: Number of questions to take, spread evenly over the file; null takes all.
-        num_draft_tokens: Draft tokens that the target model verifies in a step; by default as many as can pay.
-        batch: Number of requests decoded together.
-        temperature: Sampling temperature.
-        max_new_tokens: Longest answer.
-        loading: How the target model is loaded.
-        gpus: Number of GPUs to use; by default 1 where there are any.
-    """
-
-    input: str
-    drafters: list[str]
-    model: str | None = None
-    questions_per_file: int | None = 16
-    num_draft_tokens: int | None = None
-    batch: int = 1
-    temperature: float = 0.0
-    max_new_tokens: int = 64
-    loading: LoadingConfig = field(default_factory=LoadingConfig)
-    gpus: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.input.strip():
-            raise InputError("input is empty")
-        if not self.drafters or len(set(self.drafters)) < len(self.drafters):
-            raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
-        at_least("questions_per_file", self.questions_per_file, 1)
-        for name in ("num_draft_tokens", "batch", "max_new_tokens"):
-            at_least(name, getattr(self, name), 1)
-        at_least("gpus", self.gpus, 0)
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be finite and at least 0, not {self.temperature}")
-
-
-_PLAN_DESCRIPTION = """\
-Find the stack of drafters with the lowest expected time a token, from how much of each other's drafts the models accept
-and what their forwards cost, measured on a sample of prompts.
-
-The job prints what it compared. The best stack's name goes to --drafter of drafter generate and drafter serve; drafter
-evaluate measures it on other prompts.
-
-  drafter plan --model MODEL --drafters '[cacheback, "model:SMALLER", "model:SMALL"]' --input sample.jsonl"""
-
-
-def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
-    """Parse a plan's command line; see `command_line.parse`."""
-    return parse(
-        PlanConfig, make_parser(PlanConfig, "plan", "--input FILE --drafters LIST", _PLAN_DESCRIPTION), arguments
-    )

@@ -1,70 +1,43 @@
-"""The evaluation job, of drafters or of verifiers: everything is measured side by side, on a GPU if there is one."""
+"""The evaluation job: drafters are measured side by side, on a GPU if there is one."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import groupby, product
+from dataclasses import asdict
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from drafter.acceptance.contract import make_verifier
-from drafter.acceptance.settings import VerifierSettings
-from drafter.errors import LoadError, RequestError, one_line
-from drafter.evaluation.decoders import room_for
-from drafter.evaluation.measurement import Evaluation, Progress, VerifierTrials
-from drafter.evaluation.questions import Question, QuestionError, encode, read_questions
+from drafter.errors import LoadError
+from drafter.evaluation.measurement import Evaluation, Progress
+from drafter.evaluation.questions import Question, QuestionError, read_questions
 from drafter.evaluation.results import (
     RESULTS_FILE,
     Cell,
-    Nodes,
     Plan,
     Results,
     Setting,
-    comparable,
     figures,
-    write_json,
 )
 from drafter.evaluation.tables import speed_tables, with_interval, write_report
-from drafter.evaluation.verifiers import (
-    VerifierFigures,
-    in_order,
-    title_of,
-    utility_plot,
-    utility_table,
-    verifier_grid,
-)
-from drafter.requests import Request, SamplingParams
-from drafter.text.tokenizers import load_tokenizer
-from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
+from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.command_line import say
 from pipeline.engines.models import (
-    file_fingerprint,
-    head_fingerprints,
-    model_fingerprint,
     model_name,
-    verifier_fingerprints,
 )
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
-from pipeline.evaluation.measuring import Ask, ScoredVerifiers, as_job_errors, load_models, measured, measuring
-from pipeline.report.scorers import Scorer, make_scorer, scorer_file
+from pipeline.evaluation.measuring import as_job_errors, load_models, measured
 from pipeline.settings import ResourcesConfig
 
-VERIFIERS_FILE = "verifiers.json"
 _LINE_SECONDS = 5.0
 
 Questions = Mapping[str, Sequence[Question]]
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:
-    """Run an evaluation to its end; `command` is kept for the record. Results are written as they arrive.
+    """Measure all settings except those of earlier submissions, and write the report; `command` is kept for the record.
 
     Raises `InputError` if the questions, the models or the output cannot be used, and `JobError` on failure.
     """
@@ -72,42 +45,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
         questions = {name: read_questions(file, config.questions_per_file) for name, file in config.files.items()}
     folder = output_folder(config.output)
     earlier = _earlier_results(folder)
-    if config.verifier is not None and earlier is not None:
-        raise _unusable(folder, "holds an evaluation of drafters")
-    if config.verifier is None and (folder / VERIFIERS_FILE).exists():
-        raise _unusable(folder, "holds an evaluation of verifiers")
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="evaluation", settings="{}")
-    if config.verifier is None:
-        evaluate_drafters(config, questions, command, folder, resources, earlier)
-    else:
-        evaluate_verifiers(config, questions, command, folder, resources)
-
-
-def output_folder(output: str) -> Path:
-    folder = Path(output).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
-    return folder
-
-
-def _unusable(folder: Path, why: str) -> InputError:
-    return InputError(f"output {folder} {why}: choose another")
-
-
-# Drafters.
-
-
-def evaluate_drafters(
-    config: EvaluateConfig,
-    questions: Questions,
-    command: str,
-    folder: Path,
-    resources: ActorResources,
-    earlier: Results | None,
-) -> None:
-    """Measure all settings except those of `earlier` results, and write the report."""
     done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
     asked = (config, questions, command, done, resources.threads)
     results, last_line = earlier, 0.0
@@ -128,11 +66,24 @@ def evaluate_drafters(
             where = f"temperature {temperature:g}, batch {batch}, {name}"
             say(f"{where}: {item.done} of {item.total} turns of all arms")
     assert results is not None
-    files = write_report(results, folder)
+    file = write_report(results, folder)
     print(f"{speed_tables(results)}\n\n{_gains(results)}\n")
     for one in results.skipped:
         print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
-    print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
+    print(f"written:  {folder / RESULTS_FILE}, {file}", flush=True)
+
+
+def output_folder(output: str) -> Path:
+    folder = Path(output).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
+    return folder
+
+
+def _unusable(folder: Path, why: str) -> InputError:
+    return InputError(f"output {folder} {why}: choose another")
 
 
 def _plan(config: EvaluateConfig, questions: Questions) -> Plan:
@@ -178,156 +129,3 @@ def _measure(
     evaluation = Evaluation(base, tokenizer, questions, _plan(config, questions))
     yield evaluation.describe(command, config.files)
     yield from evaluation.run(done)
-
-
-# Verifiers.
-
-
-@dataclass(frozen=True)
-class Block:
-    """A combination of settings under which all verifiers are compared."""
-
-    questions: str
-    drafter: str
-    nodes: Nodes
-    batch: int
-    temperature: float
-
-    @property
-    def title(self) -> str:
-        return (
-            f"{self.questions}, {self.drafter}, {self.nodes} draft nodes, batch {self.batch}, "
-            f"temperature {self.temperature:g}"
-        )
-
-
-def evaluate_verifiers(
-    config: EvaluateConfig, questions: Questions, command: str, folder: Path, resources: ActorResources
-) -> None:
-    """Measure all blocks, one after another, except those that an earlier submission has measured.
-
-    Raises `InputError` if questions, models, verifiers or the output cannot be used, and `JobError` on failure.
-    """
-    assert config.scorer is not None
-    scorer, model = make_scorer(config.scorer, config.target), model_name(config.model)
-    with as_job_errors((LoadError,)):
-        for one in config.lenient_verifiers():
-            make_verifier(verifier_grid(one)[0])
-    plan = _plan(config, questions)
-    for name, some in questions.items():
-        if more := [question.name for question in some if len(question.turns) > 1]:
-            raise InputError(
-                f"questions {name}: {more[0]} has several turns, and a scorer scores one answer: leave it out"
-            )
-    results = _open_results(folder, _identity(config, questions))
-    made = [one["block"] for one in results["blocks"]]
-    settings = product(questions, plan.drafters, plan.num_draft_tokens, plan.batches, plan.temperatures)
-    left = []
-    for block in (Block(*one) for one in settings):
-        if asdict(block) in made:
-            say(f"{block.title}: measured before")
-        else:
-            left.append(block)
-    if not left:
-        return
-    load = partial(load_models, model, asdict(config.loading), resources.threads, os.getcwd())
-    with measuring(resources, VerifierTrials, load, mistakes=(LoadError, RequestError)) as ask:
-        results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
-        for block in left:
-            say(block.title)
-            left_out, found = _measured(config, block, questions[block.questions], scorer, ask)
-            figures = [one.as_dict() for one in found]
-            results["blocks"].append({"block": asdict(block), "left_out": left_out, "verifiers": figures})
-            # The plot comes first: a block in the results is not measured again, so a kill in between would lose it.
-            plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-            utility_plot(found).savefig(plot, dpi=150)
-            write_json(folder / VERIFIERS_FILE, results)
-            print(f"## {block.title}\n\n{utility_table(found)}\n")
-            print(f"written:  {folder / VERIFIERS_FILE}, {plot}", flush=True)
-
-
-def _identity(config: EvaluateConfig, questions: Questions) -> dict[str, Any]:
-    assert config.scorer is not None
-    file, verifiers = scorer_file(config.scorer), config.lenient_verifiers()
-    heads: dict[str, str] = {}
-    for name in config.plan().drafters:
-        heads |= head_fingerprints(config.model, name)
-    for one in verifiers:
-        heads |= verifier_fingerprints(one)
-    texts = {name: json.dumps([dict(one.columns) for one in some]) for name, some in questions.items()}
-    return {
-        "model": model_fingerprint(model_name(config.model)),
-        "heads": heads,
-        "dtype": config.loading.dtype,
-        "questions": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()},
-        "verifiers": [asdict(one) for one in verifiers],
-        "scorer": config.scorer if file is None else file_fingerprint(file),
-        **{name: getattr(config, name) for name in ("target", "rounds", "max_new_tokens", "compile")},
-    }
-
-
-def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    file = folder / VERIFIERS_FILE
-    if not file.exists():
-        return {"identity": identity, "environment": {}, "blocks": []}
-    try:
-        results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        same = results["identity"] == json.loads(json.dumps(identity))
-        comparable(results["environment"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unusable(folder, f"has a damaged {VERIFIERS_FILE} ({one_line(error)})") from error
-    if not same:
-        raise _unusable(folder, "holds another evaluation of verifiers (settings or models)")
-    return results
-
-
-def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of the file's blocks, or `here` before the first; refuse to mix different ones."""
-    if not earlier:
-        return here
-    before, now = comparable(earlier), comparable(here)
-    if other := [name for name in now if now[name] != before[name]]:
-        raise _unusable(
-            folder,
-            f"holds an evaluation of verifiers on another machine or by other code ({', '.join(other)}), and speeds of "
-            "both cannot stand side by side",
-        )
-    return earlier
-
-
-def _measured(
-    config: EvaluateConfig, block: Block, questions: Sequence[Question], scorer: Scorer, ask: Ask
-) -> tuple[list[str], list[VerifierFigures]]:
-    """Return why verifiers are left out, and the figures of exact decoding and of the others, each from strict on."""
-    verifiers: list[VerifierSettings] = []
-    left_out: list[str] = []
-    for one in config.lenient_verifiers():
-        try:
-            make_verifier(verifier_grid(one)[0]).refuse(SamplingParams(temperature=block.temperature))
-        except RequestError as error:
-            left_out.append(str(error))
-            say(f"left out at temperature {block.temperature:g}: {error}")
-        else:
-            verifiers.append(one)
-    with as_job_errors((LoadError, RequestError)):
-        tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
-        requests = [
-            Request(
-                encode(tokenizer, [{"role": "user", "content": question.turns[0]}]),
-                SamplingParams(config.max_new_tokens, block.temperature, seed=number),
-                question.name,
-            )
-            for number, question in enumerate(questions)
-        ]
-    engine = room_for(requests, block.batch, num_draft_tokens=block.nodes, compile=config.compile)
-    ask("begin", block.drafter, engine, requests, config.rounds)
-    scored = ScoredVerifiers(ask, [{**one.columns, "request_id": one.name} for one in questions], scorer)
-
-    def measure(settings: VerifierSettings) -> VerifierFigures:
-        found = scored.measure(settings)
-        kept = "" if found.kept is None else f", keeps {found.kept:.1%}"
-        say(f"{title_of(settings)}: β {found.beta:.2f}{kept}")
-        return found
-
-    lenient = [measure(settings) for verifier in verifiers for settings in verifier_grid(verifier)]
-    return left_out, in_order([scored.exact, *lenient])

@@ -29,7 +29,6 @@ _INTERNET = ipaddress.ip_network("2000::/3")
 
 
 def is_web(address: str) -> bool:
-    """Return whether an address is one of HTTP."""
     return address[:8].lower().startswith(("http://", "https://"))
 
 

@@ -17,7 +17,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.command_line import say
 from pipeline.errors import InputError
-from pipeline.io.apart import apart
+from pipeline.io.apart import Apart
 from pipeline.io.column_types import is_list, is_text
 from pipeline.io.files import Location, in_parallel, locate, locate_input, pattern_regex
 from pipeline.io.reading import COMPRESSIONS, HUB_FILES, InputFile, read_file, read_through
@@ -166,7 +166,9 @@ def _chosen(found: _Found, meant: Collection[str], wanted: str) -> tuple[list[In
 def read_apart(listing: InputListing) -> None:
     """Raise `InputError` if one of the files cannot be read, or crashes the process that tries."""
     if listing.of_arrays:
-        apart(read_through, listing.filesystem, listing.files, what=f"input {listing.files[0].path}")
+        read = Apart(read_through)
+        for file in listing.files:
+            read(listing.filesystem, file, what=f"input {file.path}")
 
 
 def format_of(name: str) -> Format | None:
@@ -327,7 +329,7 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
     if config.format == "openai":
         return BATCH
     if listing.of_arrays:
-        return apart(_look, listing, config, what=f"input {listing.files[0].path}")
+        return Apart(_look)(listing, config, what=f"input {listing.files[0].path}")  # type: ignore[no-any-return]
     return _look(listing, config)
 
 

@@ -21,10 +21,8 @@ from drafter.errors import RequestError, one_line
 from drafter.images.opening import refuse_large
 from pipeline.io.files import Location, locate, locate_input
 
-_SAME = {"file": "", "gcs": "gs", "abfss": "abfs"}
-"""Schemes by other names; that of local paths is empty."""
-_ROOTS = {"s3": 1, "gs": 1, "abfs": 1, "hf": 3}
-"""Parts of a path that are a bucket, a container or a repository."""
+_SAME = {"file": "", "gcs": "gs", "abfss": "abfs"}  # schemes by other names; that of local paths is empty
+_ROOTS = {"s3": 1, "gs": 1, "abfs": 1, "hf": 3}  # parts of a path that are a bucket, a container or a repository
 _HUB = "hf"
 
 
@@ -74,8 +72,7 @@ def full_address(source: str, file: str, scheme: str) -> str:
 def read_named(address: str, folders: Sequence[NamedFolder], most: int) -> bytes:
     """Return the content of a file that a row names, of at most `most` bytes.
 
-    Raises:
-        RequestError: It is in none of the folders, cannot be read, or is larger.
+    Raises `RequestError` if it is in none of the folders, cannot be read, or is larger.
     """
     with _errors_said():
         folder, path = _found(address, folders)

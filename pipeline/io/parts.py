@@ -152,7 +152,6 @@ def with_repeats(rows: pa.Table, part: Part) -> pa.Table:
 
 
 def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
-    """Return `table` with its column `row` converted to `row_type`."""
     return replace_column(table, "row", conform_struct(whole(table.column("row")), row_type))
 
 

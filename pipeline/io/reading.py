@@ -22,7 +22,6 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError, RowProblem
-from pipeline.io.apart import at
 from pipeline.io.arrays import largest_row, plain, refuse_unsafe
 from pipeline.io.column_types import as_text, infer_column, refuse_many_columns
 from pipeline.io.files import batches
@@ -380,7 +379,6 @@ def read_file(
     Raises:
         InputError: The file is damaged or is not of its format.
     """
-    at(file.path)
     try:
         parse = partial(_parse_json, text_column=text_column, json_column=json_column)
         readers: dict[Format, Callable[..., Iterator[Chunk]]] = {
@@ -417,8 +415,7 @@ def _with_folders(file: InputFile, chunk: Chunk) -> Chunk:
     return chunk
 
 
-def read_through(filesystem: fs.FileSystem, files: Iterable[InputFile]) -> None:
-    """Read files to their ends; for `apart`, which names the one that a process dies of."""
-    for file in files:
-        for _ in read_file(filesystem, file, _TRIAL_ROWS):
-            pass
+def read_through(filesystem: fs.FileSystem, file: InputFile) -> None:
+    """Read a file to its end."""
+    for _ in read_file(filesystem, file, _TRIAL_ROWS):
+        pass

@@ -9,7 +9,7 @@ from typing import Any
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
-from pipeline.io.apart import apart
+from pipeline.io.apart import Apart
 from pipeline.io.files import Location
 
 METADATA = ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -21,7 +21,7 @@ _MOST_METADATA = 16 << 20
 # `datasets` takes seconds to import. It finds splits only by these words, by numbered shards, and in the README.
 _MAY_TELL = re.compile(r"train|test|val|dev|-\d{5}-of-\d{5}")
 _NUMBERED = re.compile(r"(.+?)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?\.[\w.]+")
-_SECONDS, _NAMES_PER_SECOND, _GIB = 20, 1000, 4  # limits of a hostile README
+_SECONDS, _NAMES_PER_SECOND, _BYTES = 20, 1000, 4 << 30  # limits of a hostile README
 
 
 def split_files(
@@ -51,7 +51,8 @@ def split_files(
         return None
     seconds = _SECONDS + len(names) / _NAMES_PER_SECOND
     what = f"input {uri}: what its README.md and its files' names say of splits"
-    return apart(_resolved, uri, card, list(names), named, split, subset, what=what, seconds=seconds, gib=_GIB)
+    read = Apart(_resolved, seconds, _BYTES)
+    return read(uri, card, list(names), named, split, subset, what=what)  # type: ignore[no-any-return]
 
 
 def _resolved(

@@ -26,11 +26,9 @@ TokenText = Callable[[int], str]
 """Gives the text of a single token. Bytes of a partial character are surrogates, as in Python's `surrogateescape`."""
 LogprobsOf = Callable[[Sequence[TokenLogprob] | None, TokenText, int], dict[str, Any] | None]
 """Formats the log-probabilities of some tokens for a choice; the number is their offset in its text."""
-_SLICE = 64
-"""Tokens of a piece of a long answer, which takes a few milliseconds at most."""
+_SLICE = 64  # tokens of a piece of a long answer, which takes a few milliseconds at most
 _HALVES = re.compile("[\udc80-\udcff]")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte token in vocabularies of SentencePiece."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token in vocabularies of SentencePiece
 _PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTED_BYTES} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED_BYTES)))
@@ -43,8 +41,7 @@ _IMPOSSIBLE = -9999.0
 def wants_speculation(body: Any) -> bool:
     """Remove the extension from a body, and return whether it was asked for.
 
-    Raises:
-        OpenAIError: It is neither true nor false.
+    Raises `OpenAIError` if it is neither true nor false.
     """
     value = body.pop(FIELD, None) if isinstance(body, dict) else None
     if value is not None and not isinstance(value, bool):
@@ -94,7 +91,6 @@ def _vocabulary_bytes(entry: str) -> bytes | None:
 
 
 def _shown(text: str) -> str:
-    """Replace the bytes of partial characters, which JSON cannot have, one by one."""
     return _HALVES.sub("\ufffd", text)
 
 
@@ -277,7 +273,6 @@ def _open(value: dict[str, Any]) -> str:
 
 
 def event(data: dict[str, Any]) -> str:
-    """Return a server-sent event."""
     return f"data: {to_json(data)}\n\n"
 
 
@@ -339,7 +334,6 @@ class Chunks:
         return [{"delta": call_chunk(delta, f"{self._name}:{index}")} for delta in deltas]
 
     def finish(self, index: int, generation: Generation) -> str:
-        """Return the last chunk of choice `index`."""
         content: dict[str, Any] = {"delta": {}} if self._request.is_chat else {"text": ""}
         events, reason = self._begin(index), str(generation.finish_reason)
         if self._readers:

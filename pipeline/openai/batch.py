@@ -18,8 +18,7 @@ _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
     """Parse a line's `LINE_FIELDS`, of which the body is JSON text.
 
-    Raises:
-        OpenAIError: It is not a request that can be answered.
+    Raises `OpenAIError` if it is not a request that can be answered.
     """
     for name, allowed in (("method", ("POST",)), ("url", (_CHAT, _COMPLETION))):
         if line.get(name) is None:

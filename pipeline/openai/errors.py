@@ -71,17 +71,14 @@ class OpenAIError(Exception):
 
 
 def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
-    """Return an error of status 400."""
     return OpenAIError(400, message, param, code)
 
 
 def invalid(param: str, must: str, value: Any, code: str = "invalid_type") -> OpenAIError:
-    """Return the error for a value that must be otherwise."""
     return bad_request(f"Invalid '{param}': it must {must}, not {shown(value)}.", param, code)
 
 
 def missing(param: str) -> OpenAIError:
-    """Return the error for a parameter that is not there."""
     return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
 
 
@@ -108,19 +105,16 @@ def clipped(text: str) -> str:
 
 
 def can_only_be(name: str, only: str, value: Any) -> OpenAIError:
-    """Return the error for a value other than the ones that are supported."""
     message = f"Unsupported value: '{name}' can only be {only}, not {shown(value)}."
     return bad_request(message, name, "unsupported_value")
 
 
 def not_supported(name: str) -> OpenAIError:
-    """Return the error for a parameter that has no effect here."""
     why = f": {NOT_SUPPORTED[name]}" if name in NOT_SUPPORTED else ""
     return bad_request(f"Unsupported parameter: '{name}' is not supported{why}.", name, "unsupported_parameter")
 
 
 def contradiction(message: str, param: str) -> OpenAIError:
-    """Return the error for parameters that do not go together."""
     return bad_request(message, param, "invalid_parameter_combination")
 
 

@@ -28,8 +28,7 @@ _OWN = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a body, with known roles, and with arguments of tools as objects.
 
-    Raises:
-        OpenAIError: A message is not of OpenAI's form, or has something else than text and a user's images.
+    Raises `OpenAIError` if a message is not of OpenAI's form, or has something else than text and a user's images.
     """
     if not isinstance(messages, list):
         raise invalid("messages", "be a list of messages", messages)
@@ -40,7 +39,6 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def is_function(tool: Any) -> bool:
-    """Return whether a tool, or a call of one, is of type `function`."""
     return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
 
 

@@ -105,8 +105,7 @@ class ParsedRequest:
     def for_model(self, tokenizer: Any) -> ParsedRequest:
         """Return the request with its tools and their calls in the form of the model's chat template.
 
-        Raises:
-            OpenAIError: There must be a call, and the form is not one that output can be held to.
+        Raises `OpenAIError` if there must be a call, and the form is not one that output can be held to.
         """
         chat = self.prompts[0]
         if not isinstance(chat, Conversation) or not is_told(chat):
@@ -190,8 +189,7 @@ def _is_tokens(value: Any) -> bool:
 def parse_chat(body: dict[str, Any]) -> ParsedRequest:
     """Parse the body of a request to `/v1/chat/completions`.
 
-    Raises:
-        OpenAIError: A parameter is missing, unknown, not supported or wrong.
+    Raises `OpenAIError` if a parameter is missing, unknown, not supported or wrong.
     """
     parsed = _validated(ChatBody, body)
     if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
@@ -226,8 +224,6 @@ def parse_completion(body: dict[str, Any]) -> ParsedRequest:
 
 
 class StreamOptions(BaseModel):
-    """`stream_options` of a body."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
@@ -308,8 +304,6 @@ class Body(BaseModel):
 
 
 class ChatBody(Body):
-    """The body of a chat completion."""
-
     messages: Any
     tools: Any = None
     tool_choice: Any = None
@@ -325,8 +319,6 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """The body of a text completion."""
-
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from drafter.text.call_marks import CallMarks
 
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_ID_LENGTH = 9
-"""Characters of a call's id: Mistral's templates take no other number."""
+_ID_LENGTH = 9  # characters of a call's id: Mistral's templates take no other number
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,6 @@ class CallReader:
 
 
 class _Nesting:
-    """Finds the end of a JSON object."""
-
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
         self.closed = False
@@ -184,7 +181,6 @@ def read_message(marks: CallMarks, names: Iterable[str], text: str, answer: str)
 
 
 def call_chunk(delta: Delta, answer: str) -> dict[str, Any]:
-    """Return the `delta` of a chunk."""
     if isinstance(delta, str):
         return {"content": delta}
     function: dict[str, Any] = {"arguments": delta.arguments}

@@ -67,6 +67,5 @@ The job writes to --output: labels.parquet, and verifier/ (for --verifier pad --
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> PivotsConfig:
-    """Parse the job's command line; see `command_line.parse`."""
     parser = make_parser(PivotsConfig, "pivots", "--input DIR --scorer NAME --output DIR", _DESCRIPTION)
     return parse(PivotsConfig, parser, arguments)

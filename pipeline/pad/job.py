@@ -10,7 +10,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from drafter.errors import LoadError, RequestError
 from drafter.evaluation.decoders import decode_all
 from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, published_layer, save_classifier
 from drafter.methods.pad.training import RecordingVerifier, Rejection, is_pivot, roc_area, train_classifier
-from drafter.requests import hashed_seed, sample_seed
+from drafter.requests import Request, SamplingParams, hashed_seed, sample_seed
 from drafter.text.text_stream import read_output
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data, share_out
@@ -37,16 +37,20 @@ from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_job import output_folder
 from pipeline.evaluation.measuring import as_job_errors, load_models, measured
+from pipeline.generate.row_requests import row_sampling
 from pipeline.io.files import locate
-from pipeline.output.folder import versions
+from pipeline.openai.batch import LINE_FIELDS, parse_line
+from pipeline.output.columns import PROMPT_IMAGES
+from pipeline.output.folder import OutputFolder, versions
 from pipeline.pad.config import PivotsConfig
-from pipeline.report.audit import RepeatedRow, rows_to_repeat
-from pipeline.report.outputs import Row, open_output, read_run_of, rows_of
-from pipeline.report.scorers import Scorer, make_scorer, scores_of
+from pipeline.report.outputs import Row, open_output, open_rows, read_run_of, rows_of
+from pipeline.report.scorers import Scorer, make_scorer
+from pipeline.settings import SAMPLING_COLUMN
 
 _ROWS_AT_ONCE = 256
 _SIDES = {"with": "rejected", "without": "chosen"}
 _SEEDS = 2**31
+_REQUEST_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed", PROMPT_IMAGES, SAMPLING_COLUMN, *LINE_FIELDS}
 _MISTAKES = (InputError, LoadError, RequestError)
 
 REJECTION_TYPE = pa.schema(
@@ -78,7 +82,7 @@ def pivots(config: PivotsConfig, command: str) -> None:
         raise InputError(f"input {config.input} was made by the verifier {run['verifier']}, which is not exact")
     if drafter == "none":
         raise InputError("drafter none drafts nothing that could be rejected: name another by drafter")
-    rows = {row.request.request_id: row for row in rows_to_repeat(answered, run, 1.0)}
+    rows = {row.request.request_id: row for row in rows_to_repeat(answered, run)}
     answers = {row["request_id"]: row for row in rows_of(answered, None)}
     for answer in answers.values():  # before hours of work that a scorer cannot score
         worth(answer, answer["token_ids"], answer["text"], scorer)
@@ -117,6 +121,40 @@ def pivots(config: PivotsConfig, command: str) -> None:
 
 
 # Rejected tokens.
+
+
+@dataclass(frozen=True)
+class RepeatedRow:
+    """A request to repeat, and the tokens that the output has for it."""
+
+    request: Request
+    token_ids: list[int]
+
+
+def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any]) -> Iterator[RepeatedRow]:
+    """Yield an output's rows as requests with the settings that they were generated with.
+
+    Raises `InputError` if the rows cannot be read, or have images: the output has only the digests of these.
+    """
+    # Only the columns of requests: others may hold values that Python does not have.
+    columns = [name for name in open_rows(output).schema.names if name in _REQUEST_COLUMNS]
+    defaults = SamplingParams(**run["config"]["sampling"])
+    for row in rows_of(output, columns):
+        if row.get(PROMPT_IMAGES):
+            raise InputError(
+                f"output {output.root.path} has rows with images, such as {row['request_id']}, which no job reads again"
+            )
+        request = Request(row["prompt_token_ids"], _sampling(row, defaults), row["request_id"])
+        yield RepeatedRow(request, row["token_ids"])
+
+
+def _sampling(row: Row, defaults: SamplingParams) -> SamplingParams:
+    """The settings that a row was generated with. Log-probabilities change no token and are left out."""
+    if row.keys() >= set(LINE_FIELDS):
+        settings = parse_line(row).sampling(defaults)
+    else:
+        settings = row_sampling(defaults, row["request_id"], row, SAMPLING_COLUMN)
+    return replace(settings, seed=row["seed"], logprobs=None)
 
 
 def find_tokens(
@@ -276,7 +314,7 @@ def worth(answer: Row, token_ids: list[int], text: str, scorer: Scorer) -> float
 
     Raises `InputError` if the scorer cannot score it, or says less than 0.
     """
-    (score,) = scores_of([answer], [token_ids], [text], scorer)
+    score = scorer({**answer, "token_ids": token_ids, "text": text})
     if score < 0:
         raise InputError(
             f"the scorer finds an answer of row {answer['request_id']} worth {score:g}: pivots are told by shares of "

@@ -149,23 +149,12 @@ def compare_rows(
     return result
 
 
-def compare_or_audit(config: CompareConfig) -> int:
-    """Compare two outputs, audit one or both, or do both; return 1 if an audit found a difference, otherwise 0.
+def compare(config: CompareConfig) -> None:
+    """Compare two outputs, and write the page.
 
-    Raises `InputError` if an output, the scorer or the page cannot be used, and `JobError` if an audit failed.
+    Raises `InputError` if an output, the scorer or the page cannot be used.
     """
-    if config.second is not None:
-        _compare(config, config.second)
-    if config.share is None:
-        return 0
-    from pipeline.report.audit import audit  # Ray takes seconds to import: a comparison does without
-
-    same = [audit(uri, config.share) for uri in config.outputs]
-    return int(not all(same))
-
-
-def _compare(config: CompareConfig, second_uri: str) -> None:
-    outputs = [open_output(uri) for uri in (config.first, second_uri)]
+    outputs = [open_output(uri) for uri in (config.first, config.second)]
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
     first, second = (rows_of(output, _COLUMNS if scorer is None else None) for output in outputs)
     found = compare_rows(first, second, scorer, config.examples)
@@ -176,7 +165,7 @@ def _compare(config: CompareConfig, second_uri: str) -> None:
         found = compare_rows(first, second, scorer, config.examples, by=_PAIR)
         if not found.rows:
             raise InputError(
-                f"{config.first} and {second_uri} have no row in common, by its name (request_id) or its prompt's "
+                f"{config.first} and {config.second} have no row in common, by its name (request_id) or its prompt's "
                 "tokens: compare outputs of the same prompts"
             )
         say("the outputs have no row's name in common: rows are paired by their prompts")
@@ -184,7 +173,7 @@ def _compare(config: CompareConfig, second_uri: str) -> None:
     if (tokenizer := local_tokenizer(model)) is None:
         say(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine")
     rows = [(row, row.texts(tokenizer)) for row in found.shown]
-    names = without_secrets(config.first), without_secrets(second_uri)
+    names = without_secrets(config.first), without_secrets(config.second)
     text = render("comparison.html.jinja", names=names, comparison=found, scorer=config.scorer, rows=rows)
     path = write_page(config.page_uri, text)
     print(without_secrets("\n".join([*_summary(found, config), path])), flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,15 +21,11 @@ Compare two outputs of generation jobs, of the same prompts: how many rows have 
 others differ, and, with a scorer, whether one is worth more than the other.
 
   drafter compare exact lenient --scorer number --target answer
-  drafter compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
-  drafter compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+  drafter compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html"""
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """A report; see `parse_report`."""
-
     output: str
     page: str | None
     against: str | None
@@ -61,59 +55,31 @@ def parse_report(arguments: Sequence[str] | None = None) -> ReportConfig:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """A comparison, or an audit of `first` where there is no `second`; see `parse_comparison`.
-
-    `share` is the share of each output's rows to repeat by plain decoding; None is no audit.
-    """
-
     first: str
-    second: str | None = None
+    second: str
     scorer: str | None = None
     target: str | None = None
     page: str | None = None
     examples: int = 20
-    share: float | None = None
 
     def __post_init__(self) -> None:
         _check_examples(self.examples)
-        if self.second is None and self.share is None:
-            raise InputError("there is one output: give another to compare it with, or --sample to audit it")
-        if self.second is None and (self.scorer is not None or self.page is not None):
-            raise InputError("an audit of one output has no scorer and no page: leave out --scorer and --page")
-
-    @property
-    def outputs(self) -> list[str]:
-        return [self.first] if self.second is None else [self.first, self.second]
 
     @property
     def page_uri(self) -> str:
-        return self.page or f"{self.outputs[-1].rstrip('/')}/{COMPARISON_PAGE}"
+        return self.page or f"{self.second.rstrip('/')}/{COMPARISON_PAGE}"
 
 
 def parse_comparison(arguments: Sequence[str] | None = None) -> CompareConfig:
-    parser = new_parser("compare", "first [second] [settings]", _COMPARISON)
+    parser = new_parser("compare", "first second [settings]", _COMPARISON)
     parser.add_argument("first", help="folder or URI of a generation job's results")
-    parser.add_argument("second", nargs="?", help="the same of another job on the same prompts")
+    parser.add_argument("second", help="the same of another job on the same prompts")
     parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")
     parser.add_argument("--target", help="column with the right answer, for number, string and json")
     parser.add_argument("--page", help=f"file or URI to write; by default {COMPARISON_PAGE} in the second output")
     parser.add_argument("--examples", type=int, default=20, help="differing rows to show")
-    parser.add_argument("--sample", help="share of each output's rows to generate again plainly, such as 1%")
     given = parse_arguments(parser, arguments)
-    share = None if given.sample is None else share_of(given.sample)
-    return CompareConfig(given.first, given.second, given.scorer, given.target, given.page, given.examples, share)
-
-
-def share_of(text: str) -> float:
-    """Parse a share of rows such as `1%` or `0.01`. Raises `InputError` if it is not above 0 and at most 1."""
-    percent = _PERCENT.fullmatch(text.strip())
-    try:
-        share = float(percent[1]) / 100 if percent else float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
-    return share
+    return CompareConfig(given.first, given.second, given.scorer, given.target, given.page, given.examples)
 
 
 def _check_examples(examples: int) -> None:

@@ -18,10 +18,8 @@ from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder
 from pipeline.report.outputs import Row
 
-_SIDE = 480
-"""Most pixels of a side of a picture in the page."""
-_LOSSLESS = 128
-"""Pixels of a side up to which a picture is a PNG; larger ones are JPEG."""
+_SIDE = 480  # most pixels of a side of a picture in the page
+_LOSSLESS = 128  # pixels of a side up to which a picture is a PNG; larger ones are JPEG
 
 
 def pictures_of(output: OutputFolder, run: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, list[str]]:

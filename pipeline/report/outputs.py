@@ -10,7 +10,6 @@ from heapq import nlargest, nsmallest
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset
@@ -34,12 +33,10 @@ _COLUMNS = (
     "acceptance_histogram",
     "finish_reason",
     "generation_seconds",
-    "finished_at",
 )
 _LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
 _CACHED = "num_cached_tokens"  # which outputs of an earlier version have not
 _MOST_CATEGORIES = 10_000
-_SHORTEST_SECONDS = 1e-3  # that a row counts as having taken
 
 
 def open_output(uri: str) -> OutputFolder:
@@ -64,8 +61,6 @@ def read_run_of(output: OutputFolder) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an output."""
-
     unit: str  # `GPU-seconds`, or `CPU-seconds` where there is no GPU
     seconds: float  # in `unit`, for which engines held their share of the cluster, loading and repeated work included
     generating: float  # wall-clock seconds in which rows were generated
@@ -164,30 +159,6 @@ class Category:
 
 
 @dataclass
-class SecondSums:
-    """Sums at one second, by which `tokens_by_second` spreads each row's tokens evenly over the time that it took."""
-
-    begun: int = 0  # rows
-    ended: int = 0
-    tokens: float = 0.0  # of this second, beside those of rows that had begun before
-    rate: float = 0.0  # change of the tokens of each later second
-
-
-def tokens_by_second(sums: Mapping[int, SecondSums]) -> dict[int, tuple[int, float]]:
-    """Return finished rows and new tokens of each second in which rows ran or ended."""
-    found: dict[int, tuple[int, float]] = {}
-    open_rows, rate, seconds = 0, 0.0, sorted(sums)
-    for second, following in zip(seconds, [*seconds[1:], 0], strict=True):
-        one = sums[second]
-        found[second] = one.ended, max(rate + one.tokens, 0.0)
-        open_rows += one.begun - one.ended
-        rate = rate + one.rate if open_rows else 0.0
-        if open_rows:  # otherwise nothing runs until another submission, months later perhaps
-            found |= dict.fromkeys(range(second + 1, following), (0, rate))
-    return found
-
-
-@dataclass
 class RowSummary:
     """Totals over the finished rows.
 
@@ -203,7 +174,6 @@ class RowSummary:
     records: RecordSums = field(default_factory=RecordSums)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))  # by category, if any
-    by_second: dict[int, SecondSums] = field(default_factory=lambda: defaultdict(SecondSums))  # of the Unix epoch
     slowest: list[Row] = field(default_factory=list)  # some columns of the slowest rows, slowest first
     drawn: dict[str, str] = field(default_factory=dict)
 
@@ -225,7 +195,6 @@ def read_rows(
     for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *some, *filter(None, [category])]))):
         ids = table["request_id"].to_pylist()
         _add_counts(result, table)
-        _add_times(result, table)
         if category is not None:
             _add_groups(result, table, python_values(table[category].combine_chunks()))
         elif by_file and any(files := [name.rpartition(":")[0] for name in ids]):  # a column `id` names no files
@@ -262,25 +231,6 @@ def _add_counts(result: RowSummary, table: pa.Table) -> None:
     result.finish_reasons.update(table["finish_reason"].to_pylist())
 
 
-def _add_times(result: RowSummary, table: pa.Table) -> None:
-    # A row's tokens are a slope from its beginning to its end: what it adds to the second in which it begins, and its
-    # rate to all later ones; its end takes both back.
-    ends = table["finished_at"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy() / 1e6
-    lasted = np.maximum(table["generation_seconds"].to_numpy(), _SHORTEST_SECONDS)
-    rates = table["num_output_tokens"].to_numpy() / lasted
-    for times, sign in ((ends - lasted, 1), (ends, -1)):
-        seconds, places = np.unique(np.floor(times).astype(np.int64), return_inverse=True)
-        tokens = np.bincount(places, sign * rates * (np.floor(times) + 1 - times))
-        changes = np.bincount(places, sign * rates)
-        counts = np.bincount(places)
-        for second, count, some, change in zip(
-            *(values.tolist() for values in (seconds, counts, tokens, changes)), strict=True
-        ):
-            one = result.by_second[second]
-            one.tokens, one.rate = one.tokens + some, one.rate + change
-            one.begun, one.ended = one.begun + (count if sign > 0 else 0), one.ended + (count if sign < 0 else 0)
-
-
 def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) -> None:
     names = ["(none)" if value is None else str(value) for value in categories]
     columns = {"category": pa.array(names, pa.string())} | {name: table[name] for name in COUNTS}
@@ -296,7 +246,7 @@ def _add_groups(result: RowSummary, table: pa.Table, categories: Sequence[Any]) 
 
 def _slowest(table: pa.Table, number: int) -> list[Row]:
     places = pc.top_k_unstable(table["generation_seconds"], min(number, table.num_rows))
-    rows: list[Row] = table.drop_columns(["acceptance_histogram", "finished_at"]).take(places).to_pylist()
+    rows: list[Row] = table.drop_columns(["acceptance_histogram"]).take(places).to_pylist()
     return rows
 
 

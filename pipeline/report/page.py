@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,7 +17,6 @@ from drafter.statistics import (
     acceptance_by_depth,
     draft_acceptance_rate,
     mean_acceptance_length,
-    per_second,
     speculated_share,
     total,
 )
@@ -46,7 +43,6 @@ from pipeline.report.outputs import (
     read_rows,
     read_run_of,
     times_as_fast,
-    tokens_by_second,
 )
 
 _COMPARED_ROWS = 100  # rows drawn from both outputs for the comparison token by token
@@ -87,8 +83,7 @@ def report(config: ReportConfig) -> None:
         groups=_groups(rows),
         examples=examples,
         not_shown=not_shown,
-        acceptance=_acceptance_charts(rows.counts),
-        over_time=rates_over_time(tokens_by_second(rows.by_second)),
+        acceptance=acceptance_tables(rows.counts),
         learning=status.get("learning") or run.get("learning"),
         speculation=status.get("speculation") or run.get("speculation"),
     )
@@ -139,6 +134,27 @@ def _groups(rows: RowSummary) -> list[tuple[str, Category]]:
         others = Category(sum(group.rows for group in rest), total(group.counts for group in rest))
         shown.append((f"{len(rest):,} others", others))
     return shown
+
+
+@dataclass(frozen=True)
+class AcceptanceTable:
+    """Shares of the decode steps, from 0 to 1, by what `column` says."""
+
+    title: str
+    column: str
+    shares: Sequence[tuple[str, float]]
+
+
+def acceptance_tables(counts: DecodeCounts) -> list[AcceptanceTable]:
+    if not counts.num_draft_tokens:
+        return []
+    steps = sum(counts.acceptance_histogram)
+    exactly = [(str(accepted), number / steps) for accepted, number in enumerate(counts.acceptance_histogram)]
+    depths = [(str(depth), share) for depth, share in enumerate(acceptance_by_depth(counts), start=1)]
+    tables = [AcceptanceTable("Share of steps that accepted so many draft tokens", "draft tokens accepted", exactly)]
+    if depths:
+        tables.append(AcceptanceTable("By depth: share of steps that accepted at least so many", "depth", depths))
+    return tables
 
 
 # Another output beside this one.
@@ -306,104 +322,3 @@ def steps_of(
         steps.append(Step(number, accepted, runs, "".join(pieces[own : own + 1]), marks.get(own, "")))
         start = own + 1
     return steps
-
-
-# Bar charts as data.
-
-_DAY = 86400
-_WIDTHS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, _DAY]
-"""Seconds that a bar may span."""
-_MOST_BARS = 90
-_TIME_MARKS = 6
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar; `text` is its value as people read it."""
-
-    label: str
-    value: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Bars side by side, over a scale from 0."""
-
-    title: str
-    unit: str
-    along: str  # meaning of the horizontal axis
-    bars: Sequence[Bar]
-    marks: tuple[tuple[float, str], ...] = ()  # (share of the width, text) below the bars; empty to label each bar
-    form: Callable[[float], str] = "{:,.10g}".format  # of a number on the scale
-
-    @property
-    def ticks(self) -> list[tuple[float, str]]:
-        """(value, text) of the lines on the scale; the last is its upper end."""
-        return [(tick, self.form(tick)) for tick in scale(max((bar.value for bar in self.bars), default=0.0))]
-
-
-def scale(highest: float, steps: int = 4) -> list[float]:
-    """Return round numbers from 0 to at least `highest`, in about `steps` steps."""
-    if highest <= 0:
-        return [0.0, 1.0]
-    rough = highest / steps
-    power = 10.0 ** math.floor(math.log10(rough))
-    # Rounding errors must not add a step.
-    size = next(digit * power for digit in (1.0, 2.0, 2.5, 5.0, 10.0) if digit * power >= rough * (1 - 1e-9))
-    return [size * number for number in range(math.ceil(highest / size - 1e-9) + 1)]
-
-
-def shares(title: str, along: str, values: Sequence[tuple[str, float]]) -> Chart:
-    """Return a chart of (label, share of the decode steps), each share from 0 to 1."""
-    bars = [Bar(label, value, f"{value:.1%}") for label, value in values]
-    return Chart(title, "share of steps", along, bars, form=lambda tick: f"{100 * tick:.10g}%")
-
-
-def _acceptance_charts(counts: DecodeCounts) -> list[Chart]:
-    if not counts.num_draft_tokens:
-        return []
-    steps = sum(counts.acceptance_histogram)
-    exactly = [(str(accepted), number / steps) for accepted, number in enumerate(counts.acceptance_histogram)]
-    depths = [(str(depth), share) for depth, share in enumerate(acceptance_by_depth(counts), start=1)]
-    charts = [shares("Share of steps that accepted so many draft tokens", "draft tokens accepted", exactly)]
-    if depths:
-        charts.append(shares("By depth: share of steps that accepted at least so many", "depth", depths))
-    return charts
-
-
-def rates_over_time(by_second: Mapping[int, tuple[int, float]]) -> Chart | None:
-    """Chart new tokens a second over equal intervals, by `tokens_by_second`; None without rows."""
-    if not by_second:
-        return None
-    first, last = min(by_second), max(by_second)
-    width = _bar_width(last - first + 1)
-    begin = first - first % width
-    number = (last - begin) // width + 1
-    rows, tokens = [0] * number, [0.0] * number
-    for second, (some_rows, some_tokens) in by_second.items():
-        rows[(second - begin) // width] += some_rows
-        tokens[(second - begin) // width] += some_tokens
-    form = "%H:%M:%S" if width < 60 else "%H:%M"
-    if last - first >= _DAY:
-        form = f"%d %b {form}"
-    bars = []
-    for index in range(number):
-        start, end = begin + index * width, begin + (index + 1) * width
-        seconds = min(end, last + 1) - max(start, first)  # the first and the last interval may be shorter
-        rate = per_second(tokens[index], seconds)
-        when = datetime.fromtimestamp(start, UTC).strftime(form)
-        bars.append(Bar(when, rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows finished"))
-    marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))
-    title = f"Tokens a second, in each {_span(width)}; a row's are spread over the time that it took"
-    return Chart(title, "tokens/s", "time (UTC)", bars, marks)
-
-
-def _bar_width(span: int) -> int:
-    return next((width for width in _WIDTHS if span / width <= _MOST_BARS), _DAY * math.ceil(span / _DAY / _MOST_BARS))
-
-
-def _span(seconds: int) -> str:
-    units = (_DAY, "day"), (3600, "hour"), (60, "minute"), (1, "second")
-    size, name = next((size, name) for size, name in units if seconds % size == 0)
-    return name if seconds == size else f"{seconds // size} {name}s"

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +57,10 @@ def make_scorer(name: str, target: str | None) -> Scorer:
             raise InputError(f"the scorer {name} compares with a column of the rows: name it with --target")
         rule, column = _BUILT_IN[name], target
         return lambda row: float(rule(row["text"], _text_of(row, column)))
-    file, function = scorer_file(name), name.rpartition(":")[2]
-    if file is None or not function:
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py") or not function:
         raise InputError(f"no scorer {name!r}: use {', '.join(_BUILT_IN)}, or FILE.py:function")
-    return _checked(_load(file, function), name)
-
-
-def scores_of(
-    rows: Sequence[Mapping[str, Any]], token_ids: Sequence[list[int]], texts: Sequence[str], scorer: Scorer
-) -> list[float]:
-    """Return the utilities of answers to `rows`, which have `request_id` and all else that the scorer reads.
-
-    Raises `InputError` if the scorer cannot score an answer.
-    """
-    made = zip(rows, token_ids, texts, strict=True)
-    return [scorer({**row, "token_ids": ids, "text": text}) for row, ids, text in made]
-
-
-def scorer_file(name: str) -> Path | None:
-    """Return a scorer's file; None for a built-in one."""
-    file = name.rpartition(":")[0]
-    return Path(file) if file.endswith(".py") else None
+    return _checked(_load(Path(file), function), name)
 
 
 def _text_of(row: Mapping[str, Any], column: str) -> str:

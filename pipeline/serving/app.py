@@ -46,8 +46,7 @@ from pipeline.serving.handles import (
 from pipeline.serving.keys import Agreement, read_agreement, read_keys
 from pipeline.serving.work_limits import LargeWork
 
-_LARGE_BODY = 32 << 10
-"""Bodies above this many bytes are parsed in another thread, one at a time."""
+_LARGE_BODY = 32 << 10  # bodies above this many bytes are parsed in another thread, one at a time
 _MESSAGES = {404: "There is nothing at this address.", 405: "This address does not take this method."}
 _PAGE_HEADERS = {  # a browser may run the page's own script and style and ask this server only; none can frame it
     "Content-Security-Policy": (

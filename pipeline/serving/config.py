@@ -247,7 +247,6 @@ Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
-    """Parse the endpoint's command line; see `command_line.parse`."""
     return parse(ServeConfig, make_parser(ServeConfig, "serve", "", _DESCRIPTION, _COMMON), arguments)
 
 

@@ -32,24 +32,18 @@ DISCARDED = 16
 _BESIDE_BODY = 64 << 10
 """Most bytes of a request that are not its body: request line, headers, sizes and extensions of chunks, trailers."""
 _HEADERS = 128
-_PIPELINED = 8
-"""Requests that may wait behind the one being answered. Clients hardly ever send any."""
-_PIECE = 16 << 10
-"""Bytes that the parser gets at once: limits are checked in between."""
-_GUEST_PIECE = 1 << 10
-"""Likewise of a guest, who sends the first one without waiting: the head of nearly every request."""
+_PIPELINED = 8  # requests that may wait behind the one being answered. Clients hardly ever send any.
+_PIECE = 16 << 10  # bytes that the parser gets at once: limits are checked in between
+_GUEST_PIECE = 1 << 10  # likewise of a guest, who sends the first one without waiting: the head of nearly every request
 _TURN_BYTES = 4 << 10
 """Bytes beside the body that a guest may send at each of its turns; so many chunks of one byte take 3 ms to parse."""
 _DISCARDED_BYTES, _READ_BYTES = 16, 64
 """Bytes of a body that cost as much as one of these, if it is discarded or read."""
-_TURNS = 64.0
-"""These turns a second: of all guests together, and of all others."""
+_TURNS = 64.0  # these turns a second: of all guests together, and of all others
 _SEND_BUFFER = 128 << 10
 """Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
-_GUEST_TURNS = 50.0
-"""Answers to guests, and refusals, a second: of all connections together."""
-_LAST_SECONDS = 1.0
-"""Longest time for which a client may leave an answer unread once the server is to end."""
+_GUEST_TURNS = 50.0  # answers to guests, and refusals, a second: of all connections together
+_LAST_SECONDS = 1.0  # longest time for which a client may leave an answer unread once the server is to end
 _RAYS_OWN = frozenset(
     b"serve-multiplexed-model-id x-request-disconnect-disabled x-request-id x-request-timeout-seconds "
     b"x-session-id".split()
@@ -190,7 +184,6 @@ class Connections:
             connection.transport.abort()
 
     def remove(self, connection: _Connection) -> None:
-        """Remove a connection, if present."""
         self._open.pop(connection, None)
         self._owing.pop(connection, None)
         for turns in (self.turns, self.guests_pieces, self.pieces):

@@ -19,10 +19,8 @@ from pipeline.serving.config import EdgeConfig, LimitsConfig
 from pipeline.serving.handles import Answer, Device, Engines
 from pipeline.serving.work_limits import LargeWork
 
-_LARGE = 32 << 10
-"""First messages above this many characters are parsed in another thread, one at a time."""
-_SHORT_SECONDS = 5.0
-"""Longest wait for a replica to accept a connection."""
+_LARGE = 32 << 10  # first messages above this many characters are parsed in another thread, one at a time
+_SHORT_SECONDS = 5.0  # longest wait for a replica to accept a connection
 
 
 @dataclass(eq=False)

@@ -58,7 +58,6 @@ class EdgeChatConfig:
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EdgeChatConfig:
-    """Parse the command line; see `command_line.parse`."""
     parser = make_parser(EdgeChatConfig, "edge", "--server URL", _DESCRIPTION)
     return parse(EdgeChatConfig, parser, arguments)
 
@@ -90,9 +89,8 @@ class Screen:
 def chat(config: EdgeChatConfig) -> None:
     """Read questions and write answers, until the input ends.
 
-    Raises:
-        InputError: The draft model or the tokeniser cannot be loaded.
-        JobError: The server refuses, or cannot be reached.
+    Raises `InputError` if the draft model or the tokeniser cannot be loaded, and `JobError` if the server refuses, or
+    cannot be reached.
     """
     from drafter.edge.client import EdgeLM  # torch takes seconds to import: check the rest first
 

@@ -33,8 +33,7 @@ from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 from pipeline.serving.config import EdgeConfig
 from pipeline.serving.handles import Call, Device
 
-_UNSENT = 64
-"""Messages that wait for a device; further ones are dropped, and it asks again."""
+_UNSENT = 64  # messages that wait for a device; further ones are dropped, and it asks again
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _TOKENS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
@@ -53,8 +52,6 @@ def parse_request(body: dict[str, Any]) -> ParsedRequest:
 
 
 class EdgeMetrics:
-    """Counts what sessions do."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         histogram = partial(Histogram, registry=self.registry)
@@ -321,7 +318,6 @@ class EdgeHost:
         return [sessions, *self.metrics.registry.collect()]
 
     async def tokenizer(self) -> str:
-        """Return the digest of the model's tokeniser."""
         return await asyncio.to_thread(lambda: self._digest)
 
     @cached_property

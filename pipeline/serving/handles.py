@@ -36,8 +36,7 @@ _HEADERS = {
 }
 _TRIES = 3
 """Replicas tried before a request fails. One that dies before its first reply loses nothing: another gives the same."""
-_ASK_SECONDS = 5.0
-"""Longest wait for a learner's report or replicas' metrics."""
+_ASK_SECONDS = 5.0  # longest wait for a learner's report or replicas' metrics
 
 logger = logging.getLogger("ray.serve")
 

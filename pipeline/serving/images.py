@@ -20,8 +20,7 @@ from pipeline.openai.requests import SEES_NOTHING
 from pipeline.serving.work_limits import LargeWork
 from pipeline.settings import ImagesConfig
 
-_FETCHES = 16
-"""Images that are fetched at once. A slow host keeps nothing but other images waiting."""
+_FETCHES = 16  # images that are fetched at once. A slow host keeps nothing but other images waiting.
 _OF_ONE = 4
 """Those of one client: that many times a request's limit of bytes may be here, until it is known that they are more."""
 _HELD = 256 << 20
@@ -49,9 +48,7 @@ class ChatImages:
     async def fetched(self, addresses: Sequence[str], client: str) -> list[str | bytes]:
         """Return `data:` URIs as they are, and the content of other addresses that a client has sent.
 
-        Raises:
-            OpenAIError: There are too many, or the model sees none.
-            RequestError: One cannot be fetched.
+        Raises `OpenAIError` if there are too many, or the model sees none, and `RequestError` if one cannot be fetched.
         """
         if addresses and not self._sees:
             raise bad_request(f"Invalid 'messages': {SEES_NOTHING}.", "messages", "invalid_value")

@@ -30,10 +30,8 @@ from pipeline.stopping import in_thread
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
 _ASK_SECONDS = 5.0
-_MARGIN_SECONDS = 60.0
-"""Time for taking the endpoint down beside what open requests may take."""
-_AT_ONCE_SECONDS = 10.0
-"""Time for an end in good order after a second signal."""
+_MARGIN_SECONDS = 60.0  # time for taking the endpoint down beside what open requests may take
+_AT_ONCE_SECONDS = 10.0  # time for an end in good order after a second signal
 
 
 def serve_until_signal(config: ServeConfig) -> None:
@@ -205,8 +203,7 @@ def _check_address(host: str, port: int) -> None:
 def check_models(config: ServeConfig) -> None:
     """Check the models as far as possible without loading them.
 
-    Raises:
-        InputError: They cannot be used, or the folder of a head that learns cannot be written to.
+    Raises `InputError` if they cannot be used, or the folder of a head that learns cannot be written to.
     """
     name, learning = model_name(config.model), config.learning
     model_fingerprint(name)

@@ -15,8 +15,7 @@ from pipeline.serving.config import EVERYBODY, KeyRule, ServingLearning
 
 ENVIRONMENT = "DRAFTER_API_KEYS"
 """Environment variable of the ingress with keys, separated by commas."""
-_OPERATOR = "operator"
-"""Word after the key of somebody who may also see what all clients together do."""
+_OPERATOR = "operator"  # word after the key of somebody who may also see what all clients together do
 _OR_NONE = ", or set keys to none to answer everybody"
 
 
@@ -28,11 +27,9 @@ class Keys:
     operators: tuple[bytes, ...] = ()
 
     def may_ask(self, authorization: str | None) -> bool:
-        """Return whether an `Authorization` header is a client's."""
         return not self.clients or _has_one(authorization, self.clients)
 
     def may_operate(self, authorization: str | None) -> bool:
-        """Return whether an `Authorization` header is an operator's."""
         return not self.clients or _has_one(authorization, self.operators)
 
     def client(self, authorization: str | None) -> str:
@@ -126,7 +123,6 @@ class Agreement:
     digests: tuple[bytes, ...] = ()
 
     def covers(self, authorization: str | None) -> bool:
-        """Return whether the sender of a request with this `Authorization` header agreed."""
         return self.everybody or _has_one(authorization, self.digests)
 
 

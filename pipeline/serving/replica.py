@@ -74,20 +74,16 @@ from pipeline.settings import ImagesConfig
 _ASK_SECONDS = 1.0
 _NAME_SECONDS = 0.2
 _TRIES = 150
-_STALLED_SECONDS = 300.0
-"""Seconds after which a step counts as hung."""
+_STALLED_SECONDS = 300.0  # seconds after which a step counts as hung
 _EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
 """Most events of all streams together. Each wakes a dozen threads and, on shared cores, interrupts the engine."""
 _LARGEST_MESSAGE = 1 << 19
 """Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
 _LARGE_PROMPT = 2 << 10
 """Prompts above this many characters are encoded one at a time. Others take up to four milliseconds."""
-_MESSAGE = 64
-"""Characters that are as much work as a message by itself."""
-_TOKEN_TEXTS = 1 << 16
-"""Texts of tokens that are kept, for each client apart."""
-_REST = 3.0
-"""Pause between two pieces of a long answer, for each second that a piece took."""
+_MESSAGE = 64  # characters that are as much work as a message by itself
+_TOKEN_TEXTS = 1 << 16  # texts of tokens that are kept, for each client apart
+_REST = 3.0  # pause between two pieces of a long answer, for each second that a piece took
 
 
 logger = logging.getLogger("ray.serve")
@@ -284,7 +280,6 @@ class Answers:
         return requests
 
     def _prompt(self, prompt: Prompt, images: Sequence[str | bytes]) -> Any:
-        """Return what an engine takes of a prompt."""
         encode = partial(self._lm.encode, special_tokens=self._special_tokens)
         ids: Any = prompt
         if isinstance(prompt, str):

@@ -172,7 +172,7 @@ _DESCRIPTION = """\
 Train a draft head on its target model's own answers.
 
 --input is the output of drafter distill. The job writes to --output: head/ (the head with the highest held-out β, for
---drafter of drafter generate), metrics.jsonl, tensorboard/, training.png and run.json (what was run).
+--drafter of drafter generate), metrics.jsonl, tensorboard/ and run.json (what was run).
 Submit the same command again to resume from the last checkpoint.
 
   drafter train --input distilled --output trained
@@ -183,6 +183,5 @@ Submit the same command again to resume from the last checkpoint.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """Parse a training job's command line; see `command_line.parse`."""
     parser = make_parser(TrainConfig, "train", "--input DIR --output DIR", _DESCRIPTION, _COMMON)
     return parse(TrainConfig, parser, arguments)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from pyarrow import fs
 from ray.train import Checkpoint
 from safetensors import SafetensorError
@@ -25,7 +24,6 @@ from pipeline.io.files import Location, make_folders
 from pipeline.output.folder import LEASE_FILE, RUN_FILE, check_head, fetch_head, put_head
 
 STAGED_TEXTS_LIST = "texts.json"  # list of the staged texts. It is written last and completes the staging.
-_SMOOTHING = 0.9
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of AdamW's moments of a parameter
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"
@@ -44,7 +42,6 @@ class TrainingFolder:
         self.exported = root / "export"  # the same in another project's layout
         self.metrics = root / "metrics.jsonl"
         self.events = root / "tensorboard"
-        self.plot = root / "training.png"
         self.staged = root / "_staged"
         self.checkpoints = root / "_checkpoints"
         self.lease = root / LEASE_FILE
@@ -66,7 +63,7 @@ class TrainingFolder:
 
     def products(self) -> dict[str, int]:
         """Return the sizes in bytes of the user's files, by their names in the output."""
-        found = [self.metrics.info, self.plot.info, *self.head.children(), *self.events.children()]
+        found = [self.metrics.info, *self.head.children(), *self.events.children()]
         files = [info for info in found if info.type == fs.FileType.File]
         return {info.path.removeprefix(f"{self.root.path}/"): info.size for info in files}
 
@@ -79,7 +76,6 @@ class TrainingFolder:
         return True
 
     def save_head(self, head: DraftHead) -> None:
-        """Replace the best head so far by `head`."""
         with tempfile.TemporaryDirectory() as name:
             save_head(head, name)
             put_head(Path(name), self.head)
@@ -96,39 +92,7 @@ class TrainingFolder:
             put_head(Path(target), self.exported)
 
     def records(self) -> list[Record]:
-        """Read the metrics."""
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
-
-    def draw(self) -> None:
-        """Plot the metrics."""
-        with self.plot.open_whole() as stream:
-            _figure(self.records()).savefig(stream, dpi=120, format="png")
-
-
-def _figure(records: Sequence[Record]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    loss_axes, beta_axes = figure.subplots(1, 2)
-    steps = [record["step"] for record in records if "loss" in record]
-    losses = [record["loss"] for record in records if "loss" in record]
-    loss_axes.plot(steps, losses, linewidth=0.5, alpha=0.4)
-    loss_axes.plot(steps, list(_smoothed(losses)), color="C0")
-    loss_axes.set(xlabel="step", ylabel="loss (nats)", title="loss of a step, and its running mean")
-    evaluated = [record for record in records if "beta" in record]
-    for nodes in evaluated[0]["beta"] if evaluated else ():
-        values = [record["beta"][nodes] for record in evaluated]
-        beta_axes.plot([record["step"] for record in evaluated], values, marker="o", label=f"{nodes} nodes")
-    if evaluated:
-        beta_axes.legend()
-    beta_axes.set(xlabel="step", ylabel="β", title="held-out β, simulated")
-    return figure
-
-
-def _smoothed(values: Sequence[float]) -> Iterator[float]:
-    total = weight = 0.0
-    for value in values:
-        total = _SMOOTHING * total + value
-        weight = _SMOOTHING * weight + 1
-        yield total / weight
 
 
 @dataclass(frozen=True)

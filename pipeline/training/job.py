@@ -192,7 +192,6 @@ def run(
         if not folder.has_head() and (best := go_back(folder.checkpoints, chosen_by)) is not None:
             say(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again")
         execute(config, model, texts.base_fingerprint, folder, staged, resources, stopping)
-        folder.draw()
         facts |= {"texts": asdict(staged.counts), "products": folder.products()}
         save_run(folder.run_file, asdict(config), meant, state="finished", **facts)
 
@@ -342,7 +341,7 @@ def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
             f"β           {', '.join(f'{beta:.2f} at {nodes}' for nodes, beta in best['beta'].items())} draft nodes, "
             f"simulated on held-out texts at step {best['step']:,}, the best of {len(evaluated)} by {chosen_by} nodes",
             f"head        {folder.head.path}",
-            f"metrics     {folder.metrics.path}, {folder.plot.path}, {folder.events.path}",
+            f"metrics     {folder.metrics.path}, {folder.events.path}",
             f"run         {folder.run_file.path}",
             "next        " + ("\n" + " " * 12).join(following),
         ]

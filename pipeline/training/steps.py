@@ -169,8 +169,7 @@ class TextReader:
     def held_out(self, staged: StagedTexts, head: DraftHead) -> list[RegeneratedText]:
         """Return the texts for β of a head.
 
-        Raises:
-            InputError: The target model cannot read a text's images, or the head cannot be measured on any text.
+        Raises `InputError` if the target model cannot read a text's images, or the head cannot be measured on any text.
         """
         texts = staged.held_out(self.processor)
         if head.reads_texts:

@@ -1,14 +1,13 @@
 """The stage `base`: the base in a folder that the jobs load, with safetensors and a chat template.
 
-Vicuna is published as pickled shards without a chat template. The shards are read by PyTorch's restricted loader in a
-process of its own (`drafter.heads.unpickle`), never by this one.
+Vicuna is published as pickled shards without a chat template. The shards are read by PyTorch's restricted loader
+(`drafter.heads.unpickle`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ def _unpickle(published: Path, folder: Path) -> None:
         print(f"converting {file.name}", flush=True)
         try:
             convert_file(file, folder / names[file.name])
-        except (ValueError, subprocess.TimeoutExpired) as error:
+        except ValueError as error:
             raise InputError(f"the base at {published}: {one_line(error)}") from error
     if len(pickles) > 1:
         try:

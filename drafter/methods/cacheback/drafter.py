@@ -53,12 +53,10 @@ class LruTable(Table):
 _DEPTH = 16  # longest draft path
 _LENGTHS = ((8, 1), (4, 1), (2, 1), (1, 3))
 """(leader, follower) tokens, in lookup order; the last are the published ones."""
-_TAIL = max(map(sum, _LENGTHS)) - 1
-"""Tokens kept of a text so that, with new ones, they cover all new windows."""
+_TAIL = max(map(sum, _LENGTHS)) - 1  # tokens kept of a text so that, with new ones, they cover all new windows
 _OWN_LEADERS, _SHARED_LEADERS, _FOLLOWERS = 4096, 1 << 16, 8
 """Leaders of a table of a text and of one of all texts, and followers of each."""
-_UNREAD = 1 << 12
-"""Tokens of ended texts waiting to be learned; the oldest are dropped."""
+_UNREAD = 1 << 12  # tokens of ended texts waiting to be learned; the oldest are dropped
 _FIRST = {8: math.log(0.9), 4: math.log(0.8), 2: math.log(0.5), 1: math.log(0.3)}
 """Log-probability of the first token of the first follower, by leader length."""
 _OLDER, _FADING = math.log(0.6), math.log(0.5)
@@ -114,7 +112,6 @@ class CachebackDrafter(Drafter):
                 text.tail, text.unread = [*text.tail, *text.unread][-_TAIL:], []
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         grown = [
             grow(self._asked(text), text.tail, ask.nodes, self.spec.max_depth)
             for text in self._texts.rows[: len(context.tokens)]

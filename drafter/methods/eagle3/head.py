@@ -31,8 +31,7 @@ from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
 from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie
 
-_BEAM = 10
-"""Nodes run per level, as published."""
+_BEAM = 10  # nodes run per level, as published
 
 
 @dataclass(frozen=True)

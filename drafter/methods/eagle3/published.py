@@ -32,10 +32,8 @@ from drafter.heads.published import (
 )
 from drafter.methods.eagle3.head import Eagle3HeadConfig, fused_layers
 
-_DEPTH = 7
-"""Levels of a tree where a configuration does not say: those the published heads were trained for."""
-_SPECULATORS = "0.9.0"
-"""Version of speculators whose configuration is written."""
+_DEPTH = 7  # levels of a tree where a configuration does not say: those the published heads were trained for
+_SPECULATORS = "0.9.0"  # version of speculators whose configuration is written
 _LAYERS = ("midlayer.", "layers.0.")
 _UNREAD = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 """Tensors that follow from others, or are the target model's."""

@@ -97,7 +97,6 @@ class LongChainDrafter(MergedDrafter):
         self._length = length
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return chains `[B, 1 + ask.nodes]`; a row without any draft gets a lone root."""
         tree = super().propose(context, ask)
         chain, log_probs = likeliest_path(tree, self._length)
         width = context.longest + 1

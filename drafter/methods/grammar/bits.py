@@ -21,6 +21,5 @@ def allow_all_but(mask: Tensor, tokens: Iterable[int]) -> None:
 
 
 def _bit(token: int) -> int:
-    """Return a word with a token's bit, as int32."""
     place = token % _WORD
     return -(1 << place) if place == _WORD - 1 else 1 << place

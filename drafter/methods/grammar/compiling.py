@@ -47,8 +47,7 @@ and a step of 12,000 would take the engine's thread fifth parts of seconds. Othe
 MOST_FORCED = 1 << 14
 """Bytes that a grammar may leave no choice about at once: llguidance passes all of them to find the next token."""
 TOO_MUCH_FORCED = f"it leaves no choice for more than {MOST_FORCED:,} bytes at once: make the text shorter"
-_STACK = 512 << 20
-"""Bytes of address space: llguidance follows `$ref`s by recursion without a bound, 27 kB for each."""
+_STACK = 512 << 20  # bytes of address space: llguidance follows `$ref`s by recursion without a bound, 27 kB for each
 _STARTING = threading.Lock()
 _BOUNDS = Bounds(memory=_STACK + (256 << 20), seconds=2.0)
 """A thread's allocator reserves 128 MiB of the address space. Of the rest, the largest that compile take a third."""
@@ -62,8 +61,7 @@ _STYLE: Any = {
 models. Without escapes by number, under which a property's name could be written a second time as another one."""
 _STEPS, _BRANCHES, _CLOSING = 8, 24, b'",]}'
 """Choices in which a trial looks for long forced texts, bytes that it tries at each, and those that it prefers."""
-_MOST_TRIES = 200
-"""Places of a schema that are compiled alone to find which one is refused."""
+_MOST_TRIES = 200  # places of a schema that are compiled alone to find which one is refused
 
 _LARK_SKIPPED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*')
 _LARK_REFUSED = re.compile(r"%llguidance|%json|\b(?:max_tokens|temperature|stop)(?=\s*=)|@\w+")

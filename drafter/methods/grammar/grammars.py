@@ -32,8 +32,7 @@ _KEPT = 8
 
 
 _LATE = ('"format"', '"uniqueItems"', '"multipleOf"')
-_MOST_SAID = 200
-"""Characters of a line of the log about what somebody has asked for."""
+_MOST_SAID = 200  # characters of a line of the log about what somebody has asked for
 
 
 @lru_cache(maxsize=256)

@@ -13,8 +13,7 @@ from drafter.methods.grammar.compiling import MOST_FORCED, TOO_MUCH_FORCED
 from drafter.methods.grammar.digits import FREE, OUTSIDE, REFUSED, Digits
 from drafter.text.reasoning import Reasoning
 
-_STUCK: Sequence[int] = (-1,)
-"""The forced run where there are more bytes than that: no token can be the next one."""
+_STUCK: Sequence[int] = (-1,)  # the forced run where there are more bytes than that: no token can be the next one
 
 
 class GrammarGuide(Guide):

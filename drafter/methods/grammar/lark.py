@@ -19,8 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 _MOST_RULES = 500
 _WALKS, _LONGEST_WALK = 8, 2000
 _SAMPLES, _LONGEST_SAMPLE = 24, 120
-_PATIENCE = 40
-"""Bytes of a random text after which it closes what is open."""
+_PATIENCE = 40  # bytes of a random text after which it closes what is open
 _WORDS = 0.3
 _CLOSING = b"\"')]}>;\n"
 

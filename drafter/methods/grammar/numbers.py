@@ -17,14 +17,11 @@ from typing import Any
 
 TINIEST = 1e-20
 """The least number above 0 within bounds, where numbers have no exponents."""
-_LARGEST = 2.0**63 - 1024
-"""The largest float that llguidance can hold as an integer."""
-_EXACT = 2.0**53
-"""Floats up to here are exact for all whole numbers."""
+_LARGEST = 2.0**63 - 1024  # the largest float that llguidance can hold as an integer
+_EXACT = 2.0**53  # floats up to here are exact for all whole numbers
 LARGEST_MULTIPLE = 10_000
 """In units of the last decimal: an automaton has a state for each remainder."""
-_MOST_DIGITS = 15
-"""Digits of a multiple, so that all are exact."""
+_MOST_DIGITS = 15  # digits of a multiple, so that all are exact
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MIRRORED = {
     "minimum": "maximum",

@@ -38,7 +38,6 @@ def places(schema: Any, place: Place = ()) -> list[Place]:
 
 
 def pointer(place: Place) -> str:
-    """Return how `$ref` names a place."""
     return "#" + "".join("/" + part.replace("~", "~0").replace("/", "~1") for part in place)
 
 
@@ -59,7 +58,6 @@ def place_of(reference: str, root: Any) -> Place | None:
 
 
 def at(root: Any, place: Place) -> Any:
-    """Return what stands at a place of a schema; None if nothing does."""
     found = root
     for part in place:
         if isinstance(found, list):

@@ -30,12 +30,9 @@ from drafter.training.targets import base_hidden_states
 from drafter.tree.token_tree import TokenTree
 
 _EPSILON = 1e-6
-_TAUGHT = 32
-"""Likeliest tokens of the target model whose probabilities are distilled."""
-_NORM_TOKENS = 64
-"""Tokens of the text from which the final norm is known."""
-_AT_ONCE = 16
-"""Positions of a text whose trees grow together."""
+_TAUGHT = 32  # likeliest tokens of the target model whose probabilities are distilled
+_NORM_TOKENS = 64  # tokens of the text from which the final norm is known
+_AT_ONCE = 16  # positions of a text whose trees grow together
 
 
 @dataclass(frozen=True)

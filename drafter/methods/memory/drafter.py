@@ -31,13 +31,10 @@ CONTEXT = 8
 NOTHING = -1
 """Missing token, position or block."""
 _BLOCK = 128  # tokens; more than any continuation has
-_OF_ALL = 0
-"""Group of texts that any text may draft from."""
-_ORDERS = (1, 2, 4)
-"""Lengths of lookup keys. Short ones occur often, where the newest positions are not the best."""
+_OF_ALL = 0  # group of texts that any text may draft from
+_ORDERS = (1, 2, 4)  # lengths of lookup keys. Short ones occur often, where the newest positions are not the best.
 _NEWEST = 16  # positions kept per key
-_TOKENS_PER_BUCKET = 8
-"""Tokens of capacity per hash bucket; most pairs of tokens recur."""
+_TOKENS_PER_BUCKET = 8  # tokens of capacity per hash bucket; most pairs of tokens recur
 
 
 @dataclass
@@ -240,15 +237,12 @@ class SuffixIndex:
 
 CAPACITY = 1_000_000
 """Tokens that are remembered, at about 36 bytes each."""
-_DEPTH = 16
-"""Longest continuation; in copied text all of it is accepted."""
+_DEPTH = 16  # longest continuation; in copied text all of it is accepted
 _MATCHES = 16  # continuations that vote
 _WEIGHT = 2.0  # of a match relative to one a token shorter
-_TOLD_AT_ONCE = 2048
-"""Tokens of other texts indexed per step, to bound the step's latency."""
+_TOLD_AT_ONCE = 2048  # tokens of other texts indexed per step, to bound the step's latency
 _TOLD_WRITERS = 8  # other texts written at the same time
-_BELIEF = 4
-"""Prior: tokens per match length assumed tried, half of them accepted."""
+_BELIEF = 4  # prior: tokens per match length assumed tried, half of them accepted
 
 
 @dataclass
@@ -287,7 +281,6 @@ class MemoryDrafter(Drafter):
         self.slots = [self._rows]
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         rows, device = self._rows.rows[: len(context.tokens)], context.tokens.device
         self._read_told()
         self._read(self._rows.rows)

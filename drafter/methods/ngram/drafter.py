@@ -22,7 +22,6 @@ class NgramDrafter(Drafter):
         self._matches = matches
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         width = context.longest + 1
         tokens, lengths = context.tokens[:, :width], context.lengths.clamp_max(context.longest)
         paths, log_weight = lookup(tokens, lengths, self.spec.max_depth, self._matches)

@@ -62,12 +62,11 @@ def test_rates_and_speedups() -> None:
 def test_figures_compare_rounds_of_the_same_setting() -> None:
     theirs, plain, head = figures(cells())
     assert (plain.rate, plain.gamma, plain.beta) == (22.5, 1.0, 1.0)
-    assert (theirs.gamma, theirs.beta, theirs.by_depth) == (0.5, None, [])
+    assert (theirs.gamma, theirs.beta) == (0.5, None)
     # Twice and four times plain decoding's speed in the two rounds.
     assert (head.gamma, head.relative_to_transformers) == (3.0, 6.0)
     # 60 tokens in 36 steps, of which 18 accepted a token and 6 two.
     assert head.beta == pytest.approx(60 / 36)
-    assert head.by_depth == [0.5, pytest.approx(1 / 6)]
 
 
 def test_places_are_not_mixed() -> None:
@@ -106,7 +105,7 @@ def test_figures_of_several_prompts_have_intervals() -> None:
     assert figures([replace(plain, batch=8, tokens=[[150]], seconds=[[4.0]]), together])[1].gamma_interval is None
 
 
-def test_transformers_may_be_left_out(tmp_path: Path) -> None:
+def test_transformers_may_be_left_out() -> None:
     found = figures(cells()[1:])
     assert [(one.gamma, one.relative_to_transformers) for one in found] == [(1.0, None), (3.0, None)]
     assert (
@@ -114,7 +113,6 @@ def test_transformers_may_be_left_out(tmp_path: Path) -> None:
         == "| method | tree | draft nodes | chat β | chat γ | chat faster | differing tokens |"
     )
     assert "× generate" not in page(results(cells()[1:]))
-    assert len(write_report(results(cells()[1:]), tmp_path)) == 5
 
 
 def test_other_draws_are_not_counted_as_differing() -> None:
@@ -151,41 +149,16 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_report_has_every_table_and_plot(tmp_path: Path) -> None:
-    files = write_report(results([*cells(), *cells(8)]), tmp_path)
-    assert sorted(file.name for file in files) == [
-        "acceptance_by_depth.png",
-        "beta_by_nodes.png",
-        "gamma_by_batch.png",
-        "stage_times.png",
-        "table.md",
-    ]
-    for file in files[1:]:
-        assert file.read_bytes().startswith(b"\x89PNG")
-    text = files[0].read_text()
+def test_a_report_has_every_table(tmp_path: Path) -> None:
+    text = write_report(results([*cells(), *cells(8)]), tmp_path).read_text()
     assert text == page(results([*cells(), *cells(8)]))
     for heading in ("Temperature 0, batch 1", "Temperature 0, batch 8", "β by category: chat", "Left out"):
         assert f"## {heading}\n" in text
-
-
-def test_without_a_fixed_number_of_nodes_two_plots_are_left(tmp_path: Path) -> None:
-    adaptive = [
-        Cell("chat", 1, 0.0, Arm("ngram", "exact", "auto"), one.tokens, one.seconds, 0, one.counts, one.stages)
-        if one.arm == HEAD
-        else one
-        for one in cells()
-    ]
-    assert {file.stem for file in write_report(results(adaptive), tmp_path)} == {
-        "table",
-        "gamma_by_batch",
-        "stage_times",
-    }
 
 
 def test_a_report_is_made_again_from_its_json(tmp_path: Path) -> None:
     results(cells()).save(tmp_path)
     make_again([str(tmp_path)])
     assert (tmp_path / "table.md").read_text() == page(results(cells()))
-    assert (tmp_path / "stage_times.png").is_file()
     with pytest.raises(SystemExit, match=r"none of results.json, heads.json, scale.json"):
         make_again([str(tmp_path / "elsewhere")])

@@ -10,10 +10,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of hostile files set `apart` again."""
+    """Tests of hostile files set `Apart` again."""
 
-    def here(function: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        return function(*arguments)
+    def here(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
+        return lambda *arguments, what: function(*arguments)
 
     for module in ("listing", "splits"):
-        monkeypatch.setattr(f"pipeline.io.{module}.apart", here)
+        monkeypatch.setattr(f"pipeline.io.{module}.Apart", here)

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
 from pipeline.errors import InputError
-from pipeline.io.apart import apart
+from pipeline.io.apart import Apart
 from pipeline.io.listing import list_input
 from tests.support.staging import staged, write_input
 
@@ -137,7 +137,7 @@ def test_files_beside_the_only_split_are_asked_about(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_names_tell_no_split_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.io.splits.apart", None)
+    monkeypatch.setattr("pipeline.io.splits.Apart", None)
     source = repository(tmp_path / "repository", "a.parquet", "deep/b.parquet", readme="---\nlicense: mit\n---\n")
     assert names(source) == ["a.parquet", "deep/b.parquet"]
 
@@ -218,9 +218,9 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
         ("configs: 5", "whose front matter `datasets` refuses"),
         ("configs: [", "whose front matter `datasets` refuses"),
         (f"configs: {DEEP}", "whose front matter `datasets` refuses"),
-        (f"{LAUGHS}configs: *a11", "cannot be read within 3 seconds|MemoryError"),
+        (f"{LAUGHS}configs: *a11", "it takes more than"),
         (f"configs:\n- config_name: x\n  data_files: '{'**/*' * 12}z'", "cannot be listed|its README.md lists"),
-        (f"configs:\n- config_name: x\n  data_files: '{'**/*a*/' * 12}z'", "its README.md lists|within"),
+        (f"configs:\n- config_name: x\n  data_files: '{'**/*a*/' * 12}z'", "its README.md lists|it takes more than"),
         ("configs:\n- config_name: x\n  data_files: https://example.com/x.parquet", "outside of it"),
         ("configs:\n- config_name: x\n  data_files: /etc/passwd", "outside of it"),
         ("configs:\n- config_name: x\n  data_files: ../b.parquet", r"has no \.\./b\.parquet, which its README"),
@@ -231,7 +231,7 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
 def test_hostile_readmes_are_refused(
     configs: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.io.splits.apart", apart)
+    monkeypatch.setattr("pipeline.io.splits.Apart", Apart)
     monkeypatch.setattr("pipeline.io.splits._SECONDS", 3 if configs.startswith("a0") else 60)
     source = repository(tmp_path / "repository", "a" * 30 + ".parquet", "b.parquet", readme=f"---\n{configs}\n---\n")
     with pytest.raises(InputError, match=reason):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
@@ -14,9 +15,20 @@ from drafter.methods.pad.training import Rejection
 from drafter.prompt import Prompt, Span
 from drafter.requests import Request, SamplingParams
 from pipeline.errors import InputError
+from pipeline.generate.config import GenerateConfig
 from pipeline.generate.row_requests import row_sampling
-from pipeline.pad.job import REJECTION_TYPE, features_of, is_held_out, labelled, prompts_of, tokens_of, worth
-from pipeline.report.audit import RepeatedRow
+from pipeline.pad.job import (
+    REJECTION_TYPE,
+    RepeatedRow,
+    features_of,
+    is_held_out,
+    labelled,
+    prompts_of,
+    rows_to_repeat,
+    tokens_of,
+    worth,
+)
+from tests.pipeline.report.outputs import write_output
 from tests.support.models import SpellingTokenizer
 
 ROWS = [
@@ -161,3 +173,17 @@ def test_a_share_of_the_prompts_is_held_out() -> None:
     names = [f"row {number}" for number in range(2000)]
     assert sum(is_held_out(name, 0.25) for name in names) == pytest.approx(500, abs=80)
     assert {name for name in names if is_held_out(name, 0.1)} < {name for name in names if is_held_out(name, 0.4)}
+
+
+def test_a_row_is_decoded_again_with_its_own_settings(tmp_path: Path) -> None:
+    body = json.dumps({"model": "m", "prompt": "x", "temperature": 0.5, "max_tokens": 9})
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    own = {"sampling": '{"temperature": 0.9, "logprobs": 3}'}
+    sampling = SamplingParams(temperature=0.2, max_new_tokens=7, logprobs=1)
+    run = {"config": GenerateConfig("in", "out", sampling=sampling).as_dict()}
+    for number, (columns, temperature, most) in enumerate(((line, 0.5, 9), (own, 0.9, 7), ({}, 0.2, 7))):
+        row = {"id": "a", "accepted": [0], "marks": {"seed": 11, **columns}}
+        (found,) = rows_to_repeat(write_output(tmp_path / str(number), [[row]], []), run)
+        asked = found.request.sampling
+        assert (asked.temperature, asked.max_new_tokens, asked.seed, asked.logprobs) == (temperature, most, 11, None)
+        assert list(found.request.prompt_ids) == [20, 21]

@@ -2,17 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from pipeline.report.outputs import (
-    SecondSums,
     open_rows,
     read_errors,
     read_full,
     read_rows,
-    tokens_by_second,
 )
-from tests.pipeline.report.outputs import BEGUN, write_output
+from tests.pipeline.report.outputs import write_output
 
 
 def test_the_pass_adds_up_all_files(tmp_path: Path) -> None:
@@ -45,19 +41,6 @@ def test_the_pass_adds_up_all_files(tmp_path: Path) -> None:
         "x": (2, 14),
         "y": (1, 2),
     }
-    second = int(BEGUN.timestamp())
-    # A row's tokens are spread over the seconds that it took, and rows are counted where they ended.
-    found = tokens_by_second(rows.by_second)
-    assert list(found) == list(range(second - 8, second + 2))
-    assert sum(rows for rows, _ in found.values()) == 3
-    assert found[second] == pytest.approx((2, 4 / 3 * 0.9 + 2 / 9 + 10 * 0.1))
-    assert found[second - 1] == pytest.approx((0, 4 / 3 + 2 / 9 + 10 * 0.9))
-    assert found[second - 5] == pytest.approx((0, 2 / 9))
-    assert found[second + 1] == pytest.approx((1, 2 / 9 * 0.2))
-    assert sum(tokens for _, tokens in found.values()) == pytest.approx(16)
-    # Between two submissions there is nothing, however long that was.
-    pause = {0: SecondSums(1, 1, 5.0, 0.0), 10**9: SecondSums(1, 1, 7.0, 0.0)}
-    assert tokens_by_second(pause) == {0: (1, 5.0), 10**9: (1, 7.0)}
     assert [row["request_id"] for row in rows.slowest] == ["b", "a"]
     assert len(rows.drawn) == 2
     assert [row["request_id"] for row in read_full(output, rows)] == list(rows.drawn)

@@ -18,14 +18,14 @@ from tests.support.waiting import wait_until
 
 FINISHED = [
     "run.json tensorboard/* _checkpoints/checkpoint_manager_snapshot.json",
-    "run.json.copy metrics.jsonl training.png head/config.json",
+    "run.json.copy metrics.jsonl head/config.json",
     "head/model.safetensors _staged/texts.json",
     "_staged/held-out.parquet _staged/part-000000.parquet _staged/token-counts.parquet",
     "_checkpoints/step-00000020/progress.json _checkpoints/step-00000024/state.safetensors",
     "_checkpoints/step-00000024/progress.json _checkpoints/step-00000020/state.safetensors",
 ]
 """All files of a finished run. Those in one line are torn together: none of them is made from another."""
-LAST = ("training.png", "_checkpoints/step-00000024/progress.json", "_checkpoints/step-00000024/state.safetensors")
+LAST = ("_checkpoints/step-00000024/progress.json", "_checkpoints/step-00000024/state.safetensors")
 """Files that are not there yet if the driver ended before its last checkpoint was uploaded."""
 UNFINISHED = [" ".join(name for name in names.split() if name not in LAST) for names in FINISHED]
 
@@ -43,7 +43,6 @@ def unfinished(finished: Training) -> Training:
     run = json.loads((folder / "run.json").read_text())
     for name in ("run.json", "run.json.copy"):
         (folder / name).write_text(json.dumps({**run, "state": "running"}))
-    (folder / "training.png").unlink()
     shutil.rmtree(folder / "_checkpoints" / "step-00000024")
     return finished
 
@@ -67,7 +66,6 @@ def assert_same(done: Training, unbroken: Training) -> None:
         assert weight == pytest.approx(heads[1][name], abs=1e-4)
     assert json.loads((done.folder / "head" / "config.json").read_text())["training"]["history"][-1]["step"] == 24
     assert json.loads((done.folder / "run.json").read_text())["state"] == "finished"
-    assert (done.folder / "training.png").read_bytes().endswith(b"IEND\xaeB`\x82")
     (events,) = (done.folder / "tensorboard").iterdir()
     assert events.stat().st_size > 1000
     assert "_lease.json" not in files_below(done.folder)

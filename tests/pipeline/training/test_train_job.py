@@ -55,7 +55,6 @@ def test_the_best_head_is_kept_and_everything_is_told(
     ran = json.loads((unbroken.folder / "run.json").read_text())
     assert (ran["state"], ran["texts"]) == ("finished", counts)
 
-    assert (unbroken.folder / "training.png").read_bytes().startswith(b"\x89PNG")
     (events,) = (unbroken.folder / "tensorboard").iterdir()
     assert events.stat().st_size > 1000
 
@@ -195,7 +194,6 @@ def test_killed_workers_and_drivers_do_not_show_in_the_losses(
                 if process.is_running():
                     process.kill()
             job.wait()
-    assert not (broken / "training.png").exists()
 
     # The same command on another cluster, with another number of workers.
     resumed = train(output=broken)

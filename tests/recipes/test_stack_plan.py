@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.methods.draft_models.planning import Levels, acceptance_of, block_of, compare_stacks, expected_tokens
+from recipes.stacks import Levels, acceptance_of, block_of, compare_stacks, expected_tokens
 
 
 def per_token(levels: Levels, stack: tuple[int, ...]) -> float:

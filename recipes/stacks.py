@@ -1,5 +1,7 @@
 """Measures drafters on sample prompts, and plans the best stack of them (HSD, arXiv 2510.19705): a shortest path.
 
+    python -m recipes.stacks cacheback model:SMALLER model:SMALL --model MODEL --input sample.jsonl
+
 The lowest drafter proposes, each model above scores and prunes in one forward, and the target model verifies the rest.
 HSD's levels draft in rounds up to a fixed number of tokens; here each has one round per step, so it passes on as many
 tokens as it expects to be accepted. All seconds are of a step, divided by its rows.
@@ -7,7 +9,9 @@ tokens as it expects to be accepted. All seconds are of a step, divided by its r
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +20,18 @@ from typing import Any
 
 from drafter import devices
 from drafter.drafters.names import kind_and_rest, leaf_names
-from drafter.drafters.registry import TRAINING_FREE, load_drafter
+from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
+from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Run, decode_all, room_for, warm_up
+from drafter.evaluation.questions import QuestionError, prompts_of, read_questions
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request
 from drafter.statistics import mean_acceptance_length, total
+from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 
 Numbers = Sequence[float]
 Names = tuple[str, ...]
@@ -220,3 +228,34 @@ def stack_table(expected: Sequence[Cost], measured: Sequence[Cost]) -> str:
             for one in expected
         ]
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the stacks that a command line asks for, the best first; return 1 if they cannot be measured."""
+    parser = argparse.ArgumentParser(
+        "python -m recipes.stacks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("drafters", nargs="+", help="the cheapest first; model:… may stand above those before it")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="target model (default: the embedded one)")
+    parser.add_argument("--input", required=True, help="a sample of the prompts: JSON lines, as of drafter evaluate")
+    parser.add_argument("--questions", type=int, default=16, help="number of prompts, spread evenly over the file")
+    parser.add_argument("--batch", type=int, default=1, help="prompts decoded together")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    args = parser.parse_args(arguments)
+    try:
+        base, tokenizer = load_base(args.model), load_tokenizer(args.model)
+        sampling = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+        prompts = prompts_of(base, tokenizer, read_questions(args.input, args.questions), slots=args.batch, **sampling)
+        requests = [prompt.request for prompt in prompts]
+        levels, found = measure_levels(base, tokenizer, args.drafters, useful_nodes(base.device), requests, args.batch)
+    except (LoadError, QuestionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    expected = compare_stacks(levels)
+    print(f"{stack_table(expected, found)}\n\nbest:     --drafter '{stack_name(expected[0].levels)}'", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

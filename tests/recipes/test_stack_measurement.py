@@ -15,20 +15,21 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.questions import Question, prompts_of, read_questions
-from drafter.methods.draft_models.planning import (
+from drafter.target_model.loading import load_base
+from drafter.target_model.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
+from recipes.stacks import (
     Cost,
     Stack,
     compare_stacks,
     expectation,
     expected_tokens,
+    main,
     measure_levels,
     put_above,
     stack_name,
     stack_table,
 )
-from drafter.target_model.loading import load_base
-from drafter.target_model.model import BaseModel
-from drafter.text.tokenizers import load_tokenizer
 from tests.support.paths import ROOT
 
 MODEL = f"model:{EMBEDDED_BASE}"
@@ -95,3 +96,13 @@ def test_heads_cannot_be_levels(base: BaseModel) -> None:
 
 def test_a_stacks_name_is_that_of_the_drafter() -> None:
     assert [stack_name(()), stack_name(("a",)), stack_name(("a", "b", "c"))] == ["none", "a", "stack:a>b>c"]
+
+
+@pytest.mark.slow
+def test_the_command_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sample.jsonl").write_text('{"prompt": "Tom has 3 boxes of 12 pens."}\n')
+    settings = ["--input", str(tmp_path / "sample.jsonl"), "--max-new-tokens", "8"]
+    assert main(["ngram", *settings]) == 0
+    assert "best:     --drafter '" in capsys.readouterr().out
+    assert main(["ctc", *settings]) == 1
+    assert "error: drafter 'ctc' cannot be planned with" in capsys.readouterr().err
