@@ -35,10 +35,10 @@ from pipeline.generate.staging import StagingPlan, stage
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
 from pipeline.output.batch_results import batch_bytes, write_batch
-from pipeline.output.columns import RunTraits, wanted_columns
+from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
-from pipeline.output.part_files import commit_part, compact, foreign_files
+from pipeline.output.part_files import commit_part, compact, foreign_files, unify_types
 from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
@@ -112,6 +112,8 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     staged = reopen(job)
     if staged is None or staged.source != job.source or staged.without(output.committed()) or is_damaged(job, staged):
         staged, last = _stage_and_generate(job, staged, stopping, status)
+    if job.config.rollout is not None:
+        unify_types(output)
     compact_mb = job.config.writing.compact_mb
     compact(output, None if compact_mb is None else int(compact_mb * 2**20))
     rows, errors = count_rows(output)
@@ -176,7 +178,7 @@ def _on_cluster(
 def _stage(job: Job, before: StagedInput | None) -> StagedInput:
     # The input is staged if it is not yet, is damaged, or has changed.
     rows, source = job.config.writing.rows_per_file, job.source
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.images)
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.staged_images)
     if before is None:
         staged = stage(job.listing, plan)
         staged.save()
@@ -201,6 +203,7 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
         learning=config.learning.enabled,
         images=job.images is not None,
         reasons=job.reasons,
+        program=config.rollout is not None,
     )
 
 
@@ -245,28 +248,37 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     # Late, because they import torch, which no check waits for.
     from pipeline.engines.engine_actor import EngineActor, engine_stage
     from pipeline.engines.shared_texts import OtherTexts
+    from pipeline.generate.rollout import MOST_CALLS, PROGRAM_SECONDS, Rollout, to_programs
     from pipeline.generate.row_requests import settings_of, to_requests
 
-    config, resources = job.config, work.resources
+    config, resources, settings = job.config, work.resources, settings_of(job)
+    traits, rollout = _run_traits(job, work.staged.row_type), None
+    if config.rollout is not None:
+        added = columns_type(wanted_columns(replace(traits, lossless=False))).names
+        taken = {"request_id", *added, *work.staged.row_type.names}
+        seconds = config.limits.row_seconds or PROGRAM_SECONDS
+        rollout = Rollout(config.rollout, settings, seconds, frozenset(taken - {"valid"}))
     engine = {
         "spec": engine_spec(
             config.model,
             config.drafter,
             config.loading,
             config.engine,
+            queue=None if rollout is None else MOST_CALLS,
             threads=resources.threads,
             verifier=config.verifier,
             learning=None if work.learner is None else work.learner.beginning,
             folder=job.folder,
         ),
         "limits": config.limits,
-        "traits": _run_traits(job, work.staged.row_type),
+        "traits": traits,
         "ledger": ledger,
         "progress": board,
         "run": without_secrets(config.output),
         "commit": partial(commit_part, job.output),
         "others": OtherTexts(job.output.data, shared=work.most_engines > 1),
         "learner": learner,
+        "rollout": rollout,
     }
     longest = max(part.rows for part in work.missing)
     # Large parts first: what is left for the end, when engines run empty, is short.
@@ -275,7 +287,10 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         StagedParts(work.staged, parts), override_num_blocks=len(parts), num_cpus=HELPER_CPUS
     )
     requests = staged.map_batches(
-        to_requests, batch_format="pyarrow", fn_kwargs={"settings": settings_of(job)}, num_cpus=HELPER_CPUS
+        to_requests if rollout is None else to_programs,
+        batch_format="pyarrow",
+        fn_kwargs={"settings": settings},
+        num_cpus=HELPER_CPUS,
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
     engines = (resources.min_actors, work.most_engines)
