@@ -166,6 +166,7 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
         "reading.chat": reading.chat is not None,
         "reading.samples": reading.samples > 1,
         "sampling.temperature": config.sampling.temperature is not None,
+        "stop_after_valid": config.stop_after_valid is not None,
     }
     if found := [name for name, is_set in given.items() if is_set]:
         said = "whose requests say it themselves"

@@ -30,7 +30,7 @@ from pipeline.io.files import Location
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
 from pipeline.output.batch_results import batch_bytes
-from pipeline.output.columns import OutputColumn, columns_type
+from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.part_files import commit_part, discard_torn, is_whole
 
@@ -233,7 +233,7 @@ class Results:
         at = len(left)
         for file, some in numbers.items():
             table = self._generated(file).take(pa.array([number for number, _ in some]))
-            pieces.append(_struct(table, kind))
+            pieces.append(_struct(with_program_text(table, kind.names), kind))
             for _, position in some:
                 order[position], at = at, at + 1
         return pa.concat_arrays(pieces).take(pa.array(order, pa.int64()))

@@ -6,12 +6,14 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from drafter.errors import one_line, shown
+from pipeline.command_line import say
 from pipeline.errors import InputError
+from pipeline.output.folder import OutputFolder
 
 
 def user_function(setting: str, name: str) -> Callable[..., Any]:
@@ -52,3 +54,43 @@ def function_file(name: str) -> Path | None:
     """Return the file of an imported `module:function`; None for a module without one."""
     file = sys.modules[name.partition(":")[0]].__file__
     return None if file is None else Path(file)
+
+
+class PartCalls:
+    """Calls `on_part` with the path of each committed part, in the order of commits, at least once in a job.
+
+    A file of a part's name says that it has been called, so that the next submission calls it for the others alone.
+
+    Args:
+        uri: The output, as the user has named it.
+    """
+
+    def __init__(self, name: str, uri: str, output: OutputFolder) -> None:
+        self._name, self._function = name, user_function("on_part", name)
+        self._output, self._called = output, {info.base_name for info in output.told.children()}
+        self._folder, mark, options = uri.partition("?")
+        self._options = mark + options
+        output.told.make_folder()
+
+    def look(self, committed: Sequence[str]) -> None:
+        """Call for those of the `committed` parts, in the order of their commits, that it was not called for."""
+        for part in committed:
+            if part not in self._called:
+                self._called.add(part)
+                self._call(part)
+
+    def end(self) -> None:
+        """Call for all parts that it was not called for, or in vain."""
+        told, plan = {info.base_name for info in self._output.told.children()}, self._output.compaction()
+        merged = set() if plan is None else plan.data.keys()  # they were told of before they were merged
+        for part in sorted(self._output.data.parquets().keys() - told - merged):
+            self._call(part)
+
+    def _call(self, part: str) -> None:
+        path = f"{self._folder.rstrip('/')}/data/{part}.parquet{self._options}"
+        try:
+            self._function(path)
+        except Exception as error:  # whatever the user's function does: the job goes on
+            say(f"on_part {self._name} failed with {path}: {type(error).__name__}: {one_line(error)}")
+            return
+        (self._output.told / part).write_text("")

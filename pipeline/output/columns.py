@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
@@ -14,7 +14,7 @@ import pyarrow as pa
 from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 from drafter.statistics import draft_acceptance_rate, mean_acceptance_length
-from pipeline.io.column_types import conform, infer_column, seen_types, unify, whole
+from pipeline.io.column_types import conform, infer_column, python_rows, seen_types, unify, whole
 
 _TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
 _LOGPROBS = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
@@ -166,9 +166,7 @@ def with_program_columns(generated: pa.StructArray) -> pa.StructArray:
     place = generated.type.get_field_index(PROGRAM)
     if place < 0:
         return generated
-    texts, records = generated.field(place), []
-    if not pa.types.is_null(texts.type):
-        records = [json.loads(text) for text in texts.to_pylist()]
+    records = [json.loads(text) for text in generated.field(place).to_pylist()]
     names = dict.fromkeys(chain.from_iterable(records))
     theirs = pa.table({name: infer_column([record.get(name) for record in records]) for name in names})
     kind = unify(seen_types(theirs, "the output"), json_objects=True)
@@ -176,6 +174,15 @@ def with_program_columns(generated: pa.StructArray) -> pa.StructArray:
     columns |= zip(generated.type.names, generated.flatten(), strict=True)
     del columns[PROGRAM]
     return pa.StructArray.from_arrays(list(columns.values()), list(columns))
+
+
+def with_program_text(generated: pa.Table, names: Collection[str]) -> pa.Table:
+    """Undo `with_program_columns` where `PROGRAM` is among the `names` of columns that a job generates itself."""
+    if PROGRAM not in names:
+        return generated
+    theirs = generated.select([name for name in generated.column_names if name not in names])
+    texts = [json.dumps(row, ensure_ascii=False) for row in python_rows(theirs)]
+    return generated.append_column(PROGRAM, pa.array(texts, pa.string()))
 
 
 def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:

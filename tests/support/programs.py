@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-NOTES = "PROGRAM_NOTES"
-"""Variable of the environment with the folder for `note`."""
 
 
 def note(row: dict[str, Any], what: str) -> None:
@@ -31,8 +28,8 @@ async def write_judge_mend(row: dict[str, Any], generate: Callable[..., Any]) ->
     note(row, "begun")
     chat = [{"role": "user", "content": row["prompt"]}]
     said, cached = [], []
-    for question in ("is it good", "mend it", None):
-        answer = await generate(chat, **({"temperature": 0.8} if question is None else {}))
+    for question in ("is it good", "mend it", ""):
+        answer = await generate(chat, **({"temperature": 0.8} if not question else {}))
         said.append(answer.token_ids)
         cached.append(answer.num_cached_tokens)
         chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
@@ -43,7 +40,7 @@ async def write_judge_mend(row: dict[str, Any], generate: Callable[..., Any]) ->
 
 
 async def best_of(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
-    """Several answers at once, of which the longest counts; a judge of few words; an input column of bytes."""
+    """Several answers at once, of which the longest counts, and a judge of few words."""
     answers = await asyncio.gather(*(generate(row["prompt"], temperature=1.0) for _ in range(3)))
     verdict = await generate("good?", structured_outputs={"choice": ["yes", "no"]}, seed=5)
     best = max(answers, key=lambda one: len(one.token_ids))
@@ -77,13 +74,23 @@ async def mixed_fates(row: dict[str, Any], generate: Callable[..., Any]) -> Any:
         case "unknown":
             await generate(row["prompt"], heat=1)
         case "exits":
-            os.sys.exit(3)  # type: ignore[attr-defined]
+            sys.exit(3)
         case "mends":
             try:
                 await generate("x " * 1000)
             except ValueError as error:
                 return {"answer": f"mended: {error}"}
     return {"answer": (await generate(row["prompt"])).text}
+
+
+def tell(path: str) -> None:
+    """Write down a finished part beside the output; the first call fails."""
+    told = Path(path).parent.parent.parent / "told"
+    if not told.exists():
+        told.touch()
+        raise OSError("the line is busy")
+    with told.open("a") as file:
+        file.write(f"{path}\n")
 
 
 def not_async(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
