@@ -106,7 +106,7 @@ class Progress:
     memory_tokens: int = 0
     memory_bytes: int = 0
     choices: tuple[BatchChoice, ...] = ()
-    engine_tokens: int = 0  # new tokens of all engines, those of rows that failed or were begun again included
+    engine_tokens: int = 0  # new tokens of all engines, also of rows that failed or were begun again
     engine_seconds: float = 0.0  # lifetimes of all engines, ended ones included
     device: str | None = None
     facts: EngineFacts | None = None
