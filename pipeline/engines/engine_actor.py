@@ -32,7 +32,7 @@ from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
-from pipeline.errors import JobError, ProblemType, RowError
+from pipeline.errors import InputError, JobError, ProblemType, RowError
 from pipeline.generate.rollout import ProgramAnswer, ProgramRow, Rollout, program_rows, program_values, summed
 from pipeline.io.parts import unpack, with_problems
 from pipeline.io.prompts import PROMPT_COLUMNS, read_prompts
@@ -173,7 +173,12 @@ class EngineActor(EngineProcess):
         self._facts = EngineFacts(base.fingerprint, verifier.name, verifier.lossless, dict(verifier.settings))
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
-        self._start = None if rollout is None else rollout.starter(self._lm)
+        try:
+            self._start = None if rollout is None else rollout.starter(self._lm)
+        except InputError as error:  # the driver has the function, and this machine has not
+            self.failure = error
+            self._tell("failure", one_line(error))
+            return
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)

@@ -266,10 +266,11 @@ def _telling(job: Job, ledger: Any) -> Iterator[None]:
         yield
         return
     calls, number = PartCalls(job.config.on_part, job.config.output, job.output), 0
-    calls.look(sorted(job.output.data.parquets()))
+    before = sorted(job.output.data.parquets())
 
     def look() -> None:
         nonlocal number
+        calls.look(before)
         try:
             names = ray.get(ledger.committed.remote(number), timeout=_TELL_SECONDS)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
