@@ -130,9 +130,6 @@ COMMON = (
     "resources.gpus_per_actor",
     "resources.cpus_per_actor",
     "writing.rows_per_file",
-    "rollout",
-    "stop_after_valid",
-    "on_part",
 )
 """Settings that `--help` shows for a generation job."""
 _GENERATE = """\
