@@ -23,11 +23,12 @@ from drafter.requests import Request, SamplingParams, sample_seed
 from jobs.compare import main as compare
 from jobs.report import main as report
 from pipeline.generate.rollout import Program, ProgramRow, Rollout
-from tests.pipeline.conftest import Run, write_jsonl
-from tests.pipeline.generate.test_chaos import kill_engines
+from tests.pipeline.conftest import Run, job_arguments, write_jsonl
+from tests.pipeline.generate.test_chaos import committed, kill_engines
 from tests.support import programs
 from tests.support.faults import FragileEngine
-from tests.support.waiting import PATIENCE
+from tests.support.prepared_workers import driver
+from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAMS = "tests.support.programs"
 
@@ -118,6 +119,35 @@ def test_as_many_valid_rows_as_are_asked_for(run: Run, tmp_path: Path) -> None:
     assert sum(row["valid"] for row in every.rows) == 60
     assert (len(every.rows), len(every.errors)) == (89, 2)
     assert "60 of 70 valid rows: the input has no more" in every.stderr
+
+
+@pytest.mark.slow
+def test_five_hundred_programs_with_drivers_killed(run: Run, model: Path, tmp_path: Path) -> None:
+    """First so many valid rows as are asked for, then all of them: none is lost, none is there twice."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", rows(500, tmp_path)), tmp_path / "out"
+    settings = [
+        "--rollout",
+        f"{PROGRAMS}:write_judge_mend",
+        "--writing.rows_per_file",
+        10,
+        "--sampling.max_new_tokens",
+        4,
+    ]
+    for _ in range(2):
+        before, command = committed(out), job_arguments(source, out, model, *settings, "--stop_after_valid", 300)
+        with driver("-m", "jobs.generate", *command) as job:
+            wait_until(lambda: job.poll() is not None or committed(out) >= before + 3, "three more files")  # noqa: B023
+            assert job.poll() is None
+            job.kill()
+    some = run(source, *settings, "--stop_after_valid", 300)
+    assert some.code == 0, some.stderr
+    assert sum(row["valid"] for row in some.rows) == 300
+    every = run(source, *settings)
+    assert every.code == 0, every.stderr
+    assert sorted(row["n"] for row in every.rows) == [n for n in range(500) if n != 7]
+    assert [row["error_type"] for row in every.errors] == ["ProgramFailed"]
+    kept = {row["n"]: row["said"] for row in every.rows}
+    assert all(kept[row["n"]] == row["said"] for row in some.rows)
 
 
 def test_columns_have_one_type_in_all_files(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
