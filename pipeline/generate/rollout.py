@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,8 @@ class Rollout:
 
     def starter(self, lm: SpeculativeLM) -> Callable[[ProgramRow], Program]:
         """Return what starts the program of a row, in this process. The function must be importable here, too."""
-        function, encoder = rollout_function(self.function), Encoder(lm.tokenizer, lm.processor)
+        function, sees = rollout_function(self.function), self.prompts.images is not None
+        encoder = Encoder(lm.tokenizer, lm.processor if sees else None)
 
         def prompt(asked: Mapping[str, Any]) -> Prompt:
             return prompt_of(asked, self.prompts, encoder)
@@ -148,6 +150,8 @@ class Program:
         self._number = 0
         self._calls: dict[int, tuple[Request, Generation]] = {}
         self._open: set[Handle] = set()
+        self._loop: asyncio.AbstractEventLoop
+        self._task: asyncio.Task[Any] | None = None
         self._timer = threading.Timer(rollout.seconds, self._time_up)
         self._timer.daemon = True
         self._timer.start()
@@ -165,7 +169,7 @@ class Program:
 
     def _run(self) -> None:
         try:
-            columns, valid = self._checked(asyncio.run(self._function(self._row.row, self._generate)))
+            columns, valid = self._checked(asyncio.run(self._main()))
         except RowError as error:
             self._settle(error)
         except BaseException as error:  # whatever the user's function does
@@ -175,6 +179,10 @@ class Program:
             self._settle(self._failed(f"failed in {where}: {type(error).__name__}: {one_line(error)}"))
         else:
             self._settle(ProgramAnswer(columns, valid, [self._calls[number] for number in sorted(self._calls)]))
+
+    async def _main(self) -> Any:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await self._function(self._row.row, self._generate)
 
     def _settle(self, result: ProgramAnswer | BaseException) -> None:
         # The first one counts: a program whose time is up may go on for ever.
@@ -191,6 +199,9 @@ class Program:
         self._settle(RequestTimeoutError(f"{self._named} had not ended after {seconds}"))
         for handle in list(self._open):
             handle.cancel()
+        if self._task is not None:  # its thread ends, unless it blocks
+            with suppress(RuntimeError):  # it has ended just now, with its loop
+                self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _generate(
         self,

@@ -150,7 +150,7 @@ def test_five_hundred_programs_with_drivers_killed(run: Run, model: Path, tmp_pa
     assert all(kept[row["n"]] == row["said"] for row in some.rows)
 
 
-def test_columns_have_one_type_in_all_files(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_have_one_type_in_all_files(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Several calls at once, a record, an input that grows."""
     given = [{"prompt": f"how many {n}", "n": n} for n in range(10)]
     source = write_jsonl(tmp_path / "in.jsonl", given[:8])
@@ -180,9 +180,9 @@ def test_columns_have_one_type_in_all_files(run: Run, tmp_path: Path, capsys: py
     assert f"{sum(row['num_output_tokens'] for row in found):,}" in page
     assert "New tokens of valid rows" in page
     assert "Speculation, step by step" not in page
-    capsys.readouterr()
+    capfd.readouterr()
     assert compare([str(grown.folder), str(grown.folder)]) == 2
-    assert "is of programs, whose rows have no token_ids: give another output" in capsys.readouterr().err
+    assert "is of programs, whose rows have no token_ids: give another output" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("fate", ["blocks", "waits", "endless"])
