@@ -229,7 +229,8 @@ def _asked(
     if prompts.kind == "messages":
         kinds |= dict.fromkeys(TEMPLATE_COLUMNS, "BadPrompt")
     if prompts.kind == "program":  # which may read all of its row
-        kinds = dict.fromkeys(chunk.columns.column_names, "BadRow") | kinds
+        every: dict[str, ProblemType] = dict.fromkeys(chunk.columns.column_names, "BadRow")
+        kinds = every | kinds
     kinds |= dict.fromkeys(filter(None, (prompts.column, prompts.images_column)), "BadPrompt")
     rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
     for name, kind in kinds.items():

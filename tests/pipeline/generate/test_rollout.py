@@ -61,7 +61,7 @@ def test_programs_of_three_rounds_with_engines_killed(
         for row in done.rows[::5]:
             chat, said = [{"role": "user", "content": row["prompt"]}], []
             for number, question in enumerate(("is it good", "mend it", "")):
-                more = {"temperature": 0.8, "seed": sample_seed(row["seed"], 2)} if number == 2 else {}
+                more: dict[str, Any] = {"temperature": 0.8, "seed": sample_seed(row["seed"], 2)} if number == 2 else {}
                 (answer,) = lm.generate(chat, max_new_tokens=12, **more)
                 said.append(answer.token_ids)
                 chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
@@ -79,15 +79,8 @@ def test_as_many_valid_rows_as_are_asked_for(run: Run, tmp_path: Path) -> None:
     """And more of them later; each part is told of when it is there."""
     source = write_jsonl(tmp_path / "in.jsonl", [*rows(60, tmp_path), "{broken", *rows(90, tmp_path)[60:]])
     told = tmp_path / "told"
-    settings = (
-        "--rollout",
-        f"{PROGRAMS}:write_judge_mend",
-        "--writing.rows_per_file",
-        8,
-        "--sampling.max_new_tokens",
-        4,
-    )
-    settings += ("--on_part", f"{PROGRAMS}:tell", "--cost.per_gpu_hour", 2)
+    settings: list[Any] = ["--rollout", f"{PROGRAMS}:write_judge_mend", "--writing.rows_per_file", 8]
+    settings += ["--sampling.max_new_tokens", 4, "--on_part", f"{PROGRAMS}:tell", "--cost.per_gpu_hour", 2]
     done = run(source, *settings, "--stop_after_valid", 20)
     assert done.code == 0, done.stderr
     first = done.rows
@@ -125,14 +118,8 @@ def test_as_many_valid_rows_as_are_asked_for(run: Run, tmp_path: Path) -> None:
 def test_five_hundred_programs_with_drivers_killed(run: Run, model: Path, tmp_path: Path) -> None:
     """First so many valid rows as are asked for, then all of them: none is lost, none is there twice."""
     source, out = write_jsonl(tmp_path / "in.jsonl", rows(500, tmp_path)), tmp_path / "out"
-    settings = [
-        "--rollout",
-        f"{PROGRAMS}:write_judge_mend",
-        "--writing.rows_per_file",
-        10,
-        "--sampling.max_new_tokens",
-        4,
-    ]
+    settings: list[Any] = ["--rollout", f"{PROGRAMS}:write_judge_mend", "--writing.rows_per_file", 10]
+    settings += ["--sampling.max_new_tokens", 4]
     for _ in range(2):
         before, command = committed(out), job_arguments(source, out, model, *settings, "--stop_after_valid", 300)
         with driver("-m", "jobs.generate", *command) as job:
