@@ -169,7 +169,7 @@ def test_columns_have_one_type_in_all_files(run: Run, tmp_path: Path, capfd: pyt
     assert "Speculation, step by step" not in page
     capfd.readouterr()
     assert compare([str(grown.folder), str(grown.folder)]) == 2
-    assert "is of programs, whose rows have no token_ids: give another output" in capfd.readouterr().err
+    assert "is of programs (rollout), whose rows have no token_ids: take another output" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("fate", ["blocks", "waits", "endless"])
