@@ -17,10 +17,9 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -33,11 +32,11 @@ from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import InputError, JobError, ProblemType, RowError
-from pipeline.generate.rollout import ProgramAnswer, ProgramRow, Rollout, program_rows, program_values, summed
+from pipeline.generate.rollout import ProgramAnswer, ProgramRow, Rollout, UnderWay, Work, program_rows, program_values
 from pipeline.io.parts import unpack, with_problems
 from pipeline.io.prompts import PROMPT_COLUMNS, read_prompts
 from pipeline.learning.job_learner import find_learner
-from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
+from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.watch import Pulse
@@ -54,18 +53,6 @@ _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5
 
 Report = Callable[[Mapping[str, RowOutcome]], None]
-
-
-Work = Request | ProgramRow
-
-
-class UnderWay(Protocol):
-    """Work inside an engine: a `Handle` or a `Program`."""
-
-    @property
-    def future(self) -> Future[Any]: ...
-
-    def result(self) -> Any: ...
 
 
 class EngineProcess:
@@ -239,17 +226,15 @@ class EngineActor(EngineProcess):
         }
 
     def _finished(self, result: Generation | ProgramAnswer, work: Work) -> dict[str, Any]:
-        if isinstance(result, ProgramAnswer):
-            assert isinstance(work, ProgramRow)
-            generation, calls = summed(work.request_id, [one for _, one in result.calls]), result.calls
-            values = program_values(result, work, self._traits, self._columns)
+        if isinstance(work, ProgramRow):
+            assert isinstance(result, ProgramAnswer)
+            values, calls = program_values(result, work, self._traits, self._columns), result.calls
         else:
-            assert isinstance(work, Request)
-            generation, calls = result, [(work, result)]
-            values = column_values(result, work, self._traits, self._columns)
-        self._row_metrics.generated(generation.finish_reason, slot_seconds(generation))
-        for request, one in calls:
-            self._memory.finished(one, request)
+            assert isinstance(result, Generation)
+            values, calls = column_values(result, work, self._traits, self._columns), [(work, result)]
+        self._row_metrics.generated(values["finish_reason"], values["generation_seconds"])
+        for request, generation in calls:
+            self._memory.finished(generation, request)
         return values
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
@@ -77,6 +77,18 @@ class ProgramRow:
     row: dict[str, Any]
     sampling: SamplingParams
     prompt_ids: Sequence[int] = ()  # none is known before the program has run
+
+
+Work = Request | ProgramRow
+
+
+class UnderWay(Protocol):
+    """Work inside an engine: a `Handle` or a `Program`."""
+
+    @property
+    def future(self) -> Future[Any]: ...
+
+    def result(self) -> Any: ...
 
 
 def program_rows(rows: pa.Table) -> dict[str, ProgramRow]:
