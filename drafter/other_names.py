@@ -83,6 +83,7 @@ NOT_SUPPORTED = {
     "no_repeat_ngram_size": "repetitions are rarer by repetition_penalty or frequency_penalty",
     "quantization": "the weights are loaded as they are, in dtype",
     "quantization_config": "the weights are loaded as they are, in dtype",
+    "rollout": "drafter generate runs programs; a dataset goes through a stage for each round",
     "revision": "download that revision, and give its folder as model",
     "runtime_env": "it is that of the Ray job",
     "should_continue_on_error": "a row that fails always has its __inference_error__, and the others go on",

@@ -8,12 +8,21 @@ from typing import Literal
 from drafter.errors import without_secrets
 
 ProblemType = Literal[
-    "BadRow", "BadRequest", "BadPrompt", "BadSampling", "Refused", "TimedOut", "NotFinite", "EngineDied"
+    "BadRow",
+    "BadRequest",
+    "BadPrompt",
+    "BadSampling",
+    "Refused",
+    "TimedOut",
+    "NotFinite",
+    "EngineDied",
+    "ProgramFailed",
 ]
 """Reasons for which a row cannot be generated.
 
 `BadRow`: invalid record. `BadRequest`: invalid line of an OpenAI batch. `BadSampling`: invalid settings of its own.
 `Refused`: by the engine. `NotFinite`: the target model's activations overflow. `EngineDied`: engines died with it.
+`ProgramFailed`: the user's function raised an error, or returned what is no columns.
 """
 
 

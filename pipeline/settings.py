@@ -67,7 +67,8 @@ class LimitsConfig:
     """Limits on rows, steps and draining.
 
     Args:
-        row_seconds: A row that an engine has had for this long gets an error; by default there is no limit.
+        row_seconds: A row that an engine has had for this long gets an error; by default there is no limit, but for a
+            program (`rollout`), which has an hour.
         step_seconds: An engine whose step takes longer than this hangs, and its process is ended.
         drain_seconds: After SIGTERM, rows that have begun may go on for this long.
     """
@@ -97,6 +98,20 @@ class WritingConfig:
     def __post_init__(self) -> None:
         at_least("writing.rows_per_file", self.rows_per_file, 1)
         at_least("writing.compact_mb", self.compact_mb, 0, above=True)
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """What the machines cost.
+
+    Args:
+        per_gpu_hour: Price of a GPU for an hour, in any currency; with it `run.json` has the cost of the output.
+    """
+
+    per_gpu_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("cost.per_gpu_hour", self.per_gpu_hour, 0)
 
 
 _HOST = re.compile(r"([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from drafter.errors import RequestError, one_line, shown
-from drafter.many import is_tokens
+from drafter.many import is_tokens, plain
 from drafter.prompt import Prompt
 from drafter.text.tokenizers import refuse_half_characters
 from pipeline.errors import RowError
@@ -53,6 +53,24 @@ def make_prompts(block: pa.Table, settings: PromptSettings, encoder: Encoder) ->
     for place, found in in_tokens(written, settings, encoder.tokenizer):
         made[place] = one_line(found) if isinstance(found, RowError) else found
     return made
+
+
+def prompt_of(asked: Mapping[str, Any], settings: PromptSettings, encoder: Encoder) -> Prompt:
+    """Return the prompt of one call: `prompt` are messages, token ids or a text, beside it are `images` and the like.
+
+    Raises:
+        RowError: There is none, or it cannot be read.
+        RequestError: The same, of its images.
+    """
+    prompt = plain(asked[TEXT])
+    kind = IDS if is_tokens(prompt) else MESSAGES if isinstance(prompt, list) else TEXT
+    source = PromptSource(kind, "messages" if kind == MESSAGES else "text")
+    settings = replace(settings, source=source)
+    written = _written({**asked, kind: prompt}, settings, encoder)
+    ((_, found),) = in_tokens({0: written}, settings, encoder.tokenizer)
+    if isinstance(found, RowError):
+        raise found
+    return found
 
 
 def _written(row: dict[str, Any], settings: PromptSettings, encoder: Encoder) -> Rendered:

@@ -31,18 +31,18 @@ from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
 from pipeline.engines.models import EngineSpec, capacity
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
-from pipeline.errors import JobError, ProblemType, RowError
+from pipeline.errors import InputError, JobError, ProblemType, RowError
+from pipeline.generate.rollout import ProgramAnswer, ProgramRow, Rollout, UnderWay, Work, program_rows, program_values
 from pipeline.io.parts import unpack, with_problems
 from pipeline.io.prompts import PROMPT_COLUMNS, read_prompts
 from pipeline.learning.job_learner import find_learner
-from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
+from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.watch import Pulse
 from pipeline.settings import LimitsConfig
 
 if TYPE_CHECKING:  # a driver imports this module, too, without the code of models
-    from drafter.engine.handle import Handle
     from drafter.llm import SpeculativeLM
 
 _PULSE_SECONDS = 0.01
@@ -72,7 +72,7 @@ class EngineProcess:
             return
         slots = spec.config.max_num_seqs
         self._row_seconds = limits.row_seconds
-        self._feeder = Feeder(self._lm.submit, self._finished, self._ledger, slots)
+        self._feeder = Feeder(self._submit, self._finished, self._ledger, slots)
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
 
@@ -96,7 +96,11 @@ class EngineProcess:
             return LoadError(f"the model's weights ({here}) are not those of the output's other rows ({first})")
         return None
 
-    def _outcomes(self, part: str, requests: Mapping[str, Request], report: Report) -> dict[str, RowOutcome]:
+    def _submit(self, work: Work) -> UnderWay:
+        assert isinstance(work, Request)
+        return self._lm.submit(work)
+
+    def _outcomes(self, part: str, requests: Mapping[str, Work], report: Report) -> dict[str, RowOutcome]:
         try:
             return self._feeder.generate(part, requests, report)
         except JobError:  # another process would be given the same parts
@@ -106,8 +110,8 @@ class EngineProcess:
             self._end(error)
             raise
 
-    def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
-        """Return the output columns of a finished request."""
+    def _finished(self, result: Any, work: Any) -> dict[str, Any]:
+        """Return the output columns of a request or a program that has ended with this result."""
         raise NotImplementedError
 
     def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:
@@ -127,6 +131,7 @@ class EngineActor(EngineProcess):
         commit: Writes a part's rows for good. The engine does it itself: a stage of Ray Data for it would wait until
             the stages before it leave it a core, and fall behind by more parts than it has written.
         learner: Name of a `LearnerActor`, which may start later.
+        rollout: What rows need that are programs.
     """
 
     def __init__(
@@ -140,6 +145,7 @@ class EngineActor(EngineProcess):
         commit: Callable[[str, pa.Table], None],
         others: OtherTexts,
         learner: str | None = None,
+        rollout: Rollout | None = None,
     ) -> None:
         from drafter.evaluation.environment import device_name
 
@@ -154,6 +160,12 @@ class EngineActor(EngineProcess):
         self._facts = EngineFacts(base.fingerprint, verifier.name, verifier.lossless, dict(verifier.settings))
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
+        try:
+            self._start = None if rollout is None else rollout.starter(self._lm)
+        except InputError as error:  # the driver has the function, and this machine has not
+            self.failure = error
+            self._tell("failure", one_line(error))
+            return
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
@@ -191,13 +203,21 @@ class EngineActor(EngineProcess):
             self._row_metrics.failed(problem["type"])
         generated = pa.array([one.generated if one else None for one in found], columns_type(self._columns))
         self._beat()  # the job may end before the next one
-        used = [name for name in (*PROMPT_COLUMNS, "sampling") if name in rows.column_names]
+        used = [name for name in (*PROMPT_COLUMNS, "asked", "sampling") if name in rows.column_names]
         rows = with_problems(rows, problems).drop_columns(used)
         self._commit(part, rows.append_column("generated", generated))
         self._ledger.commit(part)
         report(outcomes)
 
-    def _requests(self, rows: pa.Table, problems: list[Any]) -> dict[str, Request]:
+    def _submit(self, work: Work) -> UnderWay:
+        if isinstance(work, Request):
+            return super()._submit(work)
+        assert self._start is not None
+        return self._start(work)
+
+    def _requests(self, rows: pa.Table, problems: list[Any]) -> dict[str, Work]:
+        if self._start is not None:
+            return dict(program_rows(rows))
         names, samplings = (rows[name].to_pylist() for name in ("request_id", "sampling"))
         return {
             name: Request(prompt, SamplingParams(**json.loads(sampling)), name, self._row_seconds)
@@ -205,10 +225,17 @@ class EngineActor(EngineProcess):
             if problem is None and prompt is not None
         }
 
-    def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
-        self._row_metrics.generated(generation.finish_reason, slot_seconds(generation))
-        self._memory.finished(generation, request)
-        return column_values(generation, request, self._traits, self._columns)
+    def _finished(self, result: Generation | ProgramAnswer, work: Work) -> dict[str, Any]:
+        if isinstance(work, ProgramRow):
+            assert isinstance(result, ProgramAnswer)
+            values, calls = program_values(result, work, self._traits, self._columns), result.calls
+        else:
+            assert isinstance(result, Generation)
+            values, calls = column_values(result, work, self._traits, self._columns), [(work, result)]
+        self._row_metrics.generated(values["finish_reason"], values["generation_seconds"])
+        for request, generation in calls:
+            self._memory.finished(generation, request)
+        return values
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:
         """Report a part's progress, the whole part once it is committed; `errors` are rows no engine ever sees."""
@@ -287,7 +314,7 @@ def watch(engine: Any, seconds: float, stuck: Callable[[], None]) -> threading.T
 @dataclass
 class _Row:
     key: RowKey
-    request: Request
+    request: Work
     deaths: int
 
     @property
@@ -316,8 +343,8 @@ class Feeder:
 
     def __init__(
         self,
-        submit: Callable[[Request], Handle],
-        finish: Callable[[Generation, Request], dict[str, Any]],
+        submit: Callable[[Any], UnderWay],
+        finish: Callable[[Any, Any], dict[str, Any]],
         ledger: Any,
         slots: int,
     ) -> None:
@@ -326,14 +353,14 @@ class Feeder:
         self._waiting: deque[_Row] = deque()
         self._suspects: deque[_Row] = deque()
         self._open: dict[str, _OpenPart] = {}
-        self._left: list[tuple[_Row, Handle | RowError]] = []
+        self._left: list[tuple[_Row, UnderWay | RowError]] = []
         self._inside = 0
         self._suspect_inside = self._closed = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
-    def generate(self, part: str, requests: Mapping[str, Request], report: Report) -> dict[str, RowOutcome]:
+    def generate(self, part: str, requests: Mapping[str, Work], report: Report) -> dict[str, RowOutcome]:
         """Generate a part, and return outcomes by `request_id`. Thread-safe.
 
         Args:
@@ -354,7 +381,7 @@ class Feeder:
         finally:
             del self._open[part]
 
-    def _queue(self, part: str, opened: _OpenPart, requests: Mapping[str, Request]) -> None:
+    def _queue(self, part: str, opened: _OpenPart, requests: Mapping[str, Work]) -> None:
         known, deaths = self._ledger.open_part(part, len(requests))
         opened.outcomes.update({name: known[name] for name in requests if name in known})
         rows = [
@@ -431,17 +458,19 @@ class Feeder:
         else:
             handle.future.add_done_callback(lambda _: self._leave(row, handle))
 
-    def _leave(self, row: _Row, result: Handle | RowError) -> None:
+    def _leave(self, row: _Row, result: UnderWay | RowError) -> None:
         with self._changed:
             self._left.append((row, result))
             self._inside -= 1
             self._changed.notify_all()
 
-    def _outcome(self, row: _Row, result: Handle | RowError) -> RowOutcome:
+    def _outcome(self, row: _Row, result: UnderWay | RowError) -> RowOutcome:
         if isinstance(result, RowError):
             return RowOutcome(problem=vars(result.problem))
         try:
             return RowOutcome(generated=self._finish(result.result(), row.request))
+        except RowError as error:  # of a program
+            return RowOutcome(problem=vars(replace(error.problem, attempts=row.deaths + 1)))
         except RequestError as error:
             kinds: dict[type, ProblemType] = {RequestTimeoutError: "TimedOut", NotFiniteError: "NotFinite"}
             kind = kinds.get(type(error), "Refused")

@@ -16,9 +16,10 @@ import pyarrow as pa
 import ray
 
 from pipeline.command_line import say
-from pipeline.errors import RowProblem
+from pipeline.errors import JobError, RowProblem
 from pipeline.io.files import parquet_rows
 from pipeline.output.folder import OutputFolder
+from pipeline.output.summary import is_valid
 
 _HOPELESS = 20  # engine processes without a finished row; then the machine or this program is at fault, not a row
 
@@ -29,6 +30,10 @@ class RowOutcome:
 
     generated: dict[str, Any] | None = None
     problem: dict[str, Any] | None = None
+
+    @property
+    def valid(self) -> bool:
+        return self.generated is not None and is_valid(self.generated.get("valid"), self.generated["finish_reason"])
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class LedgerCounts:
     uncommitted: int  # complete parts that are not yet committed
     engine_deaths: int
     rows_again: int  # rows inside an engine at its death, which are generated again
+    enough: bool = False  # as many rows are valid as the job wants
+
+
+class EnoughRowsError(JobError):
+    """As many rows are valid as the job wants: engines end, and the driver commits what they have finished."""
 
 
 ROW_ATTEMPTS = 4
@@ -82,10 +92,16 @@ one unrelated death at such a moment does not condemn it.
 
 
 class Ledger:
-    """Keeps the record. Run as a Ray actor, but independent of Ray. `base` is an earlier submission's fingerprint."""
+    """Keeps the record. Run as a Ray actor, but independent of Ray.
 
-    def __init__(self, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
+    Args:
+        base: An earlier submission's fingerprint of the target model.
+        wanted: Valid rows that are wanted beside those of committed parts; None for any number.
+    """
+
+    def __init__(self, saved: Sequence[SavedRow] = (), base: str | None = None, wanted: int | None = None) -> None:
         self._parts: dict[str, PartRecord] = {}
+        self._committed: list[str] = []
         self._base = base
         self._open = True
         self._starts: Counter[str] = Counter()
@@ -96,6 +112,17 @@ class Ledger:
                 record.deaths[row.request_id] = row.deaths
             if row.generated is not None or row.problem is not None:
                 record.outcomes[row.request_id] = RowOutcome(row.generated, row.problem)
+        self._wanted = wanted
+        if wanted is not None:
+            self._wanted = wanted - sum(one.valid for part in self._parts.values() for one in part.outcomes.values())
+
+    @property
+    def _enough(self) -> bool:
+        return self._wanted is not None and self._wanted <= 0
+
+    def _refuse_more(self) -> None:
+        if self._enough:
+            raise EnoughRowsError("as many rows are valid as are wanted")
 
     def arrive(self, engine: str) -> bool:
         """Record the start of an engine's process, and return whether it may go on. A replacement has the same name."""
@@ -113,7 +140,12 @@ class Ledger:
         return self._base is not None
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
-        """Record that an engine begins a part, a second time if the first died. Return outcomes, and deaths by row."""
+        """Record that an engine begins a part, a second time if the first died. Return outcomes, and deaths by row.
+
+        Raises:
+            EnoughRowsError: No more rows are wanted.
+        """
+        self._refuse_more()
         record = self._parts.setdefault(part, PartRecord())
         record.wanted = wanted
         record.deaths.update(record.inside)
@@ -125,12 +157,20 @@ class Ledger:
         return record.outcomes, dict(record.deaths)
 
     def exchange(self, engine: str, left: Mapping[RowKey, RowOutcome], entering: Iterable[RowKey]) -> bool:
-        """Record rows that leave an engine and enter it; return False if none may enter, because the job stops."""
+        """Record rows that leave an engine and enter it; return False if none may enter, because the job stops.
+
+        Raises:
+            EnoughRowsError: No more rows are wanted; those that left after the last of them are not recorded.
+        """
         for key, outcome in left.items():
+            self._refuse_more()
+            if self._wanted is not None:
+                self._wanted -= outcome.valid
             record = self._parts.setdefault(key.part, PartRecord())
             record.inside.discard(key.request_id)
             record.outcomes[key.request_id] = outcome
             self._starts[engine] = 1
+        self._refuse_more()
         if self._open:
             for key in entering:
                 self._parts.setdefault(key.part, PartRecord()).inside.add(key.request_id)
@@ -138,6 +178,11 @@ class Ledger:
 
     def commit(self, part: str) -> None:
         self._parts.pop(part, None)
+        self._committed.append(part)
+
+    def committed(self, number: int) -> list[str]:
+        """Return the parts that were committed after the first `number` of them, in that order."""
+        return self._committed[number:]
 
     def drain(self) -> None:
         self._open = False
@@ -149,6 +194,7 @@ class Ledger:
             uncommitted=sum(record.complete for record in records),
             engine_deaths=self._engine_deaths,
             rows_again=self._rows_again,
+            enough=self._enough,
         )
 
     def save(self) -> list[SavedRow]:

@@ -14,6 +14,7 @@ from drafter.errors import LoadError, RequestError
 from drafter.requests import DRAW, described, sampling_defaults
 from pipeline.command_line import say
 from pipeline.engines.models import (
+    file_fingerprint,
     generation_settings,
     head_fingerprints,
     model_fingerprint,
@@ -23,6 +24,7 @@ from pipeline.engines.models import (
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.row_images import ImageReading, changed_images, image_reading, seeing_processor
+from pipeline.generate.user_functions import function_file, rollout_function, user_function
 from pipeline.io.files import local_path, locate
 from pipeline.io.listing import InputListing, PromptSource, find_prompts, input_fingerprints, list_input
 from pipeline.io.parts import StagedInput
@@ -56,6 +58,11 @@ class Job:
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
         facts["input"] = self.source["files"]
         save_run(self.output.run_file, self.config.as_dict(), self.meaning, state=state, **facts)
+
+    @property
+    def staged_images(self) -> ImageReading | None:
+        """How images of rows are found as these are staged; programs find theirs themselves."""
+        return None if self.prompts.kind == "program" else self.images
 
     @property
     def several(self) -> bool:
@@ -92,7 +99,11 @@ def checked_job(config: GenerateConfig) -> Job:
         config = replace(config, images=replace(config.images, folders=folders))
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
-    prompts = find_prompts(listing, reading)
+    if config.rollout is not None:
+        _check_rollout(config, config.rollout)
+    if config.on_part is not None:
+        user_function("on_part", config.on_part)
+    prompts = find_prompts(listing, reading, programs=config.rollout is not None)
     if prompts.kind == "openai":
         _refuse_settings_of_requests(config)
     if "://" not in config.input:
@@ -116,8 +127,20 @@ def checked_job(config: GenerateConfig) -> Job:
     if images is None:
         del meaning["images"]
     output = open_output(config, meaning)
-    source = input_source(config, listing, None if images is None else _images_source(output, images))
+    of_rows = None if images is None or config.rollout is not None else _images_source(output, images)
+    source = input_source(config, listing, of_rows)
     return Job(config, listing, prompts, output, meaning, heads, source, images, reasons)
+
+
+def _check_rollout(config: GenerateConfig, function: str) -> None:
+    rollout_function(function)
+    reading = config.reading
+    given = {name: getattr(reading, name) for name in ("prompt_column", "messages_column", "images_column")}
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"rollout {function} makes its prompts itself, of its row: leave out reading.{name}")
+    if reading.format == "openai":
+        raise InputError(f"rollout {function} takes rows, not the requests of a batch: leave out reading.format")
 
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
@@ -143,6 +166,7 @@ def _refuse_settings_of_requests(config: GenerateConfig) -> None:
         "reading.chat": reading.chat is not None,
         "reading.samples": reading.samples > 1,
         "sampling.temperature": config.sampling.temperature is not None,
+        "stop_after_valid": config.stop_after_valid is not None,
     }
     if found := [name for name, is_set in given.items() if is_set]:
         said = "whose requests say it themselves"
@@ -270,6 +294,10 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "resources": "free",
     "limits": "free",
     "writing": "free",
+    "rollout": "bound",
+    "stop_after_valid": "rows",
+    "on_part": "free",
+    "cost": "free",
     "dry_run": "free",
 }
 """Rules for changing a setting of an output in a later submission, by the longest matching name; docs/operations.md
@@ -291,9 +319,11 @@ def input_source(config: GenerateConfig, listing: InputListing, images: str | No
 
     `images` is what differs once an image that rows name has changed.
     """
+    most = config.stop_after_valid
     return {
         "files": input_fingerprints(listing),
         **({} if images is None else {"images": images}),
+        **({} if most is None else {"stop_after_valid": most}),
         **{name: getattr(config.reading, name) for name in ("format", "skip", "limit")},
     }
 
@@ -310,6 +340,9 @@ def job_meaning(
     meaning: dict[str, Any] = _bound(config.as_dict())
     meaning["model"] = base
     meaning["reading"]["date"] = date
+    if config.rollout is not None:
+        file = function_file(config.rollout)
+        meaning["rollout"] = {"function": config.rollout, "file": file and file_fingerprint(file)}
     # With an exact verifier the tokens do not depend on the drafter. A lenient one accepts some of its proposals, and a
     # head that learns resumes from its saved weights.
     if config.verifier != VerifierSettings() or config.learning.enabled:

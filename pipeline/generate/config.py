@@ -15,11 +15,12 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
 from drafter.errors import one_line
 from drafter.requests import SamplingParams
-from pipeline.command_line import JobParser, make_parser, parse
+from pipeline.command_line import JobParser, at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.learning.config import LearningConfig
 from pipeline.settings import (
+    CostConfig,
     LimitsConfig,
     LoadingConfig,
     ReadingConfig,
@@ -51,6 +52,11 @@ class GenerateConfig:
         resources: Cluster resources of the job.
         limits: Limits on rows, steps and draining.
         writing: Format of the results.
+        rollout: `module:function` of yours, `async def f(row, generate)`, that runs for each row: it asks the engine
+            by `await generate(messages)` as often as it likes, and returns the row's columns.
+        stop_after_valid: End the job when so many rows are valid; others are not in the output.
+        on_part: `module:function` of yours that is called with the path of each file of finished rows.
+        cost: What the machines cost.
         dry_run: Print how many rows of an earlier submission are kept, how many are new, and which cannot be generated;
             do no more.
     """
@@ -69,6 +75,10 @@ class GenerateConfig:
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     writing: WritingConfig = field(default_factory=WritingConfig)
+    rollout: str | None = None
+    stop_after_valid: int | None = None
+    on_part: str | None = None
+    cost: CostConfig = field(default_factory=CostConfig)
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +91,7 @@ class GenerateConfig:
                 "set loading.device_map to auto, or take 1"
             )
 
+        at_least("stop_after_valid", self.stop_after_valid, 1)
         self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,19 +32,22 @@ from pipeline.engines.models import engine_spec, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.enough import keep_finished
 from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
 from pipeline.generate.staging import StagingPlan, stage
+from pipeline.generate.user_functions import PartCalls
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
 from pipeline.output.batch_results import batch_bytes, write_batch
-from pipeline.output.columns import RunTraits, wanted_columns
+from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
-from pipeline.output.part_files import commit_part, compact, foreign_files
-from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
+from pipeline.output.part_files import commit_part, compact, foreign_files, unify_types
+from pipeline.output.summary import count_rows, read_totals, read_valid_sums, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
-from pipeline.progress.watch import ProgressWatch, StatusFile, display
+from pipeline.progress.watch import ProgressWatch, Pulse, StatusFile, display
+from pipeline.report.result import job_result
 from pipeline.settings import SAMPLING_COLUMN
 from pipeline.stopping import Stopping
 
@@ -51,6 +56,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
 
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
+_TELL_SECONDS = 1.0
 _SHOWN = 3
 
 
@@ -112,6 +118,10 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     staged = reopen(job)
     if staged is None or staged.source != job.source or staged.without(output.committed()) or is_damaged(job, staged):
         staged, last = _stage_and_generate(job, staged, stopping, status)
+    if job.config.on_part is not None:
+        PartCalls(job.config.on_part, job.config.output, output).end()
+    if job.config.rollout is not None:
+        unify_types(output)
     compact_mb = job.config.writing.compact_mb
     compact(output, None if compact_mb is None else int(compact_mb * 2**20))
     rows, errors = count_rows(output)
@@ -129,7 +139,12 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     output.delete_temporary()
     output.drop_temporary()
     output.unfinished.delete()
-    facts = job.engine_facts()
+    output.told.filesystem.delete_dir_contents(output.told.path, missing_dir_ok=True)
+    sums, most = read_valid_sums(output), job.config.stop_after_valid
+    if most is not None and sums.valid < most:
+        say(f"{sums.valid} of {most} valid rows: the input has no more")
+    result = job_result(sums, errors, status.submissions, job.config.cost.per_gpu_hour)
+    facts = job.engine_facts() | {"result": result}
     if last.choices:
         facts[SPECULATION] = speculation_record(last.choices)
     if last.learning is not None:
@@ -170,13 +185,13 @@ def _on_cluster(
     if not work.missing:
         return staged, Progress()
     job.note_drafter()
-    return staged, _generate_missing(job, work, stopping, status)
+    return _generate_missing(job, work, stopping, status)
 
 
 def _stage(job: Job, before: StagedInput | None) -> StagedInput:
     # The input is staged if it is not yet, is damaged, or has changed.
     rows, source = job.config.writing.rows_per_file, job.source
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.images)
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.staged_images)
     if before is None:
         staged = stage(job.listing, plan)
         staged.save()
@@ -201,15 +216,18 @@ def _run_traits(job: Job, row_type: pa.StructType) -> RunTraits:
         learning=config.learning.enabled,
         images=job.images is not None,
         reasons=job.reasons,
+        program=config.rollout is not None,
     )
 
 
-def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
+def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFile) -> tuple[StagedInput, Progress]:
     quiet_ray_data()
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
     base = job.engine_facts()["base_fingerprint"]
-    ledger = start_beside_driver(Ledger, unfinished, base)
+    most = job.config.stop_after_valid
+    wanted = None if most is None else most - read_valid_sums(job.output).valid
+    ledger = start_beside_driver(Ledger, unfinished, base, wanted)
     tally = _tally(job, work, unfinished)
     left = tally.total - tally.before
     say(f"{left} of {tally.total} rows to generate; an engine takes {takes(work.resources)}")
@@ -223,8 +241,9 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
     look = None if learner is None else learner.look
     watch = ProgressWatch(board, tally, partial(_note_facts, job), viewers, look)
     try:
-        with watch, stopping.draining(partial(_drain, ledger, job.config.limits.drain_seconds)):
-            _stream(job, work, board, ledger, None if learner is None else learner.name)
+        with watch, _telling(job, ledger), stopping.draining(partial(_drain, ledger, job.config.limits.drain_seconds)):
+            staged = _stream_or_end(job, work, board, ledger, None if learner is None else learner.name)
+            tally.total = staged.rows
         counts: LedgerCounts = ray.get(ledger.counts.remote())
         if counts.engine_deaths:
             say(
@@ -237,7 +256,46 @@ def _generate_missing(job: Job, work: Work, stopping: Stopping, status: StatusFi
         _keep_unfinished(job, ledger)  # first: the learner may outlast the time given to a stop
         if learner is not None:
             watch.last = replace(watch.last, learning=learner.close())
-    return watch.last
+    return staged, watch.last
+
+
+@contextmanager
+def _telling(job: Job, ledger: Any) -> Iterator[None]:
+    # In a thread of its own: a function that takes long delays no engine.
+    if job.config.on_part is None:
+        yield
+        return
+    calls, number = PartCalls(job.config.on_part, job.config.output, job.output), 0
+    before = sorted(job.output.data.parquets())
+
+    def look() -> None:
+        nonlocal number
+        calls.look(before)
+        try:
+            names = ray.get(ledger.committed.remote(number), timeout=_TELL_SECONDS)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return  # parts that are missed are told of at the end
+        calls.look(names)
+        number += len(names)
+
+    with Pulse(_TELL_SECONDS, look):
+        yield
+
+
+def _stream_or_end(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> StagedInput:
+    # It returns the input whose rows are all in the output: the whole, or what was enough.
+    try:
+        if not ray.get(ledger.counts.remote()).enough:
+            _stream(job, work, board, ledger, learner)
+            return work.staged
+    except Exception:
+        if not ray.get(ledger.counts.remote()).enough:
+            raise
+    gc.collect()  # Ray Data leaves the engines of a stage that has raised an error to the garbage collector
+    say(f"{job.config.stop_after_valid} rows are valid, as many as are wanted: others are left out")
+    lossless = job.engine_facts()["lossless"] is not False
+    columns = wanted_columns(replace(_run_traits(job, work.staged.row_type), lossless=lossless))
+    return keep_finished(job, work.staged, ray.get(ledger.save.remote()), columns)
 
 
 def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) -> None:
@@ -245,28 +303,37 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     # Late, because they import torch, which no check waits for.
     from pipeline.engines.engine_actor import EngineActor, engine_stage
     from pipeline.engines.shared_texts import OtherTexts
+    from pipeline.generate.rollout import MOST_CALLS, PROGRAM_SECONDS, Rollout, to_programs
     from pipeline.generate.row_requests import settings_of, to_requests
 
-    config, resources = job.config, work.resources
+    config, resources, settings = job.config, work.resources, settings_of(job)
+    traits, rollout = _run_traits(job, work.staged.row_type), None
+    if config.rollout is not None:
+        added = columns_type(wanted_columns(replace(traits, lossless=False))).names
+        taken = {"request_id", *added, *work.staged.row_type.names}
+        seconds = config.limits.row_seconds or PROGRAM_SECONDS
+        rollout = Rollout(config.rollout, settings, seconds, frozenset(taken - {"valid"}))
     engine = {
         "spec": engine_spec(
             config.model,
             config.drafter,
             config.loading,
             config.engine,
+            queue=None if rollout is None else MOST_CALLS,
             threads=resources.threads,
             verifier=config.verifier,
             learning=None if work.learner is None else work.learner.beginning,
             folder=job.folder,
         ),
         "limits": config.limits,
-        "traits": _run_traits(job, work.staged.row_type),
+        "traits": traits,
         "ledger": ledger,
         "progress": board,
         "run": without_secrets(config.output),
         "commit": partial(commit_part, job.output),
         "others": OtherTexts(job.output.data, shared=work.most_engines > 1),
         "learner": learner,
+        "rollout": rollout,
     }
     longest = max(part.rows for part in work.missing)
     # Large parts first: what is left for the end, when engines run empty, is short.
@@ -275,7 +342,10 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
         StagedParts(work.staged, parts), override_num_blocks=len(parts), num_cpus=HELPER_CPUS
     )
     requests = staged.map_batches(
-        to_requests, batch_format="pyarrow", fn_kwargs={"settings": settings_of(job)}, num_cpus=HELPER_CPUS
+        to_requests if rollout is None else to_programs,
+        batch_format="pyarrow",
+        fn_kwargs={"settings": settings},
+        num_cpus=HELPER_CPUS,
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
     engines = (resources.min_actors, work.most_engines)

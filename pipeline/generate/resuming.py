@@ -30,7 +30,7 @@ from pipeline.io.files import Location
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
 from pipeline.output.batch_results import batch_bytes
-from pipeline.output.columns import OutputColumn, columns_type
+from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
 from pipeline.output.part_files import commit_part, discard_torn, is_whole
 
@@ -233,7 +233,7 @@ class Results:
         at = len(left)
         for file, some in numbers.items():
             table = self._generated(file).take(pa.array([number for number, _ in some]))
-            pieces.append(_struct(table, kind))
+            pieces.append(_struct(with_program_text(table, kind.names), kind))
             for _, position in some:
                 order[position], at = at, at + 1
         return pa.concat_arrays(pieces).take(pa.array(order, pa.int64()))
@@ -329,7 +329,7 @@ def dry_run(job: Job) -> Changes:
     Images are not opened.
     """
     rows_per_part = job.config.writing.rows_per_file
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows_per_part, images=job.images)
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows_per_part, images=job.staged_images)
     read_apart(job.listing)
     tables = list(read_rows(job.listing, plan))
     now, broken = _asked_of(job, plan, tables), tuple(_refused(job, tables))
@@ -345,14 +345,15 @@ def dry_run(job: Job) -> Changes:
 
 def _refused(job: Job, tables: Sequence[pa.Table]) -> Iterator[str]:
     """Yield the names of rows of which no request can be made, with the reasons."""
-    from pipeline.generate.row_requests import make_requests, settings_of  # late: they import torch
+    from pipeline.generate.rollout import make_programs  # late: they import torch
+    from pipeline.generate.row_requests import make_requests, settings_of
 
-    settings = settings_of(job)
+    settings, make = settings_of(job), make_programs if job.prompts.kind == "program" else make_requests
     for table in tables:
         if IMAGES in table.column_names:
             readable, seen = pc.is_null(table["problem"]), pc.is_valid(table[IMAGES])
             table = table.filter(pc.invert(pc.and_(readable, seen)))
-        found = make_requests(table.combine_chunks(), settings)
+        found = make(table.combine_chunks(), settings)
         for name, problem in zip(found["request_id"].to_pylist(), found["problem"].to_pylist(), strict=True):
             if problem is not None:
                 yield f"{name}: {one_line(problem['message'])}"

@@ -5,6 +5,7 @@ Names and contents of the parts depend on the input alone, so every submission s
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import sys
@@ -52,6 +53,8 @@ from pipeline.settings import SAMPLING_COLUMN, TEMPLATE_COLUMNS, ReadingConfig
 PART_BYTES = 32 << 20
 """Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
 SAMPLE_COLUMN, SEED_COLUMN = "sample", "seed"
+BYTES = "__bytes__"
+"""Only key of the object that stands for bytes, in base64, in what a row asks for that is a program."""
 _MOST_SETTINGS = 1 << 20  # bytes of a row's own sampling settings
 _GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
@@ -225,6 +228,9 @@ def _asked(
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
     if prompts.kind == "messages":
         kinds |= dict.fromkeys(TEMPLATE_COLUMNS, "BadPrompt")
+    if prompts.kind == "program":  # which may read all of its row
+        every: dict[str, ProblemType] = dict.fromkeys(chunk.columns.column_names, "BadRow")
+        kinds = every | kinds
     kinds |= dict.fromkeys(filter(None, (prompts.column, prompts.images_column)), "BadPrompt")
     rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
     for name, kind in kinds.items():
@@ -244,7 +250,7 @@ def _asked(
         try:
             if chunk.records is None:
                 refuse_schema_of_table(settings, SAMPLING_COLUMN)
-            text = json.dumps(row, ensure_ascii=False, default=_json_text)
+            text = json.dumps(row, ensure_ascii=False, default=_json_text if prompts.column else _json_value)
         except RowError as error:
             problems.setdefault(index, error.problem)
         except TypeError as error:
@@ -269,6 +275,10 @@ def _json_text(value: Any) -> str:
     if isinstance(value, bytes):
         raise TypeError("it has bytes where text belongs")
     return str(value)
+
+
+def _json_value(value: Any) -> Any:
+    return {BYTES: base64.b64encode(value).decode()} if isinstance(value, bytes) else str(value)
 
 
 # Samples: a row repeated for several outputs, each with a name and a seed of its own.

@@ -303,7 +303,7 @@ class PromptSource:
     """Location of a row's prompt.
 
     Args:
-        kind: `openai` is the body of an OpenAI request.
+        kind: `openai` is the body of an OpenAI request; a `program` makes prompts itself, of all columns of its row.
         id_column: The column that names a row; None where the row's file and line do.
         own_sampling: Whether the first rows bring sampling settings of their own.
         ids_found: Whether `id_column` was detected, not configured.
@@ -311,7 +311,7 @@ class PromptSource:
     """
 
     column: str
-    kind: Literal["text", "messages", "openai"] = "text"
+    kind: Literal["text", "messages", "openai", "program"] = "text"
     id_column: str | None = None
     own_sampling: bool = False
     ids_found: bool = False
@@ -324,24 +324,28 @@ NAME_ROWS = "set reading.id_column to a column that names each row, or to '' to 
 BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
 
 
-def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
-    """Find the prompts by the first rows; `InputError` if there are none, or a column is missing or unusable."""
+def find_prompts(listing: InputListing, config: ReadingConfig, *, programs: bool = False) -> PromptSource:
+    """Find the prompts by the first rows; `InputError` if there are none, or a column is missing or unusable.
+
+    Args:
+        programs: Rows are programs, which need no column of a prompt.
+    """
     if config.format == "openai":
         return BATCH
     if listing.of_arrays:
-        return Apart(_look)(listing, config, what=f"input {listing.files[0].path}")  # type: ignore[no-any-return]
-    return _look(listing, config)
+        return Apart(_look)(listing, config, programs, what=f"input {listing.files[0].path}")  # type: ignore[no-any-return]
+    return _look(listing, config, programs)
 
 
-def _look(listing: InputListing, config: ReadingConfig) -> PromptSource:
+def _look(listing: InputListing, config: ReadingConfig, programs: bool) -> PromptSource:
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, _LOOK_ROWS):
-            if _is_batch(file, chunk.columns.column_names, config):
+            if not programs and _is_batch(file, chunk.columns.column_names, config):
                 return BATCH
             if len(chunk.problems) == len(chunk.numbers):
                 problem = chunk.problems[0]
                 raise InputError(f"no row at the start of {file.path} can be read: {problem.message}")
-            return _choose_source(file, chunk.columns.schema, config)
+            return _choose_source(file, chunk.columns.schema, config, programs)
     raise InputError(f"input has no rows: {', '.join(file.path for file in listing.files[:3])}")
 
 
@@ -351,21 +355,23 @@ def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> boo
     return config.format == "auto" and file.format == "jsonl" and unset and {"custom_id", "url", "body"} <= {*columns}
 
 
-def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
+def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig, programs: bool) -> PromptSource:
     own = SAMPLING_COLUMN in schema.names
     found = config.id_column is None and _ID_COLUMN in schema.names and _may_be_ids(schema.field(_ID_COLUMN).type)
     ids = _ID_COLUMN if found else config.id_column or None
     messages = config.messages_column
     if messages is None and config.prompt_column is None and "prompt" not in schema.names:
         messages = "messages" if "messages" in schema.names else None
-    if messages is not None:
+    if programs:
+        source = PromptSource("", "program", ids, True, found)
+    elif messages is not None:
         source = PromptSource(messages, "messages", ids, own, found, config.images_column)
     else:
         source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found, config.images_column)
     setting = "prompt_column" if messages is None else "messages_column"
     names = ((source.column, setting), (source.id_column, "id_column"), (source.images_column, "images_column"))
     for column, name in names:
-        if column is not None and column not in schema.names:
+        if column and column not in schema.names:
             raise InputError(
                 f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"
             )
@@ -381,7 +387,7 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
         if column not in schema.names:
             problem = f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})"
             raise InputError(f"{problem}: {NAME_ROWS}" if column == source.id_column else problem)
-    kind = schema.field(source.column).type
+    kind = schema.field(source.column).type if source.column else pa.null()
     messages = source.kind == "messages" and is_list(kind)
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
         wanted = "chat messages" if source.kind == "messages" else "text"

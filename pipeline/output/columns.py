@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ import pyarrow as pa
 from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 from drafter.statistics import draft_acceptance_rate, mean_acceptance_length
+from pipeline.io.column_types import conform, infer_column, python_rows, seen_types, unify, whole
 
 _TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
 _LOGPROBS = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
@@ -56,6 +59,7 @@ class RunTraits:
         learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
         images: Whether rows may have images.
         reasons: Whether the target model may reason before its answer.
+        program: Whether rows are programs, whose columns are sums over several calls.
     """
 
     sampling: SamplingParams
@@ -65,6 +69,7 @@ class RunTraits:
     learning: bool = False
     images: bool = False
     reasons: bool = False
+    program: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def _lenient(run: RunTraits) -> bool:
 
 
 def _structured(run: RunTraits) -> bool:
-    return run.sampling.structured_outputs is not None or run.rows_have_settings
+    return run.sampling.structured_outputs is not None or run.rows_have_settings or run.program
 
 
 _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.list_(pa.int64())
@@ -138,8 +143,46 @@ COLUMNS = (
 """All columns, in the order of the output; `g` is the generation, `r` its request and `run` the traits of its run."""
 
 
+_OF_ONE_CALL = {"text", "reasoning_content", "prompt_token_ids", PROMPT_IMAGES, "token_ids", "per_step_accepted"}
+_OF_ONE_CALL |= {"logprobs", "forced_positions", "lenient_positions"}
+PROGRAM = "program_columns"
+"""Column of what a program returned, as JSON text, until its part is written; see `with_program_columns`."""
+_PROGRAM_COLUMNS = (
+    OutputColumn("num_calls", _INTEGER, lambda g, r, run: 1),
+    OutputColumn(PROGRAM, _TEXT, lambda g, r, run: "{}"),
+)
+"""Columns that only rows of programs have; see `program_values`."""
+
+
 def wanted_columns(run: RunTraits) -> tuple[OutputColumn, ...]:
-    return tuple(column for column in COLUMNS if column.wanted(run))
+    found = tuple(column for column in COLUMNS if column.wanted(run))
+    if not run.program:
+        return found
+    return (*(column for column in found if column.name not in _OF_ONE_CALL), *_PROGRAM_COLUMNS)
+
+
+def with_program_columns(generated: pa.StructArray) -> pa.StructArray:
+    """Put the columns that programs returned in the place of their JSON text, typed as those of JSON lines."""
+    place = generated.type.get_field_index(PROGRAM)
+    if place < 0:
+        return generated
+    records = [json.loads(text) for text in generated.field(place).to_pylist()]
+    names = dict.fromkeys(chain.from_iterable(records))
+    theirs = pa.table({name: infer_column([record.get(name) for record in records]) for name in names})
+    kind = unify(seen_types(theirs, "the output"), json_objects=True)
+    columns = {field.name: conform(whole(theirs[field.name]), field.type) for field in kind}
+    columns |= zip(generated.type.names, generated.flatten(), strict=True)
+    del columns[PROGRAM]
+    return pa.StructArray.from_arrays(list(columns.values()), list(columns))
+
+
+def with_program_text(generated: pa.Table, names: Collection[str]) -> pa.Table:
+    """Undo `with_program_columns` where `PROGRAM` is among the `names` of columns that a job generates itself."""
+    if PROGRAM not in names:
+        return generated
+    theirs = generated.select([name for name in generated.column_names if name not in names])
+    texts = [json.dumps(row, ensure_ascii=False) for row in python_rows(theirs)]
+    return generated.append_column(PROGRAM, pa.array(texts, pa.string()))
 
 
 def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:

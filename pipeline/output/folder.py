@@ -84,6 +84,7 @@ class OutputFolder:
     staged = _Below("_staged")
     temporary = _Below("_temporary")
     unfinished = _Below("_unfinished.parquet")  # finished rows of uncommitted parts, of a stopped submission
+    told = _Below("_told")  # an empty file for each part that `on_part` was called with
     lease = _Below(LEASE_FILE)
     compaction_file = _Below("_compaction.json")
     run_file = _Below(RUN_FILE)

@@ -21,9 +21,10 @@ import pyarrow.parquet
 from drafter.errors import printable
 from pipeline.command_line import say
 from pipeline.io.column_notes import with_schema_notes
-from pipeline.io.column_types import free_name, python_rows, whole
+from pipeline.io.column_types import conform_struct, free_name, python_rows, seen_types, unify, whole
 from pipeline.io.files import Location, batches, in_parallel, parquet_rows, write_twice
 from pipeline.io.parts import Part
+from pipeline.output.columns import with_program_columns
 from pipeline.output.folder import CompactionPlan, OutputFolder
 
 ERROR_SCHEMA = pa.schema(
@@ -55,7 +56,7 @@ def data_table(rows: pa.Table) -> pa.Table:
     An input column with another one's name becomes `input_NAME`.
     """
     finished = rows.filter(pa.compute.is_null(rows["problem"]))
-    given, generated = whole(finished["row"]), whole(finished["generated"])
+    given, generated = whole(finished["row"]), with_program_columns(whole(finished["generated"]))
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
     taken = {"request_id", *ours}
     fields = [field.with_name(free_name(field.name, taken, theirs)) for field in given.type]
@@ -63,6 +64,31 @@ def data_table(rows: pa.Table) -> pa.Table:
     columns |= zip((field.name for field in fields), given.flatten(), strict=True)
     columns |= zip(ours, generated.flatten(), strict=True)
     return with_schema_notes(pa.table(columns), fields)
+
+
+def unify_types(output: OutputFolder) -> None:
+    """Give each column one type in all files of rows: what programs return is typed part by part.
+
+    A file is replaced by one with the same rows, so that a kill meanwhile does no harm.
+    """
+    files = [output.data / f"{name}.parquet" for name in sorted(output.data.parquets())]
+    if len(set(in_parallel(_schema, files))) < 2:
+        return
+    seen = (one for file in files for one in seen_types(file.read_parquet(), file.name))
+    kind = unify(dict.fromkeys(seen), json_objects=True)
+    for file in files:
+        table = file.read_parquet()
+        schema = pa.schema(list(kind), metadata=table.schema.metadata)
+        if table.schema != schema:
+            columns = whole(pa.chunked_array(table.to_struct_array()))
+            rows = conform_struct(columns, kind)
+            aside = output.temporary / f"{uuid.uuid4().hex}.parquet"
+            file.write_parquet(pa.Table.from_arrays(rows.flatten(), schema=schema), aside)
+
+
+def _schema(file: Location) -> pa.Schema:
+    with file.filesystem.open_input_file(file.path) as stream:
+        return pa.parquet.read_schema(stream)
 
 
 def error_table(rows: pa.Table) -> pa.Table:

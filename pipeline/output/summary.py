@@ -91,6 +91,44 @@ def records_of(table: pa.Table) -> RecordSums:
     return RecordSums(found.num_rows, valid, tokens, forced)
 
 
+def is_valid(valid: bool | None, finish_reason: str) -> bool:
+    """Return whether a finished row is valid: by its record or its program, or else if its text was not cut."""
+    return finish_reason == "stop" if valid is None else valid
+
+
+@dataclass(frozen=True)
+class ValidSums:
+    """Rows, and new tokens, of finished rows that are valid, and of all others."""
+
+    valid: int = 0
+    others: int = 0
+    valid_tokens: int = 0
+    other_tokens: int = 0
+
+    def plus(self, other: ValidSums) -> ValidSums:
+        return ValidSums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+def valid_sums(table: pa.Table) -> ValidSums:
+    """Sum over finished rows with `num_output_tokens`, `finish_reason` and `record_columns`; see `is_valid`."""
+    valid = pc.equal(table["finish_reason"], "stop")
+    if set(RECORDS) <= set(table.column_names):  # otherwise a column `valid` is the input's
+        valid = pc.coalesce(table["valid"], valid)
+    tokens, rows = pc.sum(table["num_output_tokens"]).as_py() or 0, pc.sum(valid).as_py() or 0
+    inside = pc.sum(table["num_output_tokens"].filter(valid)).as_py() or 0
+    return ValidSums(rows, table.num_rows - rows, inside, tokens - inside)
+
+
+def read_valid_sums(output: OutputFolder) -> ValidSums:
+    """Return the sums over the rows of committed parts."""
+    if not output.data.parquets():
+        return ValidSums()
+    rows = parquet_dataset(output.data)
+    names = dict.fromkeys(["num_output_tokens", "finish_reason", *record_columns(rows)])
+    tables = (pa.Table.from_batches([batch]) for batch in rows.to_batches(columns=list(names)))
+    return reduce(ValidSums.plus, map(valid_sums, tables), ValidSums())
+
+
 def summarise(
     output: OutputFolder,
     found: OutputTotals,

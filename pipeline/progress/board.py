@@ -106,6 +106,7 @@ class Progress:
     memory_tokens: int = 0
     memory_bytes: int = 0
     choices: tuple[BatchChoice, ...] = ()
+    engine_tokens: int = 0  # new tokens of all engines, also of rows that failed or were begun again
     engine_seconds: float = 0.0  # lifetimes of all engines, ended ones included
     device: str | None = None
     facts: EngineFacts | None = None
@@ -241,6 +242,7 @@ class Tally:
             engines=len(alive),
             **{name: sum(getattr(state, name) for state in alive) for name in _SUMMED},
             choices=merged_choices(report.state.choices for report in reports),
+            engine_tokens=sum(report.state.output_tokens for report in reports),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
             facts=reports[0].facts if reports else None,

@@ -175,8 +175,13 @@ class StatusFile:
             "failure": now.failure,
             "last_crash": now.crash,
             **({} if now.learning is None else {"learning": asdict(now.learning)}),
-            "submissions": [*self._earlier, self._submission()],
+            "submissions": self.submissions,
         }
+
+    @property
+    def submissions(self) -> list[dict[str, Any]]:
+        """What each submission took, this one last."""
+        return [*self._earlier, self._submission()]
 
     def _submission(self) -> dict[str, Any]:
         now, resources = self._now, self._resources
@@ -185,6 +190,7 @@ class StatusFile:
             "rows": now.rows,
             "errors": now.errors,
             "tokens": now.tokens,
+            "engine_tokens": now.engine_tokens,
             "seconds": round(now.seconds, 3),
             "device": now.device,
             "engine_seconds": round(now.engine_seconds, 3),

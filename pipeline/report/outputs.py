@@ -21,7 +21,15 @@ from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import locate
 from pipeline.output.folder import OutputFolder, read_run
-from pipeline.output.summary import COUNTS, counts_of, parquet_dataset, record_columns, records_of
+from pipeline.output.summary import (
+    COUNTS,
+    ValidSums,
+    counts_of,
+    parquet_dataset,
+    record_columns,
+    records_of,
+    valid_sums,
+)
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1 << 16
@@ -36,6 +44,7 @@ _COLUMNS = (
 )
 _LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
 _CACHED = "num_cached_tokens"  # which outputs of an earlier version have not
+TOKENS = "token_ids"  # which outputs of programs have not
 _MOST_CATEGORIES = 10_000
 
 
@@ -105,8 +114,8 @@ def times_as_fast(mine: Cost | str, theirs: Cost | str) -> float | None:
     return rates[0] / rates[1] if rates[0] is not None and rates[1] else None
 
 
-def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
-    """Open the files of finished rows.
+def open_rows(output: OutputFolder, *, programs: bool = False) -> pyarrow.dataset.Dataset:
+    """Open the files of finished rows, with `programs` also those of a rollout, which have no tokens of their own.
 
     Raises `InputError` if there are none, they cannot be read, or they lack columns.
     """
@@ -118,6 +127,10 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
         raise unreadable(output, error) from error
     if missing := [name for name in _COLUMNS if name not in found.schema.names]:
         raise InputError(f"{output.data.path} is not of drafter generate: its rows have no {', '.join(missing)}")
+    if TOKENS not in found.schema.names and not programs:
+        raise InputError(
+            f"{output.data.path} is of programs (rollout), whose rows have no {TOKENS}: take another output"
+        )
     return found
 
 
@@ -172,6 +185,7 @@ class RowSummary:
     lenient_tokens: int = 0  # accepted ones that the target model would not have chosen
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     records: RecordSums = field(default_factory=RecordSums)
+    valid: ValidSums = field(default_factory=ValidSums)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))  # by category, if any
     slowest: list[Row] = field(default_factory=list)  # some columns of the slowest rows, slowest first
@@ -228,6 +242,7 @@ def _add_counts(result: RowSummary, table: pa.Table) -> None:
         result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
     result.counts = total([result.counts, counts_of(table)])
     result.records = result.records.plus(records_of(table))
+    result.valid = result.valid.plus(valid_sums(table))
     result.finish_reasons.update(table["finish_reason"].to_pylist())
 
 

@@ -31,6 +31,7 @@ from pipeline.output.summary import RECORDS, time_span
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.images import pictures_of
 from pipeline.report.outputs import (
+    TOKENS,
     Category,
     Cost,
     Row,
@@ -57,11 +58,13 @@ def report(config: ReportConfig) -> None:
     """Read the output and write the page. Raises `InputError` if one of the outputs or the page cannot be used."""
     output = open_output(config.output)
     run = read_run_of(output)
-    dataset = open_rows(output)
+    dataset = open_rows(output, programs=True)
     column = config.category or (CATEGORY if CATEGORY in dataset.schema.names else None)
     # A row's name begins with its file only where no column names the rows.
     by_file = column is None and run["config"]["reading"]["id_column"] is None
     number = max(config.examples, _COMPARED_ROWS if config.against is not None else 0)
+    if TOKENS not in dataset.schema.names:
+        number = 0  # a program's row has several texts, none of which can be shown step by step
     rows = read_rows(dataset, column, by_file, _SLOWEST, number)
     errors, drawn = read_errors(output, _ERRORS_EACH), read_full(output, rows)
     status = read_status(output.status_file)
@@ -169,7 +172,8 @@ def _other_output(
     """
     output = open_output(uri)
     other_run = read_run_of(output)
-    other_rows = read_rows(open_rows(output), None, False, 0, _COMPARED_ROWS)
+    dataset = open_rows(output, programs=True)
+    other_rows = read_rows(dataset, None, False, 0, _COMPARED_ROWS if TOKENS in dataset.schema.names else 0)
     tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
     both = [row for row in drawn if row["request_id"] in tokens]
     submissions = read_status(output.status_file).get("submissions", ())

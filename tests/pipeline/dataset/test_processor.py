@@ -349,6 +349,7 @@ def test_a_schema_of_a_table_is_text() -> None:
         ({"sampling_params": {"temperature": -1}}, "sampling_params: temperature must be at least 0"),
         ({"verifier": {"settings": {}, "nam": 2}}, "verifier: unknown setting nam: use name"),
         ({"model_source": "x"}, "unknown setting model_source: use model"),
+        ({"rollout": "programs:f"}, "unknown setting rollout: not supported: drafter generate runs programs"),
         ({"should_continue_on_error": True}, "unknown setting should_continue_on_error: not supported: a row that"),
         (
             {"sampling_params": {"tools": []}},

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engines.ledger import ROW_ATTEMPTS, Ledger, RowKey, RowOutcome
+from pipeline.engines.ledger import ROW_ATTEMPTS, EnoughRowsError, Ledger, RowKey, RowOutcome, SavedRow
 
 DONE = RowOutcome(generated={"token_ids": [1]})
 
@@ -96,3 +97,23 @@ def test_only_rows_that_saw_enough_deaths_are_set_aside(deaths: list[set[str]]) 
     outcomes, counted = ledger.open_part("p", 6)
     assert counted == seen
     assert set(outcomes) == {name for name, number in seen.items() if number >= ROW_ATTEMPTS}
+
+
+def test_rows_that_leave_after_the_last_valid_one_that_is_wanted_do_not_count() -> None:
+    valid = RowOutcome(generated={"finish_reason": "stop"})
+    cut = RowOutcome(generated={"finish_reason": "length"})
+    whole = RowOutcome(generated={"finish_reason": "length", "valid": True})
+    saved = SavedRow("p", "before", {"finish_reason": "stop"}, None, 0)
+    ledger = Ledger([saved], wanted=3)
+    assert ledger.exchange("engine", {RowKey("p", "a"): cut, RowKey("p", "b"): valid}, keys("c", "d", "e", "f"))
+    left = {RowKey("p", "c"): cut, RowKey("p", "d"): whole, RowKey("p", "e"): valid, RowKey("q", "g"): valid}
+    with pytest.raises(EnoughRowsError):
+        ledger.exchange("engine", left, keys("h"))
+    with pytest.raises(EnoughRowsError):
+        ledger.open_part("q", 1)
+    with pytest.raises(EnoughRowsError):
+        ledger.exchange("another", {RowKey("q", "g"): valid}, [])
+    assert ledger.counts().enough
+    assert {row.request_id for row in ledger.save() if row.generated is not None} == {"before", "a", "b", "c", "d"}
+    assert not Ledger([saved], wanted=2).counts().enough
+    assert Ledger([saved], wanted=1).counts().enough

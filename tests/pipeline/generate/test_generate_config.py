@@ -76,7 +76,7 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
     [
         ("--input a", "output"),
         ("--input= --output b", "input is empty"),
-        ("--input a --output b --colour red", "unknown option --colour: --help lists them"),
+        ("--input a --output b --weather red", "unknown option --weather: --help lists them"),
         ("--input a --output b --max_num_seq 4", "unknown option --max_num_seq: did you mean --engine.max_num_seqs?"),
         ("--input a --output b --max_tokens=4", "unknown option --max_tokens: did you mean --sampling.max_new_tokens?"),
         ("--input a --output b --sampling.temprature 1", "did you mean --sampling.temperature?"),

@@ -1,0 +1,269 @@
+"""Rows that are programs, on real Ray with a real engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset
+import pytest
+
+from drafter import EngineConfig, SpeculativeLM
+from drafter.engine.handle import Handle
+from drafter.errors import EngineError, RequestTimeoutError
+from drafter.prompt import Prompt
+from drafter.requests import Request, SamplingParams, sample_seed
+from jobs.compare import main as compare
+from jobs.report import main as report
+from pipeline.generate.rollout import Program, ProgramRow, Rollout
+from tests.pipeline.conftest import Run, job_arguments, write_jsonl
+from tests.pipeline.generate.test_chaos import committed, kill_engines
+from tests.support import programs
+from tests.support.faults import FragileEngine
+from tests.support.prepared_workers import driver
+from tests.support.waiting import PATIENCE, wait_until
+
+PROGRAMS = "tests.support.programs"
+
+
+def rows(count: int, folder: Path) -> list[dict[str, Any]]:
+    return [{"prompt": f"how many apples and pens {n}", "n": n, "notes": str(folder)} for n in range(count)]
+
+
+def test_programs_of_three_rounds_with_engines_killed(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost, nothing is there twice, and tokens are those of the engine, call by call."""
+    slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.02)
+    monkeypatch.setattr("pipeline.engines.models.EngineSpec", slow)
+    source = write_jsonl(tmp_path / "in.jsonl", rows(30, tmp_path))
+    killer = threading.Thread(target=kill_engines, args=[tmp_path, signal.SIGKILL, signal.SIGKILL])
+    killer.start()
+    done = run(source, "--rollout", f"{PROGRAMS}:write_judge_mend", "--writing.rows_per_file", 8)
+    killer.join()
+    assert done.code == 0, done.stderr
+    assert [row["n"] for row in done.rows] == [n for n in range(30) if n != 7]
+    assert [row["error_type"] for row in done.errors] == ["ProgramFailed"]
+    assert re.search(
+        r"row in.jsonl:8: .*write_judge_mend failed in line \d+: LookupError: seven", done.errors[0]["message"]
+    )
+    begun = Counter((tmp_path / "begun").read_text().split())
+    assert begun.keys() == {str(n) for n in range(30)}
+    assert begun.total() - 30 <= 2 * 8  # so many are inside of an engine
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
+        for row in done.rows[::5]:
+            chat, said = [{"role": "user", "content": row["prompt"]}], []
+            for number, question in enumerate(("is it good", "mend it", "")):
+                more: dict[str, Any] = {"temperature": 0.8, "seed": sample_seed(row["seed"], 2)} if number == 2 else {}
+                (answer,) = lm.generate(chat, max_new_tokens=12, **more)
+                said.append(answer.token_ids)
+                chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+            assert row["said"] == said
+    for row in done.rows:
+        assert row["num_calls"] == len(row["said"]) == 3
+        assert row["num_output_tokens"] == sum(map(len, row["said"]))
+        assert row["num_cached_tokens"] == sum(row["cached"])
+        assert row["cached"][1] > 0  # the second round began where the first one had ended
+        assert row["cached"][2] > 0
+        assert row["valid"] == (row["n"] % 3 != 1)
+
+
+def test_as_many_valid_rows_as_are_asked_for(run: Run, tmp_path: Path) -> None:
+    """And more of them later; each part is told of when it is there."""
+    source = write_jsonl(tmp_path / "in.jsonl", [*rows(60, tmp_path), "{broken", *rows(90, tmp_path)[60:]])
+    told = tmp_path / "told"
+    settings: list[Any] = ["--rollout", f"{PROGRAMS}:write_judge_mend", "--writing.rows_per_file", 8]
+    settings += ["--sampling.max_new_tokens", 4, "--on_part", f"{PROGRAMS}:tell", "--cost.per_gpu_hour", 2]
+    done = run(source, *settings, "--stop_after_valid", 20)
+    assert done.code == 0, done.stderr
+    first = done.rows
+    assert sum(row["valid"] for row in first) == 20
+    assert "20 rows are valid, as many as are wanted" in done.stderr
+    ran = json.loads((done.folder / "run.json").read_text())
+    result = ran["result"]
+    assert result["rows"] == {"valid": 20, "invalid": len(first) - 20, "failed": len(done.errors)}
+    assert ran["rows"] == len(first) + len(done.errors) < 91
+    assert result["tokens"]["valid"] == sum(row["num_output_tokens"] for row in first if row["valid"])
+    assert result["tokens"]["invalid"] == sum(row["num_output_tokens"] for row in first if not row["valid"])
+    assert result["valid_tokens_per_second"] > 0
+    assert (result["gpu_hours"], result["cost"]) == (0, None)  # there is no GPU
+    files = [str(path) for path in sorted((done.folder / "data").iterdir())]
+    assert sorted(set(told.read_text().split())) == files
+    # The same again: nothing is left to do. A higher number goes on.
+    assert "nothing is left to do" in run(source, *settings, "--stop_after_valid", 20).stdout
+    more = run(source, *settings, "--stop_after_valid", 50)
+    assert more.code == 0, more.stderr
+    assert sum(row["valid"] for row in more.rows) == 50
+    assert len({row["n"] for row in more.rows}) == len(more.rows)
+    kept = {row["n"]: row["said"] for row in more.rows}
+    assert [kept[row["n"]] for row in first] == [row["said"] for row in first]
+    begun = Counter((tmp_path / "begun").read_text().split())
+    assert {begun[str(row["n"])] for row in first} == {1}
+    # The input has sixty.
+    every = run(source, *settings, "--stop_after_valid", 70)
+    assert every.code == 0, every.stderr
+    assert sum(row["valid"] for row in every.rows) == 60
+    assert (len(every.rows), len(every.errors)) == (89, 2)
+    assert "60 of 70 valid rows: the input has no more" in every.stderr
+
+
+@pytest.mark.slow
+def test_five_hundred_programs_with_drivers_killed(run: Run, model: Path, tmp_path: Path) -> None:
+    """First so many valid rows as are asked for, then all of them: none is lost, none is there twice."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", rows(500, tmp_path)), tmp_path / "out"
+    settings: list[Any] = ["--rollout", f"{PROGRAMS}:write_judge_mend", "--writing.rows_per_file", 10]
+    settings += ["--sampling.max_new_tokens", 4]
+    for _ in range(2):
+        before, command = committed(out), job_arguments(source, out, model, *settings, "--stop_after_valid", 300)
+        with driver("-m", "jobs.generate", *command) as job:
+            wait_until(lambda: job.poll() is not None or committed(out) >= before + 3, "three more files")  # noqa: B023
+            assert job.poll() is None
+            job.kill()
+    some = run(source, *settings, "--stop_after_valid", 300)
+    assert some.code == 0, some.stderr
+    assert sum(row["valid"] for row in some.rows) == 300
+    every = run(source, *settings)
+    assert every.code == 0, every.stderr
+    assert sorted(row["n"] for row in every.rows) == [n for n in range(500) if n != 7]
+    assert [row["error_type"] for row in every.errors] == ["ProgramFailed"]
+    kept = {row["n"]: row["said"] for row in every.rows}
+    assert all(kept[row["n"]] == row["said"] for row in some.rows)
+
+
+def test_columns_have_one_type_in_all_files(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Several calls at once, a record, an input that grows."""
+    given = [{"prompt": f"how many {n}", "n": n} for n in range(10)]
+    source = write_jsonl(tmp_path / "in.jsonl", given[:8])
+    settings = ("--rollout", f"{PROGRAMS}:best_of", "--writing.rows_per_file", 3, "--engine.max_num_seqs", 2)
+    done = run(source, *settings)
+    assert done.code == 0, done.stderr
+    before = [row["ids"] for row in done.rows]
+    write_jsonl(source, given)
+    grown = run(source, *settings)
+    assert grown.code == 0, grown.stderr
+    assert "2 of 10 rows to generate" in grown.stderr
+    files = [str(path) for path in sorted((grown.folder / "data").iterdir())]
+    assert len({str(pyarrow.parquet.read_schema(file)) for file in files}) == 1
+    found = pyarrow.dataset.dataset(files).to_table().to_pylist()
+    assert [row["n"] for row in found] == list(range(10))
+    assert [row["ids"] for row in found[:8]] == before
+    for row in found:
+        n = row["n"]
+        assert json.loads(row["mixed"]) == ({"a": [1, "x"]} if n % 2 else n)
+        assert row["seldom"] == (True if n == 5 else None)
+        assert row["verdict"] in ("yes", "no")
+        assert row["valid"] is True
+        assert len({tuple(ids) for ids in row["ids"]}) == 3  # each call has a seed of its own
+    # The report has sums over them; what compares token by token says why it cannot.
+    assert report([str(grown.folder)]) == 0
+    page = (grown.folder / "report.html").read_text()
+    assert f"{sum(row['num_output_tokens'] for row in found):,}" in page
+    assert "New tokens of valid rows" in page
+    assert "Speculation, step by step" not in page
+    capfd.readouterr()
+    assert compare([str(grown.folder), str(grown.folder)]) == 2
+    assert "is of programs (rollout), whose rows have no token_ids: take another output" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fate", ["blocks", "waits", "endless"])
+def test_a_program_that_does_not_end_has_a_bound(fate: str) -> None:
+    asked: list[Handle] = []
+
+    def submit(request: Request) -> Handle:
+        asked.append(Handle(request, stream=False))
+        return asked[-1]
+
+    program = make(fate, submit, seconds=0.2)
+    with pytest.raises(RequestTimeoutError, match=r"mixed_fates had not ended after limits.row_seconds, 0.2"):
+        program.future.result(PATIENCE)
+    assert all(handle.cancelled for handle in asked)
+
+
+def test_an_engine_that_fails_is_no_error_of_a_row() -> None:
+    """Another one begins the program again, whatever the program does with the error."""
+
+    def submit(request: Request) -> Handle:
+        raise EngineError("device lost")
+
+    with pytest.raises(EngineError, match="device lost"):
+        make("mends", submit).future.result(PATIENCE)
+
+
+def make(fate: str, submit: Callable[[Request], Handle], seconds: float = PATIENCE) -> Program:
+    rollout: Any = Rollout(f"{PROGRAMS}:mixed_fates", None, seconds, frozenset())  # type: ignore[arg-type]
+    row = ProgramRow("a", {"fate": fate, "prompt": "x"}, SamplingParams())
+    return Program(rollout, programs.mixed_fates, row, lambda asked: Prompt([1]), submit)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--rollout", "programs"], "rollout must be module:function, such as programs:write, not 'programs'"),
+        (["--rollout", "nowhere:f"], "rollout nowhere:f cannot be imported from .*: ModuleNotFoundError: No module"),
+        (["--rollout", f"{PROGRAMS}:gone"], "rollout .*:gone cannot be imported from .*: AttributeError"),
+        (["--rollout", f"{PROGRAMS}:number"], "rollout .*:number is 5, not a function"),
+        (["--rollout", f"{PROGRAMS}:not_async"], r"must be an async function .* f\(row, generate\); it is not async"),
+        (["--rollout", f"{PROGRAMS}:one_argument"], "must be an async function .*; too many positional"),
+        (["--rollout", f"{PROGRAMS}:ask", "--reading.prompt_column", "n"], "leave out reading.prompt_column"),
+        (["--rollout", f"{PROGRAMS}:ask", "--reading.format", "openai"], "leave out reading.format"),
+        (["--on_part", "nowhere:f"], "on_part nowhere:f cannot be imported"),
+        (["--stop_after_valid", 0], "stop_after_valid must be at least 1, not 0"),
+        (["--cost.per_gpu_hour", -1], "cost.per_gpu_hour must be at least 0, not -1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(refused: Run, tmp_path: Path, settings: list[Any], message: str) -> None:
+    done = refused(write_jsonl(tmp_path / "in.jsonl", [{"n": 1}]), *settings)
+    assert done.code == 2
+    assert re.search(message, done.error)
+
+
+def test_a_program_of_one_call_has_the_rows_own_tokens(run: Run, tmp_path: Path) -> None:
+    """With the row's settings and seeds, greedy and sampled, samples, too."""
+    given = [{"prompt": f"how many {n}", "sampling": {"temperature": n % 2}} for n in range(4)]
+    source = write_jsonl(tmp_path / "in.jsonl", given)
+    settings = ("--sampling.seed", 3, "--reading.samples", 2, "--reading.id_column", "prompt")
+    plain = run(source, *settings, output=tmp_path / "plain")
+    done = run(source, *settings, "--rollout", f"{PROGRAMS}:ask")
+    assert (plain.code, done.code) == (0, 0), done.stderr
+    summed = ("request_id", "num_prompt_tokens", "num_output_tokens", "seed", "finish_reason", "num_decode_steps")
+    assert [[row["ids"], row["answer"], *(row[name] for name in summed)] for row in done.rows] == [
+        [row["token_ids"], row["text"], *(row[name] for name in summed)] for row in plain.rows
+    ]
+    assert {row["num_calls"] for row in done.rows} == {1}
+    assert not {"text", "token_ids", "program_columns"} & done.rows[0].keys()
+    assert len({row["seed"] for row in done.rows}) == 8
+
+
+def test_fates_of_programs_are_their_rows_own(run: Run, tmp_path: Path) -> None:
+    why = {
+        "no dict": "returned ['a', 'list'], and not a dict of columns by name",
+        "taken": "returned a column 'num_calls', which the row has already: give it another name",
+        "input": "returned a column 'prompt', which the row has already",
+        "no json": "returned a column 'answer' that JSON cannot hold",
+        "valid": "returned 'yes' as valid, which is True, False or None",
+        "refused": "RequestError: temperature must be at least 0, not -1",
+        "unknown": "RequestError: unknown setting heat",
+        "exits": "SystemExit: 3",
+    }
+    fates = [*why, "mends", *(["fine"] * 12)]
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many", "fate": one} for one in fates])
+    done = run(source, "--rollout", f"{PROGRAMS}:mixed_fates")
+    assert done.code == 0, done.stderr
+    said = {fates[int(one["request_id"].partition(":")[2]) - 1]: one for one in done.errors}
+    assert said.keys() == why.keys()
+    for fate, message in why.items():
+        row = f"row {said[fate]['request_id']}: {PROGRAMS}:mixed_fates"
+        assert said[fate]["message"].startswith(row)
+        assert message in said[fate]["message"]
+        assert said[fate]["error_type"] == "ProgramFailed"
+    answers = Counter(row["answer"] for row in done.rows)
+    assert len(done.rows) == 13
+    assert sorted(answers.values()) == [1, 12]
+    assert any(one.startswith("mended: the prompt") for one in answers)
