@@ -2,7 +2,7 @@
 
 It is an actor outside of all engine processes. A row is entered before an engine sees it and its outcome when it
 leaves, so if an engine's process ends, the rows inside are known and finished rows are not generated again. A part's
-entries are dropped once the part is committed.
+entries are dropped once the part is committed, all but its name.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Ledger:
 
     def __init__(self, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
         self._parts: dict[str, PartRecord] = {}
+        self._committed: set[str] = set()
         self._base = base
         self._open = True
         self._starts: Counter[str] = Counter()
@@ -138,6 +139,11 @@ class Ledger:
 
     def commit(self, part: str) -> None:
         self._parts.pop(part, None)
+        self._committed.add(part)
+
+    def is_committed(self, part: str) -> bool:
+        """Return whether a part is written for good: Ray may give it to the next engine after one that has ended."""
+        return part in self._committed
 
     def drain(self) -> None:
         self._open = False
@@ -188,8 +194,11 @@ class RemoteLedger:
         return outcomes, deaths
 
     def commit(self, part: str) -> None:
-        """Forget a part that is written for good; the one call that waits for no answer."""
+        """Forget the rows of a part that is written for good; the one call that waits for no answer."""
         self._actor.commit.remote(part)
+
+    def is_committed(self, part: str) -> bool:
+        return bool(ray.get(self._actor.is_committed.remote(part)))
 
     def exchange(self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]) -> bool:
         return bool(ray.get(self._actor.exchange.remote(self._engine, left, entering)))
