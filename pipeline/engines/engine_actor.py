@@ -189,7 +189,8 @@ class EngineActor(EngineProcess):
         if self.failure is not None:
             raise self.failure
         for part, rows in unpack(block):
-            self._generate(part, rows)
+            if not self._ledger.is_committed(part):
+                self._generate(part, rows)
         return block.select(["part"])
 
     def _generate(self, part: str, rows: pa.Table) -> None:
@@ -206,8 +207,8 @@ class EngineActor(EngineProcess):
         used = [name for name in (*PROMPT_COLUMNS, "asked", "sampling") if name in rows.column_names]
         rows = with_problems(rows, problems).drop_columns(used)
         self._commit(part, rows.append_column("generated", generated))
-        self._ledger.commit(part)
         report(outcomes)
+        self._ledger.commit(part)  # last: then this process may end, and the next one has nothing to do or report
 
     def _submit(self, work: Work) -> UnderWay:
         if isinstance(work, Request):

@@ -2,7 +2,7 @@
 
 It is an actor outside of all engine processes. A row is entered before an engine sees it and its outcome when it
 leaves, so if an engine's process ends, the rows inside are known and finished rows are not generated again. A part's
-entries are dropped once the part is committed.
+entries are dropped once the part is committed, all but its name.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Ledger:
 
     def __init__(self, saved: Sequence[SavedRow] = (), base: str | None = None, wanted: int | None = None) -> None:
         self._parts: dict[str, PartRecord] = {}
-        self._committed: list[str] = []
+        self._committed: dict[str, None] = {}  # in the order of commits
         self._base = base
         self._open = True
         self._starts: Counter[str] = Counter()
@@ -178,11 +178,15 @@ class Ledger:
 
     def commit(self, part: str) -> None:
         self._parts.pop(part, None)
-        self._committed.append(part)
+        self._committed[part] = None
 
     def committed(self, number: int) -> list[str]:
         """Return the parts that were committed after the first `number` of them, in that order."""
-        return self._committed[number:]
+        return list(self._committed)[number:]
+
+    def is_committed(self, part: str) -> bool:
+        """Return whether a part is written for good: Ray may give it to the next engine after one that has ended."""
+        return part in self._committed
 
     def drain(self) -> None:
         self._open = False
@@ -234,8 +238,11 @@ class RemoteLedger:
         return outcomes, deaths
 
     def commit(self, part: str) -> None:
-        """Forget a part that is written for good; the one call that waits for no answer."""
+        """Forget the rows of a part that is written for good; the one call that waits for no answer."""
         self._actor.commit.remote(part)
+
+    def is_committed(self, part: str) -> bool:
+        return bool(ray.get(self._actor.is_committed.remote(part)))
 
     def exchange(self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]) -> bool:
         return bool(ray.get(self._actor.exchange.remote(self._engine, left, entering)))

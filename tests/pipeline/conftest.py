@@ -6,8 +6,10 @@ import gc
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from jobs.generate import main
-from tests.support.prepared_workers import prepared_workers
+from tests.support.images import model_of, processor_of
+from tests.support.prepared_workers import PreparedWorkers, prepared_workers
+from tests.support.waiting import wait_until
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -31,8 +35,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """The one Ray cluster of a pytest process: all jobs that tests run in this process use it."""
+def local_ray() -> Iterator[PreparedWorkers]:
+    """The one Ray cluster of a pytest process, and its workers: all jobs that tests run in this process use it."""
     os.environ["RAY_ADDRESS"] = "local"  # never somebody else's cluster
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - tests wait for their workers
     # Ray looks for new files of its logs ten times a second, of which there are hundreds in the end, and at all its
@@ -47,13 +51,16 @@ def local_ray() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", workers.python)
             start_ray({"metrics_report_interval_ms": 3000, **idle})
-        yield
+        yield workers
         ray.shutdown()
     del os.environ["RAY_ADDRESS"]
 
 
 def start_ray(system_config: dict[str, Any]) -> None:
-    """Start Ray. It gives its own processes half a minute, which is too little on a very busy machine: try again."""
+    """Start Ray. It gives its own processes half a minute, which is too little on a very busy machine: try again.
+
+    More time would not help: its raylet ends when an agent has not come up after fifteen seconds.
+    """
     for tries_left in reversed(range(5)):
         try:
             ray.init(
@@ -68,6 +75,35 @@ def start_ray(system_config: dict[str, Any]) -> None:
                 raise
         else:
             return
+
+
+Driver = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def driver(local_ray: PreparedWorkers) -> Driver:
+    """Run a command of ours in a process of its own that joins `local_ray`: `driver("jobs.generate", "--input", …)`.
+
+    It is killed when the context ends, and its actors have ended then.
+    """
+
+    @contextmanager
+    def run_driver(module: str, *arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        with subprocess.Popen(command, env=environment, text=True, **options) as job:
+            try:
+                yield job
+            finally:
+                job.kill()
+                job.wait()
+                wait_until(actors_have_ended, "what the job has left behind ends", pause=0.2)
+
+    def actors_have_ended() -> bool:
+        free = ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+        return free and not local_ray.named("Engine", "RayTrainWorker")
+
+    return run_driver
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +145,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random LLaVA with its processor."""
+    folder = tmp_path_factory.mktemp("seeing")
+    model_of("llava").save_pretrained(folder)
+    processor_of("llava").processor.save_pretrained(folder)
     return folder
 
 

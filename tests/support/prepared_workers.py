@@ -107,6 +107,16 @@ class PreparedWorkers:
                 found += [worker, *worker.children(recursive=True)]
         return found
 
+    def named(self, *names: str) -> list[psutil.Process]:
+        """Those of them that Ray has given a title with one of the names, such as an actor's class."""
+        found = []
+        for pid in map(int, self.pids.read_text().split()):
+            with suppress(psutil.NoSuchProcess):
+                worker = psutil.Process(pid)
+                if any(name in " ".join(worker.cmdline()[:1]) for name in names):
+                    found.append(worker)
+        return found
+
 
 @contextmanager
 def prepared_workers() -> Iterator[PreparedWorkers]:
@@ -150,8 +160,10 @@ def _end(forking: subprocess.Popen[bytes], address: Path) -> None:
 
 
 @contextmanager
-def driver(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def driver_with_a_cluster(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run Python with these arguments and prepared workers of Ray; when the context ends it is killed, and they end.
+
+    To start a cluster takes ten core seconds, so this is for tests that end one.
 
     Args:
         arguments: Such as `"-m", "jobs.generate"` and the job's own.

@@ -35,7 +35,7 @@ from pipeline.output.columns import COLUMNS
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, read_rows, write_jsonl
 from tests.support.faults import FragileEngine
-from tests.support.images import model_of, picture, processor_of
+from tests.support.images import picture
 from tests.support.waiting import wait_until
 
 SMALL: dict[str, Any] = {"drafter": "ngram", "engine_kwargs": {"max_num_seqs": 4, "num_draft_tokens": 3}}
@@ -365,11 +365,8 @@ def test_mistakes_are_told_before_anything_runs(settings: dict[str, Any], messag
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_messages_have_images(tmp_path: Path) -> None:
+def test_messages_have_images(seeing: Path, tmp_path: Path) -> None:
     """In messages or beside them, in several forms; what cannot be opened is a row with an error."""
-    folder = tmp_path / "seeing"
-    model_of("llava").save_pretrained(folder)
-    processor_of("llava").processor.save_pretrained(folder)
     red, blue = picture(1, 40, 30), picture(2, 30, 40)
     red.save(tmp_path / "red.png")
     blue.save(tmp_path / "blue.png")
@@ -388,9 +385,9 @@ def test_messages_have_images(tmp_path: Path) -> None:
         "sampling_params": {"max_new_tokens": 8},
         "images": {"folders": [str(tmp_path)]},
     }
-    answer = build_processor(ProcessorConfig(str(folder), **settings, **SMALL), chat)
+    answer = build_processor(ProcessorConfig(str(seeing), **settings, **SMALL), chat)
     found = sorted(answer(ray.data.from_items(rows)).take_all(), key=lambda row: row["n"])
-    with SpeculativeLM.from_pretrained(folder, "none") as lm:
+    with SpeculativeLM.from_pretrained(seeing, "none") as lm:
         opened = [[red], [blue], [red, blue], [], None, [blue]]
         for row, some in zip(found, opened, strict=True):
             if some is None:

@@ -14,7 +14,6 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING
 
 from drafter.images.opening import ImageLimits
 from drafter.prompt import Prompt
@@ -25,7 +24,7 @@ from pipeline.generate.row_requests import PromptSettings, encoder_of, make_requ
 from pipeline.io.listing import PromptSource
 from pipeline.io.prompts import read_prompts
 from pipeline.settings import ReadingConfig, RowImagesConfig
-from tests.support.images import CONFIGS, picture, processor_of
+from tests.support.images import picture
 from tests.support.staging import read_parts, staged_input
 
 LONGEST = 120
@@ -43,11 +42,9 @@ TEXT, PLACE = {"type": "text", "text": "What?"}, {"type": "image"}
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model that sees, without its weights, beside images in `in/`."""
-    root = tmp_path_factory.mktemp("seeing")
-    CONFIG_MAPPING["llava"](**CONFIGS["llava"]).save_pretrained(root / "model")
-    processor_of("llava").processor.save_pretrained(root / "model")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an image in `in/`, and of one that is not there."""
+    root = tmp_path_factory.mktemp("images")
     (root / "in").mkdir()
     (root / "in" / "blue.png").write_bytes(png(2))
     (root / "out.png").write_bytes(RED)
@@ -110,10 +107,10 @@ def assert_alike(job: list[Prompt | str], stage: list[Prompt | str]) -> None:
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(["messages", "prompt"]), sees=st.booleans())
 def test_a_row_has_one_prompt_or_one_error(
-    seeing: Path, model: Path, data: st.DataObject, kind: str, sees: bool
+    root: Path, seeing: Path, model: Path, data: st.DataObject, kind: str, sees: bool
 ) -> None:
     good, others = said(kind)
-    seen, unseen = images(str(seeing)) if sees else ([None], [None])
+    seen, unseen = images(str(root)) if sees else ([None], [None])
     # One fault a row: which of two is told is not said.
     row = st.tuples(*map(st.sampled_from, (good, unseen))) | st.tuples(*map(st.sampled_from, (good + others, seen)))
     rows = data.draw(st.lists(row, min_size=8, max_size=16))
@@ -122,12 +119,12 @@ def test_a_row_has_one_prompt_or_one_error(
     of_images = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
     table = pa.table({"id": [str(n) for n in range(count)], **columns, "images": pa.array(beside, of_images)})
     limits = ImageLimits(1 << 20, 100_000, 2)
-    read = ImageReading(limits, *folders_of(RowImagesConfig(), str(seeing / "in"))) if sees else None
-    name = str(seeing / "model") if sees else str(model)
+    read = ImageReading(limits, *folders_of(RowImagesConfig(), str(root / "in"))) if sees else None
+    name = str(seeing) if sees else str(model)
     source = PromptSource(kind, "messages" if kind == "messages" else "text", images_column="images" if sees else None)
     asks = PromptSettings(name, False, source, ReadingConfig(chat=False), SamplingParams(), LONGEST, images=read)
     stage = make_prompts(table, asks, encoder_of(name, False, sees))
-    assert_alike(prompts_of_job(table, kind, asks, seeing), list(stage))
+    assert_alike(prompts_of_job(table, kind, asks, root), list(stage))
     if sees:
         block, handed_on = take_prompts(add_prompts(table, asks))
         assert block == table

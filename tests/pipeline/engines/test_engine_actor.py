@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: Engine
     assert rows.column_names == ["request_id", "row", "problem", "generated"]
 
 
+def test_a_part_that_is_committed_is_not_generated_again(actor: EngineActor) -> None:
+    """An engine may end before Ray has heard that its part is done, and its successor is given the part again."""
+    part = request_part([[7, 8, 9]], "once")
+    assert generated(actor(part)) != [None]
+    del COMMITTED["once"]
+    assert actor(part)["part"].to_pylist() == ["once"]
+    assert "once" not in COMMITTED
+
+
 def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls of one row each decode together; one after the other, no two rows would ever be active."""
     engine, active = actor._lm.engine, set()
@@ -140,11 +150,11 @@ def test_its_drafter_remembers_the_rows_of_the_output(
     table = pa.table({"prompt_token_ids": earlier, "token_ids": earlier[::-1]})
     pa.parquet.write_table(table, tmp_path / "part.parquet")
     remembers = make_actor("memory+ngram", others=OtherTexts(locate(str(tmp_path)), shared=False))
-    made = generated(actor(request_part([[7, 8, 9]])))
+    made, numbers = generated(actor(request_part([[7, 8, 9]], "made"))), count()
 
     def entered() -> bool:
         """What was read is entered before a step."""
-        (again,) = generated(remembers(request_part([[7, 8, 9]])))
+        (again,) = generated(remembers(request_part([[7, 8, 9]], f"again {next(numbers)}")))
         assert again is not None
         assert made[0] is not None
         assert again["token_ids"] == made[0]["token_ids"]

@@ -40,7 +40,9 @@ def test_a_row_with_too_many_deaths_is_set_aside() -> None:
     assert (problem["type"], problem["attempts"]) == ("EngineDied", ROW_ATTEMPTS)
     assert outcomes["b"] == DONE
     assert ledger.counts().uncommitted == 1
+    assert not ledger.is_committed("p")
     ledger.commit("p")
+    assert ledger.is_committed("p")
     assert ledger.counts().uncommitted == 0
     assert ledger.save() == []
 

@@ -17,9 +17,9 @@ from pyarrow import fs
 
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.io.files import locate
-from tests.pipeline.conftest import Outcome, Run, read_rows, write_jsonl
+from tests.pipeline.conftest import Driver, Outcome, Run, read_rows, write_jsonl
 from tests.support.faults import DeadlyFiles, FragileEngine, kill_me
-from tests.support.prepared_workers import driver
+from tests.support.prepared_workers import driver_with_a_cluster
 from tests.support.waiting import PATIENCE, wait_until
 
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(40)]
@@ -137,7 +137,7 @@ def test_writers_killed_at_every_step_of_a_commit(
 
 
 @pytest.mark.slow
-def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
+def test_drivers_killed_and_stopped(run: Run, driver: Driver, lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     prompts = PROMPTS * 6
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     # Few slots, so that there is much left to do when the driver is ended.
@@ -147,9 +147,9 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
     def stop(number: int) -> tuple[int, str, int]:
         """Submit the job, and end its driver after two more files are committed."""
         before = committed(out)
-        command = ["-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
+        command = ["--input", source, "--output", out, "--model", model]
         command += ["--drafter", "ngram", "--resources.cpus_per_actor", "1", *settings]
-        with driver(*command, stderr=subprocess.PIPE) as job:
+        with driver("jobs.generate", *command, stderr=subprocess.PIPE) as job:
             wait_until(lambda: job.poll() is not None or committed(out) >= before + 2, "two more files")
             job.send_signal(number)
             printed = job.communicate(timeout=PATIENCE)[1]
@@ -163,11 +163,11 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
     assert "submit the job again to go on" in printed
     assert first + 2 <= second < len(prompts) / 25
     # Rows that had begun were finished, and those of parts that have others left are kept. There are none if the signal
-    # came before a row of the next part began.
+    # came before a row of the next part began, and on a busy machine a part may be committed after they were saved.
     kept = 0
     if (unfinished := out / "_unfinished.parquet").exists():
-        kept = sum(row["generated"] is not None for row in read_rows(unfinished))
-        assert kept > 0
+        parts = {path.stem for path in (out / "data").glob("*.parquet")}
+        kept = sum(row["generated"] is not None and row["part"] not in parts for row in read_rows(unfinished))
     done = run(source, *settings, output=out)
     assert f"{len(prompts) - 25 * second - kept} of {len(prompts)} rows to generate" in done.stderr
     assert_whole(done, lm, prompts)
@@ -180,12 +180,12 @@ def committed(out: Path) -> int:
 
 @pytest.mark.slow
 def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
-    """One of three nodes is lost, then all of them; then there is a new one."""
+    """One of two nodes is lost, then the other; then there is a new one."""
     prompts = PROMPTS * 10
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     losses = tmp_path / "losses"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with driver("-m", "tests.support.node_loss", source, out, model, losses, **pipes) as job:
+    with driver_with_a_cluster("-m", "tests.support.node_loss", source, out, model, losses, **pipes) as job:
         printed, told = job.communicate(timeout=PATIENCE)
-    assert losses.read_text().splitlines() == ["1 lost, True", "2 lost, True"]  # while it ran
+    assert losses.read_text().splitlines() == ["lost, True"] * 2  # while it ran
     assert_whole(Outcome(job.returncode, printed, told, out), lm, prompts)

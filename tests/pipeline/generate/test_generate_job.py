@@ -17,7 +17,7 @@ import pytest
 
 from drafter import EngineConfig, SpeculativeLM
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
-from tests.support.prepared_workers import driver
+from tests.support.prepared_workers import driver_with_a_cluster
 from tests.support.staging import content_seed
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -111,10 +111,8 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("raylet", "the raylet"), ("gcs_server", "the GCS")])
-def test_a_job_whose_ray_ends_says_so(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
-) -> None:
+def test_a_job_whose_ray_ends_says_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the end of its head process; that of the raylet ends an endpoint in its tests."""
     monkeypatch.setenv("RAY_ADDRESS", "local")  # a cluster of its own
     source, out = (
         write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in QUESTIONS * 150]),
@@ -122,15 +120,15 @@ def test_a_job_whose_ray_ends_says_so(
     )
     command = ["-m", "jobs.generate", "--input", source, "--output", out, "--model", model, "--drafter", "none"]
     command += ["--writing.rows_per_file", "10", "--engine.max_num_seqs", "2", "--engine.num_draft_tokens", "0"]
-    with driver(*command, stderr=subprocess.PIPE) as job:
+    with driver_with_a_cluster(*command, stderr=subprocess.PIPE) as job:
         wait_until(lambda: job.poll() is not None or len(list((out / "data").glob("*"))) >= 2, "two files")
-        (process,) = [one for one in psutil.Process(job.pid).children(recursive=True) if one.name() == name]
+        (process,) = [one for one in psutil.Process(job.pid).children(recursive=True) if one.name() == "gcs_server"]
         process.kill()
         printed = job.communicate(timeout=PATIENCE)[1]
     assert job.returncode == 1, printed
-    last = printed.splitlines()[-1]
-    assert last.startswith("error: the job failed: Ray's ")
-    assert last.endswith(f"({what}) has ended; submit it again to go on")
+    (told,) = (line for line in printed.splitlines() if line.startswith("error: "))  # Ray may have a last word, too
+    assert told.startswith("error: the job failed: Ray's ")
+    assert told.endswith("(the GCS) has ended; submit it again to go on")
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
 
 
@@ -276,22 +274,22 @@ def test_rows_share_a_limited_memory(run: Run, lm: SpeculativeLM, finished_job: 
 
 @pytest.mark.slow
 def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}"} for n in range(40)])
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}"} for n in range(20)])
     settings = ("--writing.rows_per_file", 2)
     done = run(source, *settings)
     rows = [(row["request_id"], row["token_ids"]) for row in done.rows]
     state = json.loads((done.folder / "run.json").read_text())
     files = sorted((done.folder / "data").iterdir())
-    assert len(files) == 20
-    for percent in (100, 90, 50, 10):
-        kept = files[: percent * len(files) // 100]
+    assert len(files) == 10
+    for count in (10, 3):
+        kept = files[:count]
         for lost in files[len(kept) :]:
             lost.unlink()
         (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
         before = snapshot(done.folder)
         resumed = run(source, *settings)
         assert resumed.code == 0, resumed.stderr
-        assert (f"{40 - 2 * len(kept)} of 40 rows to generate" in resumed.stderr) == (percent < 100)
+        assert (f"{20 - 2 * count} of 20 rows to generate" in resumed.stderr) == (count < 10)
         after = snapshot(done.folder)
         assert all(after[str(file)] == before[str(file)] for file in kept)
         assert [(row["request_id"], row["token_ids"]) for row in resumed.rows] == rows

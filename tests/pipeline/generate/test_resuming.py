@@ -32,9 +32,8 @@ from pipeline.io.parts import StagedInput, with_repeats, with_row_type
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part, compact, is_whole
-from tests.pipeline.conftest import Run, job_arguments, write_jsonl
+from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
 from tests.support.faults import EndedError, FailingFiles
-from tests.support.prepared_workers import driver
 from tests.support.waiting import wait_until
 
 TRAITS = RunTraits(SamplingParams(), rows_have_settings=False, drafter="first")
@@ -351,7 +350,9 @@ def test_a_job_whose_input_has_changed(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_whose_input_has_changed_and_whose_driver_is_killed(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_job_whose_input_has_changed_and_whose_driver_is_killed(
+    run: Run, driver: Driver, model: Path, tmp_path: Path
+) -> None:
     rows = [{"id": f"row {n}", "prompt": f"how many {n}"} for n in range(100)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     settings = ("--writing.rows_per_file", 5, "--reading.id_column", "id")
@@ -360,7 +361,7 @@ def test_a_job_whose_input_has_changed_and_whose_driver_is_killed(run: Run, mode
     earlier = first.rows  # read now: the output is about to change
     write_jsonl(source, changed(rows, remove=5, change=10, add=25))
     command = job_arguments(source, first.folder, model, *settings)
-    with driver("-m", "jobs.generate", *command, stderr=subprocess.DEVNULL) as job:
+    with driver("jobs.generate", *command, stderr=subprocess.DEVNULL) as job:
         new = first.folder / "data"
         wait_until(lambda: job.poll() is not None or len(list(new.glob("001-*"))) > 20, "most parts of 24")
     resumed = run(source, *settings, drafter="none")

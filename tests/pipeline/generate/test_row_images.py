@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from transformers import CONFIG_MAPPING
 
 from drafter.images.opening import ImageLimits
-from drafter.images.processor import ImageProcessor, load_processor
+from drafter.images.processor import ImageProcessor
 from drafter.prompt import Prompt, Span
 from drafter.requests import SamplingParams
 from pipeline.generate.row_images import ImageReading, changed_images, folders_of, images_of
@@ -31,7 +30,7 @@ from pipeline.io.parts import StagedInput, pack, unpack
 from pipeline.io.prompts import prompt_columns, read_prompts
 from pipeline.settings import ReadingConfig, RowImagesConfig
 from tests.pipeline.conftest import write_jsonl
-from tests.support.images import CONFIGS, asked, picture, processor_of
+from tests.support.images import asked, picture, processor_of
 from tests.support.staging import read_parts, staged_input
 
 LIMITS = ImageLimits(bytes=1 << 20, pixels=100_000, images=3)
@@ -50,19 +49,9 @@ def data_uri(image: Image.Image) -> str:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model that sees, without its weights."""
-    folder = tmp_path_factory.mktemp("seeing")
-    CONFIG_MAPPING["llava"](**CONFIGS["llava"]).save_pretrained(folder)
-    processor_of("llava").processor.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def processor(seeing: Path) -> ImageProcessor:
-    found = load_processor(seeing)
-    assert found is not None
-    return found
+def processor() -> ImageProcessor:
+    """That of `seeing`, in this process."""
+    return processor_of("llava")
 
 
 @pytest.fixture

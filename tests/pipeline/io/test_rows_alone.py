@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams
@@ -25,8 +25,6 @@ from pipeline.openai.errors import OpenAIError, parse_json
 from pipeline.openai.requests import parse_chat, parse_completion
 from tests.support.properties import examples
 from tests.support.staging import staged_table
-
-FEW, MANY = settings(max_examples=15), examples(400)
 
 
 @contextmanager
@@ -76,7 +74,12 @@ def says_the_same(cell: Any, own: Any) -> bool:
     return json.dumps(without_nulls(cell)) == json.dumps(without_nulls(own))
 
 
-def check_json_rows(rows: list[dict[str, Any]], rows_per_part: int) -> None:
+two_or_more = st.lists(json_rows, min_size=2, max_size=6)
+
+
+@given(two_or_more, st.integers(1, 4))
+@examples(400)
+def test_a_row_of_json_among_others(rows: list[dict[str, Any]], rows_per_part: int) -> None:
     with folder() as place:
         for number, some in enumerate((rows[::2], rows[1::2])):
             lines = "".join(json.dumps(row) + "\n" for row in some)
@@ -89,22 +92,6 @@ def check_json_rows(rows: list[dict[str, Any]], rows_per_part: int) -> None:
         assert json.dumps(staged["asked"], sort_keys=True) == json.dumps(own, sort_keys=True)
         for name, cell in staged["row"].items():
             assert says_the_same(cell, row.get(name)), (name, cell, row.get(name))
-
-
-two_or_more = st.lists(json_rows, min_size=2, max_size=6)
-
-
-@given(two_or_more, st.integers(1, 4))
-@FEW
-def test_a_row_of_json_among_others(rows: list[dict[str, Any]], rows_per_part: int) -> None:
-    check_json_rows(rows, rows_per_part)
-
-
-@pytest.mark.slow
-@given(two_or_more, st.integers(1, 4))
-@MANY
-def test_many_rows_of_json_among_others(rows: list[dict[str, Any]], rows_per_part: int) -> None:
-    check_json_rows(rows, rows_per_part)
 
 
 # Tables
@@ -202,7 +189,7 @@ def check_table(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: in
 
 
 @given(columns, st.sampled_from([".parquet", ".arrow"]), st.integers(1, 3))
-@examples(40)
+@examples(500)
 def test_a_column_of_a_table_passes_through(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: int) -> None:
     check_table(drawn, suffix, rows_per_part)
 
@@ -213,13 +200,6 @@ def test_nulls_above_an_empty_dictionary(nested: Callable[[pa.DataType], pa.Data
     rows = [None, None, None] if nested is not pa.list_ else [[None], [], None]
     kinds = [nested(pa.struct([("a", kind)])) for kind in (pa.dictionary(pa.int8(), pa.string()), pa.string())]
     check_table((pa.array(rows, kinds[0]), pa.array(rows, kinds[1])), ".arrow", 2)
-
-
-@pytest.mark.slow
-@given(columns, st.sampled_from([".parquet", ".arrow"]), st.integers(1, 3))
-@examples(500)
-def test_many_columns_of_tables_pass_through(drawn: tuple[pa.Array, pa.Array], suffix: str, rows_per_part: int) -> None:
-    check_table(drawn, suffix, rows_per_part)
 
 
 @pytest.mark.slow
@@ -382,7 +362,9 @@ def answer_to(line: dict[str, Any]) -> Any:
     return parse_chat(body) if line["url"] == "/v1/chat/completions" else parse_completion(body)
 
 
-def check_batch(lines: list[dict[str, Any]]) -> None:
+@given(st.lists(batch_lines, min_size=1, max_size=4))
+@examples(400)
+def test_a_line_of_a_batch_is_read_as_the_endpoint_reads_its_body(lines: list[dict[str, Any]]) -> None:
     with folder() as place:
         text = "".join(json.dumps({"custom_id": str(n), **line}) + "\n" for n, line in enumerate(lines))
         (place / "in" / "a.jsonl").write_text(text)
@@ -399,19 +381,6 @@ def check_batch(lines: list[dict[str, Any]]) -> None:
                 assert staged["problem"]["message"] == error.message  # noqa: PT017 - both must say the same
             else:
                 assert parse_line(staged["asked"]) == expected
-
-
-@given(st.lists(batch_lines, min_size=1, max_size=4))
-@FEW
-def test_a_line_of_a_batch_is_read_as_the_endpoint_reads_its_body(lines: list[dict[str, Any]]) -> None:
-    check_batch(lines)
-
-
-@pytest.mark.slow
-@given(st.lists(batch_lines, min_size=1, max_size=4))
-@MANY
-def test_many_lines_of_a_batch_are_read_as_the_endpoint_reads_their_bodies(lines: list[dict[str, Any]]) -> None:
-    check_batch(lines)
 
 
 def test_a_whole_number_in_a_body_may_be_a_float() -> None:

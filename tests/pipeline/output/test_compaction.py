@@ -16,7 +16,7 @@ from pyarrow import fs
 from pipeline.io.files import Location, locate
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import compact, merges
-from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, read_rows, untimed
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, read_rows
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]
 WHOLE = f"{PARTS[0]}-to-{PARTS[-1]}.parquet"
@@ -162,17 +162,3 @@ def test_a_job_that_compacts(run: Run, finished: FinishedJob) -> None:
     before = (done.folder / "data" / WHOLE).stat().st_mtime_ns
     assert run(finished.source, *settings).code == 0
     assert (done.folder / "data" / WHOLE).stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_a_large_file_that_is_lost_is_made_again(run: Run, finished: FinishedJob) -> None:
-    settings = (*JOB_SETTINGS, "--writing.compact_mb", 1)
-    rows_before = finished.outcome.rows
-    finished.reopen()
-    assert run(finished.source, *settings).code == 0
-    (finished.outcome.folder / "data" / WHOLE).unlink()
-    finished.reopen()
-    again = run(finished.source, *settings)
-    assert again.code == 0, again.stderr
-    assert [untimed(row) for row in again.rows] == [untimed(row) for row in rows_before]
-    assert names(again.folder / "data") == [WHOLE]

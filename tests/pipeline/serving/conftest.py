@@ -31,6 +31,8 @@ NAME = "tiny"
 KEY = "sk-secret-of-the-tests"
 SLOTS = 4
 """Of each of the endpoint's two replicas."""
+SESSIONS = 16
+"""That the endpoint's devices may have."""
 
 
 @pytest.fixture(scope="session")
@@ -104,8 +106,9 @@ class Endpoint:
 
 @pytest.fixture(scope="module")
 def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """The endpoint on Ray Serve with two replicas, which asks for a key."""
+    """The endpoint on Ray Serve with two replicas, which asks for a key and takes devices."""
     settings = {"drafter": "ngram", "engine.num_draft_tokens": 8, "limits.queue": 16, "replicas.min": 2}
+    settings["edge.sessions"] = SESSIONS
     with started(model, tmp_path_factory.mktemp("endpoint"), (KEY,), settings) as endpoint:
         yield endpoint
 

@@ -227,9 +227,9 @@ def test_faults_change_nothing(plain: SpeculativeLM, replica: Answers, address: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_more_faults_change_nothing(plain: SpeculativeLM, replica: Answers, address: str, seed: int) -> None:
-    run_through_faults(plain, address, 100, seed)
+    run_through_faults(plain, address, 60, seed)
 
 
 def test_a_device_shows_what_it_expects_and_may_go_on_alone(plain: SpeculativeLM, address: str) -> None:
@@ -417,7 +417,7 @@ def test_web_pages_and_ordinary_requests_are_refused(address: str) -> None:
     assert httpx2.get(address + PATH).status_code == 426
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_abandoned_sessions_make_room_and_are_freed(
     plain: SpeculativeLM, verifying: SpeculativeLM, replica: Answers, address: str, count: int
 ) -> None:

@@ -91,7 +91,7 @@ def peak_bytes() -> Iterator[Callable[[], int]]:
 
     def watch() -> None:
         nonlocal most
-        while not over.wait(0.01):
+        while not over.wait(0.05):
             most = max(most, held())
 
     thread = threading.Thread(target=watch)

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pipeline.serving import images as serving_images
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.replica import Answers
 from pipeline.settings import ImagesConfig
-from tests.support.images import model_of, picture, processor_of
+from tests.support.images import picture
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
 
@@ -29,17 +30,14 @@ RED = picture(1, 40, 30)
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculativeLM]:
-    folder = tmp_path_factory.mktemp("seeing")
-    model_of("llava").save_pretrained(folder)
-    processor_of("llava").processor.save_pretrained(folder)
-    with SpeculativeLM.from_pretrained(folder, "ngram", max_num_seqs=4, num_draft_tokens=3) as lm:
+def lm(seeing: Path) -> Iterator[SpeculativeLM]:
+    with SpeculativeLM.from_pretrained(seeing, "ngram", max_num_seqs=4, num_draft_tokens=3) as lm:
         yield lm
 
 
 @pytest.fixture(scope="module")
-def address(seeing: SpeculativeLM) -> Iterator[str]:
-    answers = Answers(seeing, "replica", PATIENCE, images=LIMITS)
+def address(lm: SpeculativeLM) -> Iterator[str]:
+    answers = Answers(lm, "replica", PATIENCE, images=LIMITS)
     with served({NAME: answers}, limits=LimitsConfig(body_bytes=4 << 20)) as found:
         yield found
 
@@ -69,11 +67,11 @@ def answer(client: OpenAI, said: list[Any], **more: Any) -> str:
     return str(made.choices[0].message.content)
 
 
-def test_answers_are_those_of_python(client: OpenAI, seeing: SpeculativeLM) -> None:
+def test_answers_are_those_of_python(client: OpenAI, lm: SpeculativeLM) -> None:
     place = {"type": "image"}
     for pictures in ([RED], [RED, picture(2, 30, 40)], []):
         prompt = [{"role": "user", "content": [*[place] * len(pictures), {"type": "text", "text": "What?"}]}]
-        (wanted,) = seeing.generate([seeing.encode(prompt, images=pictures)], max_new_tokens=12, temperature=0)
+        (wanted,) = lm.generate([lm.encode(prompt, images=pictures)], max_new_tokens=12, temperature=0)
         said = messages(*(data_uri(file_of(one)) for one in pictures))
         assert answer(client, said) == wanted.text
         chunks = client.chat.completions.create(model=NAME, messages=said, max_tokens=12, temperature=0, stream=True)

@@ -1,10 +1,11 @@
 """An endpoint whose head learns: the tokens are those of plain decoding, whoever is killed, and of who did not agree
-nothing is learnt."""
+nothing is learnt. At last its cluster is lost."""
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -65,7 +66,11 @@ class Client:
 
 def process(endpoint: Endpoint, name: str) -> psutil.Process | None:
     """The endpoint's process of this name; None while there is none."""
-    return next((one for one in endpoint.started() if name in "".join(one.cmdline()[:1])), None)
+    for one in endpoint.started():
+        with suppress(psutil.NoSuchProcess):
+            if name in "".join(one.cmdline()[:1]).rpartition("/")[2]:
+                return one
+    return None
 
 
 @pytest.fixture
@@ -126,3 +131,12 @@ def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
         client.ask(OTHER)
         figures = endpoint.wait_until_idle(replicas=1)
         assert figures["drafter_version"] >= last  # it goes on with the head that was learnt
+
+        # Its cluster is lost: it ends, and says why.
+        for victim in [process(endpoint, name) for name in ("raylet", ":Engine")]:
+            assert victim is not None
+            with suppress(psutil.NoSuchProcess):  # an engine ends with its raylet
+                victim.kill()
+        assert endpoint.process.wait(PATIENCE) == 1
+        log = endpoint.log.read_text(encoding="utf-8")
+    assert "error: Ray's process on this machine (the raylet) has ended: start again\n" in log

@@ -128,30 +128,17 @@ def exchange(address: str, sent: bytes, *, at_once: bool) -> bytes:
     return found
 
 
-def check(server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes, at_once: bool) -> None:
+@examples(1000)
+@given(streams, st.booleans())
+def test_any_bytes_are_answered_or_refused(
+    server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes, at_once: bool
+) -> None:
     address, budget, complaints = server
     answer = exchange(address, sent, at_once=at_once)
     assert answer == b"" or re.match(rb"HTTP/1\.1 [1-4]\d\d ", answer)
     assert not re.search(rb"HTTP/1\.1 5|Traceback|site-packages", answer)
     wait_until(lambda: budget.state() == {"open": 0, "unread": 0}, "the connection is closed")
     assert [record.getMessage() for record in complaints] == []
-
-
-@examples(60)
-@given(streams, st.booleans())
-def test_any_bytes_are_answered_or_refused(
-    server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes, at_once: bool
-) -> None:
-    check(server, sent, at_once)
-
-
-@pytest.mark.slow
-@examples(3000)
-@given(streams, st.booleans())
-def test_many_more_bytes_are_answered_or_refused(
-    server: tuple[str, Connections, list[logging.LogRecord]], sent: bytes, at_once: bool
-) -> None:
-    check(server, sent, at_once)
 
 
 def test_the_server_is_well_afterwards(server: tuple[str, Connections, list[logging.LogRecord]]) -> None:

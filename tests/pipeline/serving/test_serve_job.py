@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import httpx2
@@ -19,8 +21,10 @@ import psutil
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, OpenAI
 
+from benchmarks.edge.knowing import Knowing
 from drafter import SamplingParams, SpeculativeLM
-from tests.pipeline.serving.conftest import KEY, NAME, Endpoint
+from drafter.edge.client import EdgeLM
+from tests.pipeline.serving.conftest import KEY, NAME, SESSIONS, Endpoint
 from tests.support.waiting import PATIENCE, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -217,6 +221,38 @@ def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> N
     ends = asyncio.run(read_all())
     assert set(ends) == {"length", "The model failed while it answered: try again."}
     endpoint.wait_until_well()
+
+
+@pytest.mark.slow
+def test_devices_go_on_at_another_replica_when_theirs_dies(endpoint: Endpoint, plain: SpeculativeLM) -> None:
+    """They open their sessions there, with the tokens that they have, and all texts are right."""
+    endpoint.wait_until_idle()
+    prompts = [plain.encode(f"how many {'apples and pens '[: 3 + row]}") for row in range(SESSIONS)]
+    sampling = [SamplingParams(60, temperature=0.8 * (row % 2), seed=row, ignore_eos=True) for row in range(SESSIONS)]
+    expected = plain.generate(prompts, sampling)
+    begun, killed = Semaphore(0), Semaphore(0)
+
+    def run(row: int) -> list[int]:
+        drafter = Knowing([*prompts[row], *expected[row].token_ids], 0.6, seed=row)
+        lm = EdgeLM(endpoint.address, drafter, tokenizer=plain.tokenizer, key=KEY, give_up=PATIENCE)
+        stream = lm.stream(prompts[row], sampling[row])
+        for delta in stream:
+            if delta.token_ids:
+                break
+        begun.release()
+        killed.acquire()
+        return stream.result().token_ids
+
+    with ThreadPoolExecutor(SESSIONS) as pool:
+        texts = pool.map(run, range(SESSIONS))
+        for _ in range(SESSIONS):
+            begun.acquire()
+        assert endpoint.figures()["drafter_edge_sessions"] == SESSIONS
+        os.kill(replicas(endpoint)[0].pid, signal.SIGKILL)
+        for _ in range(SESSIONS):
+            killed.release()
+        assert list(texts) == [one.token_ids for one in expected]
+    wait_until(lambda: endpoint.wait_until_idle()["drafter_edge_sessions"] == 0, "all sessions are closed")
 
 
 @pytest.mark.slow

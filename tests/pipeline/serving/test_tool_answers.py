@@ -24,9 +24,9 @@ from tests.support.marks import slow_but
 from tests.support.waiting import PATIENCE
 
 
-@pytest.fixture(scope="module", params=slow_but(["text", "special"], ["text", "tokens", "special"]))
+@pytest.fixture(scope="module", params=slow_but(["special"], ["text", "special"]))
 def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a model that calls tools, whose marks are text, or tokens of their own."""
+    """Folder of a model that calls tools, whose marks are text, or special tokens."""
     return with_tools(
         model, tmp_path_factory.mktemp("calling"), tokens=request.param != "text", special=request.param == "special"
     )

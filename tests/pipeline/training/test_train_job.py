@@ -6,12 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pyarrow.parquet
 import pytest
 import torch
@@ -22,10 +19,10 @@ from drafter.heads.checkpoint import load_head
 from drafter.target_model.loading import load_base
 from pipeline.command_line import say
 from pipeline.io.files import locate
-from tests.pipeline.conftest import Run, write_jsonl
+from tests.pipeline.conftest import Driver, Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.faults import FullFiles
-from tests.support.prepared_workers import prepared_workers
+from tests.support.prepared_workers import PreparedWorkers
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -75,13 +72,13 @@ def test_the_best_head_is_kept_and_everything_is_told(
     assert drafted.rows[0]["num_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
-    train: Train, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, workers: int
+    train: Train, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Before the first checkpoint is due. In this process Ctrl-C is SIGINT to ourselves."""
 
-    def signalled(number: signal.Signals) -> Training:
+    def signalled(number: signal.Signals, workers: int) -> Training:
         left = [number]
 
         def hear(line: str) -> None:
@@ -97,12 +94,12 @@ def test_a_signal_saves_the_step_and_the_next_submission_goes_on_from_it(
     # A process that a shell has started in the background ignores SIGINT.
     before_us = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_us))
-    stopped = signalled(signal.SIGTERM)
+    stopped = signalled(signal.SIGTERM, workers=2)
     assert stopped.code == 143
     assert "stopping: the step that is under way is saved first" in stopped.stderr
     (first,) = stopped.checkpoints
     assert f"step {int(first[5:])} is saved" in stopped.stderr
-    interrupted = signalled(signal.SIGINT)
+    interrupted = signalled(signal.SIGINT, workers=1)
     assert interrupted.code == 130
     assert f"going on after step {int(first[5:])} of 9000" in interrupted.stderr
     before, second = interrupted.checkpoints
@@ -117,17 +114,6 @@ def same(one: Training, other: Training) -> None:
     assert list(one.betas) == list(other.betas)
     for step, beta in one.betas.items():
         assert beta == pytest.approx(other.betas[step], rel=0.02)
-
-
-@pytest.mark.slow
-def test_two_workers_with_stored_hidden_states_learn_what_one_does(unbroken: Training, train: Train) -> None:
-    two = train(workers__number=2, sharding__zero_stage=3, texts__store_hidden=True)
-    assert two.code == 0, two.stderr
-    same(two, unbroken)
-    tokens = json.loads((two.folder / "run.json").read_text())["texts"]["tokens"]
-    assert f"hidden states of {tokens:,} tokens: {tokens:,} × 32 × 4 bytes" in two.stderr
-    stored = pyarrow.parquet.read_table(two.folder / "_staged" / "part-000000.hidden.parquet")["hidden"]
-    assert sum(len(row.as_py()) for row in stored) == tokens * 32 * 4
 
 
 @pytest.mark.slow
@@ -147,6 +133,8 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
     base = load_base(model, device="cpu")
     tokens = json.loads((two.folder / "run.json").read_text())["texts"]["tokens"]
     assert f"hidden states of {tokens:,} tokens: {tokens:,} × {4 * 32} × 4 bytes" in two.stderr
+    stored = pyarrow.parquet.read_table(two.folder / "_staged" / "part-000000.hidden.parquet")["hidden"]
+    assert sum(len(row.as_py()) for row in stored) == tokens * 4 * 32 * 4
 
     trained, exported = (load_head(one.folder / name, base) for name in ("head", "export"))
     assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in trained.state_dict().items())
@@ -161,7 +149,7 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
     assert "heads of algorithm 'ctc' have no layout that others read; eagle3, medusa have" in refused.error
 
 
-def wait_for_step(job: subprocess.Popen[bytes], output: Path, step: int) -> None:
+def wait_for_step(job: subprocess.Popen[str], output: Path, step: int) -> None:
     """Wait until there is a checkpoint of `step` or later."""
 
     def is_there() -> bool:
@@ -173,29 +161,22 @@ def wait_for_step(job: subprocess.Popen[bytes], output: Path, step: int) -> None
 
 @pytest.mark.slow
 def test_killed_workers_and_drivers_do_not_show_in_the_losses(
-    unbroken: Training, train: Train, model: Path, distilled: Path, tmp_path: Path
+    local_ray: PreparedWorkers,
+    driver: Driver,
+    unbroken: Training,
+    train: Train,
+    model: Path,
+    distilled: Path,
+    tmp_path: Path,
 ) -> None:
     broken = tmp_path / "broken"
-    command = [sys.executable, "-m", "jobs.train", *arguments_of(distilled, broken, model, workers__number=2)]
-    # A cluster of its own, which dies with it.
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with prepared_workers() as workers:
-        environment = {**os.environ, **workers.environment, "RAY_ADDRESS": "local"}
-        job = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-        try:
-            wait_for_step(job, broken, 4)
-            trains = [one for one in workers.processes() if "RayTrainWorker" in " ".join(one.cmdline())]
-            trains[-1].send_signal(signal.SIGKILL)
-            wait_for_step(job, broken, 12)
-        finally:
-            started = [*psutil.Process(job.pid).children(recursive=True), *workers.processes()]
-            os.killpg(job.pid, signal.SIGKILL)
-            for process in started:
-                if process.is_running():
-                    process.kill()
-            job.wait()
+    arguments = arguments_of(distilled, broken, model, workers__number=2)
+    with driver("jobs.train", *arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        wait_for_step(job, broken, 4)
+        local_ray.named("RayTrainWorker")[-1].kill()
+        wait_for_step(job, broken, 12)
 
-    # The same command on another cluster, with another number of workers.
+    # The same command with another number of workers.
     resumed = train(output=broken)
     assert resumed.code == 0, resumed.stderr
     steps = [int(line.split()[1].split("/")[0]) for line in resumed.stderr.splitlines() if line.startswith("step ")]
