@@ -186,15 +186,18 @@ class StateCache(LayerCache):
 
     def commit(self, lengths: Tensor, path: Tensor, rows: slice) -> None:
         at, slot = self.at[:, rows], self._slot[rows]
+        # A step of more rows than are decoded runs over a slot whose prompt is being read, too. Its state stays: it is
+        # the second one, and no state is of the length that the slot has until then.
+        known = (at == lengths).any(0) | (lengths == 0)
         spare = (at[0] == lengths).long()
-        at.copy_(torch.where(at == lengths, at, -1))
+        at.copy_(torch.where((at == lengths) | ~known, at, -1))
         target, row, last = spare * self.slots + slot, slot - rows.start, path.amax(1)
         for layer, states in self.nodes.items():
             for key, after in states.items():
                 buffer = self.buffers[layer][key]
                 there = buffer.device
                 buffer.index_copy_(0, target.to(there), after(row.to(there), last.to(there)).to(buffer.dtype))
-        at.scatter_(0, spare[None], (lengths + 1 + (path > 0).sum(1))[None])
+        at.scatter_(0, spare[None], torch.where(known, lengths + 1 + (path > 0).sum(1), -1)[None])
 
     def shareable(self, source: int, length: int) -> int:
         return self.snapshots.longest(source, length)
