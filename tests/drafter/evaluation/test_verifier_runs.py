@@ -26,7 +26,7 @@ from drafter.evaluation.verifiers import (
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from drafter.target_model.model import BaseModel
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine, tokens_of
 
 
 def begun(base: BaseModel, requests: list[Request], engine: EngineSettings, *, rounds: int) -> VerifierTrials:
@@ -38,7 +38,7 @@ def begun(base: BaseModel, requests: list[Request], engine: EngineSettings, *, r
 
 def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_base: BaseModel) -> None:
     requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
+    expected = tokens_of(run_engine(tiny_base, PlainDecoding(), requests))
     verifiers = [EXACT, VerifierSettings("fly", {"theta": 0.0, "window": 1})]
     config = EngineSettings(max_num_seqs=3, num_draft_tokens=8)
     with patch.dict(TRAINING_FREE, {"adversarial": lambda _: AdversarialDrafter(1)}):
