@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import main as make_again
 from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results, Skipped, StageSums, figures
 from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
 from drafter.statistics import DecodeCounts, speedup
@@ -180,12 +179,3 @@ def test_without_a_fixed_number_of_nodes_two_plots_are_left(tmp_path: Path) -> N
         "gamma_by_batch",
         "stage_times",
     }
-
-
-def test_a_report_is_made_again_from_its_json(tmp_path: Path) -> None:
-    results(cells()).save(tmp_path)
-    make_again([str(tmp_path)])
-    assert (tmp_path / "table.md").read_text() == page(results(cells()))
-    assert (tmp_path / "stage_times.png").is_file()
-    with pytest.raises(SystemExit, match=r"none of results.json, heads.json, scale.json"):
-        make_again([str(tmp_path / "elsewhere")])
