@@ -186,10 +186,11 @@ class StateCache(LayerCache):
 
     def commit(self, lengths: Tensor, path: Tensor, rows: slice) -> None:
         at, slot = self.at[:, rows], self._slot[rows]
-        # A step of more rows than are decoded runs over a slot whose prompt is being read, too. Its state stays: it is
-        # the second one, and no state is of the length that the slot has until then.
+        # A step of more rows than are decoded runs over slots whose prompt is being read, and of rows that are parked.
+        # Their length is then that of no state: the newer state stays, and what the step makes takes the other's place.
         known = (at == lengths).any(0) | (lengths == 0)
         spare = (at[0] == lengths).long()
+        spare = torch.where(known, spare, at.argmin(0))
         at.copy_(torch.where((at == lengths) | ~known, at, -1))
         target, row, last = spare * self.slots + slot, slot - rows.start, path.amax(1)
         for layer, states in self.nodes.items():
