@@ -24,7 +24,7 @@ def slow_but_tuples(fast: Iterable[tuple[Any, ...]], every: Iterable[tuple[Any, 
 def pairwise(fast: int, *factors: Sequence[Any]) -> list[Any]:
     """Return cases of a value of each factor in which every value meets each of every other factor at least once.
 
-    The first `fast` of them go through all factors' values in turn; the others are marked slow.
+    The first `fast` of them go through the values of the first factor; the others are marked slow.
     """
     places, sizes = range(len(factors)), [len(values) for values in factors]
     left = {
@@ -33,18 +33,18 @@ def pairwise(fast: int, *factors: Sequence[Any]) -> list[Any]:
         for first in range(sizes[one])
         for second in range(sizes[other])
     }
-    cases = [
-        {place: (turn + place * (turn // sizes[place])) % sizes[place] for place in places} for turn in range(fast)
-    ]
-    for case in cases:
-        left = {pair: None for pair in left if pair not in _met(case)}
-    while left:
-        one, first, other, second = next(iter(left))
-        case = {one: first, other: second}
+    cases: list[dict[int, int]] = []
+    while left or len(cases) < fast:
+        turn = len(cases)
+        if turn < fast:
+            case = {0: turn % sizes[0]}
+        else:
+            one, first, other, second = next(iter(left))
+            case = {one: first, other: second}
         for place in places:
-            if place not in case:
-                met = [len(_met(case | {place: value}) & left.keys()) for value in range(sizes[place])]
-                case[place] = met.index(max(met))
+            if place not in case:  # what meets most that it has not met, and of such values the next in turn
+                values = [(turn + turn // sizes[place] + step) % sizes[place] for step in range(sizes[place])]
+                case[place] = max(values, key=lambda value: len(_met({**case, place: value}) & left.keys()))
         for pair in _met(case):
             left.pop(pair, None)
         cases.append(case)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
-from drafter.engine.handle import Handle
 from drafter.errors import RequestTimeoutError
-from drafter.requests import Generation, Request, SamplingParams
-from drafter.target_model.cache import BLOCK
+from drafter.requests import Request, SamplingParams
+from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
-from tests.support.models import SpellingTokenizer, plainly, random_prompts, run_engine, tokens_of
+from tests.support.models import (
+    AdversarialDrafter,
+    SpellingTokenizer,
+    finish,
+    plainly,
+    random_prompts,
+    run_engine,
+    tokens_of,
+)
+from tests.support.tapes import queue_steps
 
 LONG = SamplingParams(40, ignore_eos=True)
 
@@ -23,10 +33,34 @@ def engine_of(base: BaseModel, drafter: Drafter, slots: int, kv_gib: float | Non
     return Engine(base, drafter, SpellingTokenizer(), config)
 
 
-def finish(engine: Engine, handles: list[Handle]) -> list[Generation]:
-    while not engine.idle:
+@pytest.mark.parametrize("behind", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_come_back_where_memory_is_short(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    """Also in engines that read each step's outcome one step later, when a row may have left and come back."""
+    requests = [
+        Request(prompt, SamplingParams(80 - 6 * row, temperature=0.7 * (row % 2), seed=row, ignore_eos=True))
+        for row, prompt in enumerate(random_prompts(9, seed=2))
+    ]
+    expected, chosen, parked = plainly(tiny_base, requests), random.Random(3), 0
+    if behind:
+        queue_steps(monkeypatch)
+    # With few blocks, rows grow at the cost of those that are parked.
+    kv_bytes = (8 + SPARE) * BLOCK * sum(tiny_base.kv_bytes_per_token)
+    engine = engine_of(tiny_base, AdversarialDrafter(3, nodes=4), 3, kv_bytes / 2**30)
+    handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
+    for _ in range(90):
+        for handle in handles:
+            if chosen.random() < 0.2:
+                handle.park()
+            elif chosen.random() < 0.3:
+                handle.unpark()
         engine.step()
-    return [handle.result(0) for handle in handles]
+        parked += len(engine.scheduler.parked)
+    for handle in handles:
+        handle.unpark()
+    assert tokens_of(finish(engine, handles)) == tokens_of(expected)
+    assert parked > 20
 
 
 @pytest.mark.parametrize(("slots", "read_again"), [(3, 0), (2, 1)])
