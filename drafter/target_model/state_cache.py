@@ -186,15 +186,19 @@ class StateCache(LayerCache):
 
     def commit(self, lengths: Tensor, path: Tensor, rows: slice) -> None:
         at, slot = self.at[:, rows], self._slot[rows]
+        # A step of more rows than are decoded runs over slots whose prompt is being read, and of rows that are parked.
+        # Their length is then that of no state: the newer state stays, and what the step makes takes the other's place.
+        known = (at == lengths).any(0) | (lengths == 0)
         spare = (at[0] == lengths).long()
-        at.copy_(torch.where(at == lengths, at, -1))
+        spare = torch.where(known, spare, at.argmin(0))
+        at.copy_(torch.where((at == lengths) | ~known, at, -1))
         target, row, last = spare * self.slots + slot, slot - rows.start, path.amax(1)
         for layer, states in self.nodes.items():
             for key, after in states.items():
                 buffer = self.buffers[layer][key]
                 there = buffer.device
                 buffer.index_copy_(0, target.to(there), after(row.to(there), last.to(there)).to(buffer.dtype))
-        at.scatter_(0, spare[None], (lengths + 1 + (path > 0).sum(1))[None])
+        at.scatter_(0, spare[None], torch.where(known, lengths + 1 + (path > 0).sum(1), -1)[None])
 
     def shareable(self, source: int, length: int) -> int:
         return self.snapshots.longest(source, length)

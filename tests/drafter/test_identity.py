@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
 from functools import cache
 from itertools import product
 from typing import Any, ClassVar
@@ -11,30 +10,37 @@ import pytest
 import torch
 from transformers import AddedToken
 
-from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.marks import slow_but, slow_but_tuples
+from tests.support.identity import SITUATIONS, MakeDrafter, check_identity
+from tests.support.marks import pairwise, slow_but, slow_but_tuples
 from tests.support.models import (
+    DEVICE,
     FAMILIES,
     AdversarialDrafter,
     OracleDrafter,
     SpellingTokenizer,
+    base_of,
+    decode,
+    engine_of,
+    finish,
     generate_reference,
     plainly,
     random_model,
     random_prompts,
     run_engine,
+    texts_of,
+    tokens_of,
 )
 
 NEW_TOKENS = 24
 MAIN_FAMILIES = ("llama", "gemma2", "gpt2", "gpt_oss", "llama4_text")
 """Families that differ most: full, sliding and chunked attention, learned positions, attention sinks, experts."""
-SOME_FAMILIES = ("llama", "gemma2", "gpt2", "mistral")
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -51,35 +57,38 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@cache
-def base_of(family: str) -> BaseModel:
-    return BaseModel(random_model(family))
-
-
-MakeDrafters = Callable[[BaseModel, list[list[int]]], dict[str, Drafter]]
-"""Makes drafters for a base, by name, of which some may know texts that will be decoded."""
-
-
-def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
-    head, lattice = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2"))
-    return {
-        "none": PlainDecoding(),
-        "adversarial": AdversarialDrafter(seed=1),
-        "oracle": OracleDrafter(texts),
-        "ensemble": MergedDrafter(AdversarialDrafter(seed=2), OracleDrafter(texts)),
-        "heads": MergedDrafter(head, lattice),
-        "choosing": ChoosingDrafter({"head": make_head(base, "ctc").drafter(base, 8), "oracle": OracleDrafter(texts)}),
-    }
-
-
-every_family = pytest.mark.parametrize(
-    ("family", "whole"),
-    slow_but_tuples(product(MAIN_FAMILIES, [False]), [*product(MAIN_FAMILIES, [False]), *product(FAMILIES, [True])]),
+MAKE: dict[str, MakeDrafter] = {
+    "none": lambda base, texts: PlainDecoding(),
+    "adversarial": lambda base, texts: AdversarialDrafter(seed=1),
+    "oracle": lambda base, texts: OracleDrafter(texts),
+    "ensemble": lambda base, texts: MergedDrafter(AdversarialDrafter(seed=2), OracleDrafter(texts)),
+    "heads": lambda base, texts: MergedDrafter(
+        make_head(base, "ctc").drafter(base, 8, "static"), make_head(base, "context 2", joint_size=4).drafter(base, 8)
+    ),
+    "eagle3": lambda base, texts: make_head(base, "eagle3").drafter(base, 8),
+    "choosing": lambda base, texts: ChoosingDrafter(
+        {"head": make_head(base, "ctc").drafter(base, 8), "oracle": OracleDrafter(texts)}
+    ),
+}
+CASES = pairwise(
+    13,
+    [*MAIN_FAMILIES, "lfm2", "qwen3_5_text", "granitemoehybrid", "mamba", "llava", "qwen3_vl", "gemma3", "paligemma-2"],
+    list(MAKE),
+    list(SITUATIONS),
+    [False, True],
+    [1, 3, 7],
 )
-some_families = pytest.mark.parametrize(
-    ("family", "whole"), slow_but_tuples([("llama", False)], [("llama", False), *product(SOME_FAMILIES, [True])])
-)
-"""In the fast suite a drafter meets two of the main families, and one batch size; all of them in the whole one."""
+
+
+@pytest.mark.parametrize(("family", "drafter", "situation", "behind", "slots"), CASES)
+def test_tokens_are_those_of_plain_decoding(
+    family: str, drafter: str, situation: str, behind: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated = check_identity(family, MAKE[drafter], situation, slots, behind=behind, patch=monkeypatch)
+    if (
+        DEVICE.type == "cpu" and family in MAIN_FAMILIES and drafter not in ("oracle", "ensemble", "choosing")
+    ):  # which look at numbers
+        assert (repeated > 3) == behind
 
 
 @cache
@@ -89,25 +98,16 @@ def greedy(family: str, count: int, seed: int) -> tuple[list[list[int]], list[li
     return prompts, [generate_reference(base_of(family).model, prompt, NEW_TOKENS) for prompt in prompts]
 
 
-def check_greedy(family: str, drafters: MakeDrafters, rarely_right: Container[str], *, whole: bool) -> None:
-    """Check greedy tokens against `generate`; all drafters but those that are `rarely_right` have some accepted."""
-    base = base_of(family)
+@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
+def test_greedy_equals_generate(family: str) -> None:
     prompts, expected = greedy(family, 6, len(family))
     requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for number, (name, drafter) in enumerate(drafters(base, texts).items()):
-        if not whole and (number - MAIN_FAMILIES.index(family)) % len(MAIN_FAMILIES) not in (0, 2):
-            continue
+    for drafter in (OracleDrafter(texts), AdversarialDrafter(seed=1)):
         # Three slots for six requests: slots are refilled while others decode.
-        found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
-        assert [one.token_ids for one in found] == expected, name
-        accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
-        assert accepted > 0 or name in rarely_right
-
-
-@every_family
-def test_greedy_equals_generate(family: str, whole: bool) -> None:
-    check_greedy(family, drafters, rarely_right=("none", "adversarial", "heads", "choosing"), whole=whole)
+        found = run_engine(base_of(family), drafter, requests, max_num_seqs=3, num_draft_tokens=10)
+        assert tokens_of(found) == expected
+        assert isinstance(drafter, AdversarialDrafter) or sum(one.counts.num_accepted_draft_tokens for one in found) > 0
 
 
 @pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
@@ -123,12 +123,12 @@ def test_the_default_dtype_has_no_part_in_it(family: str) -> None:
         oracle = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
         for drafter in (oracle, *(head.drafter(base, 8) for head in heads)):
             found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
-            assert [one.token_ids for one in found] == expected, drafter
+            assert tokens_of(found) == expected, drafter
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["llama", "gemma2"], MAIN_FAMILIES))
 def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
     """Some prompts are the same, some go on differently; the beginning is longer than any window or chunk."""
     base = base_of(family)
@@ -139,36 +139,12 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
         for row, end in enumerate(ends)
     ]
     expected = plainly(base, requests)  # alone: nobody to share with
-    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
-    engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    texts = texts_of(requests, expected)
+    engine = engine_of(base, OracleDrafter(texts), max_num_seqs=4, num_draft_tokens=10)
+    assert tokens_of(decode(engine, requests)) == tokens_of(expected)
     state = engine.state()
     assert state.shared_tokens >= 3 * 20  # of those that enter together
     assert state.shared_tokens + state.prefilled_tokens == sum(len(r.prompt_ids) - 1 for r in requests)
-
-
-@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "llama4_text"]))
-def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
-    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
-    base = base_of(family)
-    prompts = random_prompts(11, seed=12)
-    prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]
-    requests = [
-        Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
-        for row, prompt in enumerate(prompts)
-    ]
-    expected = plainly(base, requests)
-    made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
-    for name in ("oracle", "heads"):
-        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
-        handles = [engine.submit(request, stream=True) for request in requests]
-        while not engine.idle:
-            engine.step()
-        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
 
 
 SIZES = list(product([1, 2, 5, 16], [0, 3, 10, "auto"]))
@@ -183,55 +159,39 @@ def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any)
     requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
     for drafter in (OracleDrafter(texts), AdversarialDrafter(seed=2)):
         found = run_engine(base, drafter, requests, max_num_seqs=slots, num_draft_tokens=nodes)
-        assert [one.token_ids for one in found] == expected
+        assert tokens_of(found) == expected
 
 
-def check_sampled(family: str, drafters: MakeDrafters, *, whole: bool) -> None:
-    base = base_of(family)
-    prompts = random_prompts(14, seed=5)
+def test_sampled_tokens_are_a_function_of_the_seed() -> None:
+    """Under every setting, alone and in batches, in either order."""
+    base, prompts = base_of("llama"), random_prompts(14, seed=5)
     requests = [
         Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **SETTINGS[seed % len(SETTINGS)]))
         for seed, prompt in enumerate(prompts)
     ]
-    expected = [plainly(base, [request])[0].token_ids for request in requests]
-    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for number, (name, drafter) in enumerate(drafters(base, texts).items()):
-        some = slice(number % 4, None, 4)  # alone takes long: each request is, with a part of the drafters
-        alone = run_engine(base, drafter, requests[some], max_num_seqs=1, num_draft_tokens=10)
-        assert [one.token_ids for one in alone] == expected[some], name
-        batches = [(6, 1), (14, -1)]
-        for slots, order in batches if whole else batches[number % 2 :][:1]:
-            found = run_engine(base, drafter, requests[::order], max_num_seqs=slots, num_draft_tokens=10)[::order]
-            assert [one.token_ids for one in found] == expected, (name, slots)
-
-
-@some_families
-def test_sampled_tokens_are_a_function_of_the_seed(family: str, whole: bool) -> None:
-    check_sampled(family, drafters, whole=whole)
-
-
-def check_log_probabilities(drafters: MakeDrafters) -> None:
-    base = base_of("gemma2")
-    prompts = random_prompts(6, seed=8)
-    requests = [
-        Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
-        for row, p in enumerate(prompts)
-    ]
     expected = plainly(base, requests)
-    texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
-    for name, drafter in drafters(base, texts).items():
-        for found, plain in zip(
-            run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10), expected, strict=True
-        ):
-            assert (found.logprobs is None) == (plain.logprobs is None), name
-            for one, other in zip(found.logprobs or (), plain.logprobs or (), strict=True):
-                assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-                assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+    texts = texts_of(requests, expected)
+    for name, slots, order in (("adversarial", 6, 1), ("oracle", 14, -1), ("oracle", 1, 1), ("heads", 5, -1)):
+        drafter = MAKE[name](base, texts)
+        found = run_engine(base, drafter, requests[::order], max_num_seqs=slots, num_draft_tokens=10)[::order]
+        assert tokens_of(found) == tokens_of(expected), name
 
 
 def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
-    check_log_probabilities(drafters)
+    base = base_of("gemma2")
+    requests = [
+        Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
+        for row, p in enumerate(random_prompts(6, seed=8))
+    ]
+    expected = plainly(base, requests)
+    for drafter in (AdversarialDrafter(seed=1), OracleDrafter(texts_of(requests, expected))):
+        found = run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10)
+        for ours, plain in zip(found, expected, strict=True):
+            assert (ours.logprobs is None) == (plain.logprobs is None)
+            for one, other in zip(ours.logprobs or (), plain.logprobs or (), strict=True):
+                assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
 def test_another_seed_gives_other_tokens() -> None:
@@ -246,9 +206,7 @@ def test_the_end_cuts_where_plain_decoding_ends() -> None:
     base = base_of("llama")
     prompts = random_prompts(8, seed=9)
     free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    texts = [
-        one.token_ids for one in run_engine(base, PlainDecoding(), [Request(p, free) for p in prompts], max_num_seqs=8)
-    ]
+    texts = tokens_of(run_engine(base, PlainDecoding(), [Request(p, free) for p in prompts], max_num_seqs=8))
     known = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     for cut in (1, 3, 4, 7, 8, 23):
         stop = [SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, stop=(f" {t[cut]} ",)) for t in texts]
@@ -290,8 +248,7 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
         for drafter in (PlainDecoding(), OracleDrafter([prompt + ids])):
             engine = Engine(base, drafter, WithSpecialToken(), EngineConfig(max_num_seqs=1, num_draft_tokens=10))
             handle = engine.submit(Request(prompt, sampling), stream=True)
-            while not engine.idle:
-                engine.step()
+            finish(engine)
             found = handle.result(0)
             assert (found.token_ids, found.text, found.finish_reason) == (ids[: end + 1], shown, "stop")
             assert "".join(delta.text for delta in handle) == shown
@@ -304,7 +261,7 @@ def test_a_row_ends_at_the_slots_last_position() -> None:
     expected = plainly(base, requests)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
     found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=2, num_draft_tokens=10)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     assert [len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, found, strict=True)] == [128, 128, 128]
     assert {one.finish_reason for one in found} == {"length"}
 

@@ -29,8 +29,7 @@ from drafter.many import as_chat
 from drafter.requests import TokenDelta
 from drafter.target_model.model import BaseModel
 from drafter.text.conversation import Conversation
-from tests.support.marks import slow_but
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, tokens_of
 from tests.support.waiting import PATIENCE, wait_until
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
@@ -55,19 +54,6 @@ def test_the_embedded_model_gives_generates_tokens(lm: SpeculativeLM) -> None:
     assert sum(one.counts.num_accepted_draft_tokens for one in found) > 0
 
 
-@pytest.mark.parametrize("drafter", slow_but(["none", "ctc+ngram"], ["none", "ngram", "ctc", "ctc+ngram"]))
-def test_every_drafter_gives_the_same_tokens(lm: SpeculativeLM, drafter: str) -> None:
-    prompts = [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
-    settings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
-    with SpeculativeLM.from_pretrained(
-        drafter=drafter, device="cpu", config=EngineConfig(max_num_seqs=2, num_draft_tokens=8)
-    ) as other:
-        for setting in settings:
-            expected = lm.generate(prompts, max_new_tokens=32, **setting)
-            found = other.generate(prompts, max_new_tokens=32, **setting)
-            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-
-
 def test_requests_may_come_from_many_threads(lm: SpeculativeLM) -> None:
     ids = lm.encode(QUESTION)
     expected = lm.submit(Request(ids, SamplingParams(max_new_tokens=12))).result(60).token_ids
@@ -82,13 +68,6 @@ def test_requests_may_come_from_many_threads(lm: SpeculativeLM) -> None:
     for thread in threads:
         thread.join()
     assert found == [expected] * 12
-
-
-def test_tokens_stream_from_the_running_loop(lm: SpeculativeLM) -> None:
-    ids = lm.encode([{"role": "user", "content": QUESTION}])
-    handle = lm.submit(Request(ids, SamplingParams(max_new_tokens=30)), stream=True)
-    text = "".join(delta.text for delta in handle)
-    assert text == handle.result(0).text != ""
 
 
 def test_requests_may_be_awaited(lm: SpeculativeLM) -> None:
@@ -393,13 +372,13 @@ def column_kinds(ids: list[list[int]], texts: list[str]) -> dict[str, object]:
 def test_prompts_come_in_any_container(lm: SpeculativeLM) -> None:
     texts = ["Janet has 7 ducks.", "12 + 12 ="]
     ids = [lm.encode(text) for text in texts]
-    expected = [one.token_ids for one in lm.generate(texts, max_new_tokens=8)]
+    expected = tokens_of(lm.generate(texts, max_new_tokens=8))
     for kind, prompts in column_kinds(ids, texts).items():
         found = lm.generate(prompts, max_new_tokens=8)  # type: ignore[arg-type]
-        assert [one.token_ids for one in found] == expected, kind
+        assert tokens_of(found) == expected, kind
         assert [one.request_id for one in found] == ["0", "1"]
     for single in (texts[0], ids[0], tuple(ids[0]), np.array(ids[0]), list(np.array(ids[0])), np.array(texts[0])):
-        assert [one.token_ids for one in lm.generate(single, max_new_tokens=8)] == expected[:1]
+        assert tokens_of(lm.generate(single, max_new_tokens=8)) == expected[:1]
     (ranged,), (listed,) = lm.generate(range(5, 9), max_new_tokens=8), lm.generate([5, 6, 7, 8], max_new_tokens=8)
     assert ranged.token_ids == listed.token_ids
     assert lm.generate([]) == []
@@ -460,7 +439,7 @@ def test_bad_prompts_are_results_and_cost_the_others_nothing(lm: SpeculativeLM) 
         assert words in one.error
         assert (one.text, one.token_ids) == ("", [])
     good = lm.generate(["12 + 12 =", "1 + 1 ="], max_new_tokens=4)
-    assert [found[0].token_ids, found[-1].token_ids] == [one.token_ids for one in good]
+    assert [found[0].token_ids, found[-1].token_ids] == tokens_of(good)
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
         lm.generate(prompts, max_new_tokens=4, on_error="raise")
     for whole in (5, {"prompt": "x"}, b"x"):
@@ -479,7 +458,7 @@ def test_samples_and_equal_prompts_differ_and_are_the_same_again(lm: Speculative
     assert [one.request_id for one in first] == ["0#0", "0#1", "0#2", "1#0", "1#1", "1#2"]
     assert len({tuple(one.token_ids) for one in first}) == 6
     again = lm.generate([QUESTION, QUESTION], n=3, **settings)
-    assert [one.token_ids for one in again] == [one.token_ids for one in first]
+    assert tokens_of(again) == tokens_of(first)
     (alone,) = lm.generate(QUESTION, **settings)
     assert alone.token_ids == first[0].token_ids
     for wrong in (0, True, "3"):
@@ -542,7 +521,7 @@ def test_a_stream_is_iterated_over_or_awaited(lm: SpeculativeLM) -> None:
         text = "".join([delta.text async for delta in lm.stream(QUESTION, max_new_tokens=12)])
         assert text == expected.text
         found = await asyncio.gather(*(lm.stream(QUESTION, max_new_tokens=12) for _ in range(3)))
-        assert [one.token_ids for one in found] == [expected.token_ids] * 3
+        assert tokens_of(found) == [expected.token_ids] * 3
 
     asyncio.run(talk())
     handle = lm.stream(QUESTION, max_new_tokens=4)

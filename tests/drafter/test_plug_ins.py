@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable
-from functools import cache
 from threading import Thread
 
 import pytest
@@ -32,14 +31,17 @@ from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.caches import tree_nodes
 from tests.support.guides import RuleGuides
 from tests.support.marks import slow_but_tuples
-from tests.support.models import EOS, VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
-
-LAYERS = 3
-
-
-@cache
-def base_of(family: str) -> BaseModel:
-    return BaseModel(random_model(family))
+from tests.support.models import (
+    EOS,
+    VOCABULARY,
+    AdversarialDrafter,
+    SpellingTokenizer,
+    base_of,
+    engine_of,
+    finish,
+    random_prompts,
+    tokens_of,
+)
 
 
 def requests_of(count: int) -> list[Request]:
@@ -61,15 +63,13 @@ def decode(
     config = EngineConfig(max_num_seqs=slots, num_draft_tokens=4, max_model_len=96)
     engine = Engine(base, drafter, SpellingTokenizer(), config, verifier=verifier, guides=guides)
     handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0) for handle in handles]
+    return finish(engine, handles)
 
 
 def check_identity(found: list[Generation], expected: list[Generation]) -> None:
     """The same tokens; output that may differ from plain decoding's is no case for this."""
     assert all(one.lossless for one in [*found, *expected])
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
 
 
 def chain(pending: Tensor, tokens: list[Tensor]) -> TokenTree:
@@ -237,8 +237,7 @@ def decode_with_late_drafts(
 
     With `parks`, rows wait for it in that step; there are slots for them, as a row without one has no drafts.
     """
-    config = EngineConfig(max_num_seqs=6 if parks else 3, num_draft_tokens=6, max_model_len=96)
-    engine = Engine(base_of("llama"), drafter, SpellingTokenizer(), config)
+    engine = engine_of(base_of("llama"), drafter, max_num_seqs=6 if parks else 3, num_draft_tokens=6, max_model_len=96)
     handles = [engine.submit(request) for request in requests]
     mail = queue.Queue[tuple[Handle, Draft] | None]()
 
@@ -316,7 +315,7 @@ def test_late_drafts_of_another_text_are_dropped() -> None:
 
 @pytest.mark.parametrize("draft", [([5], [0], 0), ([5, 6], [-1], 0), ([97], [-1], 0), ([-1], [-1], 0), ([5], [-1], -1)])
 def test_what_is_no_draft_is_refused(draft: Draft) -> None:
-    engine = Engine(base_of("llama"), LateDrafter(6), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    engine = engine_of(base_of("llama"), LateDrafter(6), max_num_seqs=1)
     with pytest.raises(RequestError, match="a draft is a list of tokens below 97"):
         engine.submit(Request([5])).draft(*draft)
 

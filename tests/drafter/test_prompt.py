@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from drafter.drafters.contract import PlainDecoding
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.prompt import Prompt, Span
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
-from tests.support.models import SpellingTokenizer
+from tests.support.models import engine_of, finish
 
 BEFORE, PLACES, AFTER = list(range(20, 32)), [9] * 6, [5, 6, 7]
 IDS = [*BEFORE, *PLACES, *AFTER]
@@ -85,15 +83,14 @@ def test_token_ids_become_a_prompt() -> None:
 def test_rows_share_up_to_the_first_span_that_differs(
     tiny_base: BaseModel, digests: tuple[bytes, bytes], expected: int, together: bool
 ) -> None:
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=2))
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=2)
     settings = SamplingParams(max_new_tokens=8, ignore_eos=True)
     handles = []
     for digest in digests:
         handles.append(engine.submit(Request(prompt(digest), settings)))
         if not together:
             engine.step()
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     # A row waits for one that enters beside it only if that has more than half of its prompt.
     assert engine.state().shared_tokens == expected
     first, second = (handle.result(0).token_ids for handle in handles)

@@ -19,7 +19,14 @@ from drafter.requests import (
     sampling_defaults,
 )
 from drafter.target_model.loading import load_base
-from tests.support.models import SpellingTokenizer, generate_reference, random_model, random_prompts, run_engine
+from tests.support.models import (
+    SpellingTokenizer,
+    generate_reference,
+    random_model,
+    random_prompts,
+    run_engine,
+    tokens_of,
+)
 
 Settings = dict[str, Any]
 
@@ -94,13 +101,13 @@ def test_a_model_decodes_as_generate_does_by_its_settings(tmp_path: Path) -> Non
     assert line.startswith(f"model {folder}: defaults of its generation_config.json: repetition_penalty 1.3 (")
     prompts = random_prompts(4, seed=3)
     requests = [Request(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
-    found = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=2)]
+    found = tokens_of(run_engine(base, PlainDecoding(), requests, max_num_seqs=2))
     assert found == [generate_reference(base.model, prompt, 12) for prompt in prompts]
     plain = [Request(prompt, SamplingParams(12, repetition_penalty=1.0)) for prompt in prompts]
     ignoring = load_base(folder, device="cpu", generation_config="ignore")
     assert ignoring.eos_token_ids == {2}
-    overridden = [one.token_ids for one in run_engine(base, PlainDecoding(), plain, max_num_seqs=2)]
-    assert overridden == [one.token_ids for one in run_engine(ignoring, PlainDecoding(), requests, max_num_seqs=2)]
+    overridden = tokens_of(run_engine(base, PlainDecoding(), plain, max_num_seqs=2))
+    assert overridden == tokens_of(run_engine(ignoring, PlainDecoding(), requests, max_num_seqs=2))
     assert overridden != found
 
 

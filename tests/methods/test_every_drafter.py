@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, reduce
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.drafters.model_drafter import ModelDrafter
+from drafter.errors import LoadError
 from drafter.heads.checkpoint import new_head
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
@@ -19,27 +20,15 @@ from drafter.methods.draft_models.drafter import StackedDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target_model.model import BaseModel
-from tests.drafter.engine.test_cuda_graph import recorder, requests_of, run, same
 from tests.drafter.engine.test_not_finite import check_innocent_rows, device
-from tests.drafter.test_identity import (
-    check_greedy,
-    check_log_probabilities,
-    check_sampled,
-    every_family,
-    some_families,
-)
 from tests.support.heads import COUNTS, make_head
-from tests.support.marks import slow_but
-from tests.support.models import plainly, random_model
-from tests.support.tapes import TapeRecorder
+from tests.support.hybrids import hybrid_base
+from tests.support.identity import SITUATIONS, MakeDrafter, check_identity
+from tests.support.images import seeing_base
+from tests.support.marks import pairwise
+from tests.support.models import base_of
 
-__all__ = ["device", "recorder"]  # fixtures
-HEADS = ("medusa", "hydra++", "eagle3", "specformer")
-
-
-@cache
-def draft_model_of(family: str) -> BaseModel:
-    return BaseModel(random_model(family, seed=1))
+__all__ = ["device"]  # a fixture
 
 
 def table_of(texts: list[list[int]]) -> FrozenTable:
@@ -58,60 +47,53 @@ def imitation(base: BaseModel) -> Drafter:
     return head.eval().requires_grad_(False).drafter(base, 8)
 
 
-def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
-    return {
-        "ngram": NgramDrafter(),
-        "memory": MemoryDrafter(),
-        "cacheback": CachebackDrafter(),
-        "choosing": ChoosingDrafter({"head": make_head(base, "ctc").drafter(base, 8), "ngram": NgramDrafter(8)}),
-        "frozen table": CachebackDrafter(frozen=table_of(texts)),
-        "models": MergedDrafter(
-            ModelDrafter(draft_model_of(base.config.model_type), base, 6),
-            StackedDrafter(CachebackDrafter(12), draft_model_of(base.config.model_type), base, 6),
-        ),
-        "heads": reduce(MergedDrafter, (make_head(base, kind).drafter(base, 8) for kind in HEADS)),
-        "exit": FirstLayersDrafter(base, 2, 10),
-        "imitation": imitation(base),
-    }
+def draft_model_of(base: BaseModel) -> BaseModel:
+    """Another model of the family where it can draft, with other weights; and otherwise a small Llama."""
+    return seeing_base("llava") if base.sight is not None else base_of("llama", 1)
 
 
-@every_family
-def test_greedy_equals_generate(family: str, whole: bool) -> None:
-    check_greedy(family, drafters, rarely_right=("heads", "models", "choosing"), whole=whole)
+def head_of(kind: str, base: BaseModel, texts: list[list[int]]) -> Drafter:
+    return make_head(base, kind).drafter(base, 8)
 
 
-@some_families
-def test_sampled_tokens_are_a_function_of_the_seed(family: str, whole: bool) -> None:
-    check_sampled(family, drafters, whole=whole)
-
-
-def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
-    check_log_probabilities(drafters)
-
-
-MAKE: dict[str, Callable[[BaseModel], Drafter]] = {
-    "ngram": lambda base: NgramDrafter(8),
-    "memory": lambda base: MemoryDrafter(8),
-    "exit": lambda base: FirstLayersDrafter(base, 2, 8),
-    "imitation": lambda base: imitation(base),
-    "ctc + ngram": lambda base: MergedDrafter(make_head(base, "ctc").drafter(base, 8), NgramDrafter(8)),
-    **{
-        kind: lambda base, kind=kind: make_head(base, kind).drafter(base, 8)  # type: ignore[misc]
-        for kind in (*HEADS, "hydra", "eagle3, in part")
-    },
+MAKE: dict[str, MakeDrafter] = {
+    "ngram": lambda base, texts: NgramDrafter(8),
+    "memory": lambda base, texts: MemoryDrafter(8),
+    "cacheback": lambda base, texts: CachebackDrafter(frozen=table_of(texts)),
+    "choosing": lambda base, texts: ChoosingDrafter(
+        {"head": make_head(base, "ctc").drafter(base, 8), "ngram": NgramDrafter(8)}
+    ),
+    "ctc + ngram": lambda base, texts: MergedDrafter(make_head(base, "ctc").drafter(base, 8), NgramDrafter(8)),
+    "model": lambda base, texts: ModelDrafter(draft_model_of(base), base, 6),
+    "stack": lambda base, texts: StackedDrafter(CachebackDrafter(12), draft_model_of(base), base, 6),
+    **{kind: partial(head_of, kind) for kind in ("medusa", "hydra", "hydra++", "eagle3, in part", "specformer")},
 }
+OF_THE_TARGET: dict[str, MakeDrafter] = {
+    "exit": lambda base, texts: FirstLayersDrafter(base, 2, 8),
+    "imitation": lambda base, texts: imitation(base),
+    "stack of models": lambda base, texts: StackedDrafter(ModelDrafter(base_of("llama", 1), base, 12), base, base, 6),
+}
+"""Drafters with layers of the target model, which must have a KV cache alone."""
+HOW: list[list[Any]] = [list(SITUATIONS), [False, True], [1, 3, 7]]
+CASES = [
+    *pairwise(14, ["llama", "gemma2", "gpt_oss", "qwen3_5_text", "lfm2", "qwen3_vl", "gemma3"], list(MAKE), *HOW),
+    *pairwise(6, ["llama", "gemma2", "gpt_oss"], list(OF_THE_TARGET), *HOW),
+]
+
+
+@pytest.mark.parametrize(("family", "drafter", "situation", "behind", "slots"), CASES)
+def test_tokens_are_those_of_plain_decoding(
+    family: str, drafter: str, situation: str, behind: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_identity(family, (MAKE | OF_THE_TARGET)[drafter], situation, slots, behind=behind, patch=monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "memory", "hydra++", "exit", "imitation", "ctc + ngram"])
+@pytest.mark.parametrize("name", ["memory", "hydra++", "exit", "imitation"])
 def test_rows_that_are_not_finite_cost_no_other_row_its_tokens(device: str, name: str) -> None:
-    check_innocent_rows(MAKE[name])
+    check_innocent_rows(lambda base: (MAKE | OF_THE_TARGET)[name](base, []))
 
 
-@pytest.mark.parametrize("name", slow_but(["eagle3, in part", "imitation", "ctc + ngram"], MAKE))
-def test_steps_that_are_queued_as_a_whole(tiny_base: BaseModel, recorder: TapeRecorder, name: str) -> None:
-    """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
-    requests = requests_of(11, [{}])
-    drafter = MAKE[name](tiny_base)
-    same(run(tiny_base, drafter, requests, max_num_seqs=5, num_draft_tokens=8), plainly(tiny_base, requests))
-    assert not drafter.spec.graph_safe or recorder.repeated > 20
+def test_first_layers_with_a_state_do_not_draft() -> None:
+    with pytest.raises(LoadError, match="has recurrent layers, and cannot draft"):
+        FirstLayersDrafter(hybrid_base("lfm2"), 2, 8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.target_model.architecture import transformers_loading
+from drafter.target_model.model import BaseModel
 from tests.support.models import DEVICE, EOS, VOCABULARY
 
 _L, _F, _C = "linear_attention", "full_attention", "conv"
@@ -114,3 +116,10 @@ def hybrid_model(family: str, seed: int = 0, **settings: Any) -> Any:
             if "conv" in name:
                 torch.nn.init.normal_(parameter, std=0.4)
     return model
+
+
+@cache
+def hybrid_base(family: str) -> BaseModel:
+    """The target model of a family, made and proved once for all tests; the proof's trees have decoys."""
+    with torch.inference_mode(False):
+        return BaseModel(hybrid_model(family))

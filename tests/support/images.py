@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -433,3 +433,26 @@ def example(processor: ImageProcessor) -> Prompt:
 def base_of(family: str, **settings: Any) -> BaseModel:
     """A target model that sees."""
     return BaseModel(model_of(family), family, example=example(processor_of(family)), **settings)
+
+
+@cache
+def seeing_base(family: str) -> BaseModel:
+    """The same, made and proved once for all tests."""
+    with torch.inference_mode(False):
+        return base_of(family)
+
+
+@cache
+def prompts_of(family: str) -> list[Prompt]:
+    """Rows with 0 to 3 images of different sizes; the same words with other images; and the same images."""
+    encode = processor_of(family).encode
+    one, two, three = picture(1, 24, 24), picture(2, 40, 30), picture(3, 20, 50)
+    return [
+        encode(asked("What is this?"), [one]),
+        encode(asked("What is this?"), [two]),
+        encode(asked("No image here: count to 5.", 0)),
+        encode(asked("Which is larger?", 2), [one, three]),
+        encode(asked("All of these, then!", 3), [three, two, one]),
+        encode(asked("What is that?"), [two]),
+        encode(asked("And another text.", 0)),
+    ]

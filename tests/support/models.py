@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request
 from drafter.target_model.architecture import transformers_loading
 from drafter.target_model.model import BaseModel
@@ -81,6 +83,13 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
             if parameter.dim() > 1:
                 parameter.mul_(3)
     return model
+
+
+@cache
+def base_of(family: str, seed: int = 0) -> BaseModel:
+    """The target model of a family, made and proved once for all tests, which leave it as it is."""
+    with torch.inference_mode(False):  # as in `random_model`
+        return BaseModel(random_model(family, seed))
 
 
 def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -158,15 +167,37 @@ class OracleDrafter(Drafter):
         return from_nodes(context.pending, tokens, parents, depths, -depths.float(), ask.nodes + 1)
 
 
-def run_engine(
-    base: BaseModel, drafter: Drafter, requests: list[Request], verifier: Verifier | None = None, **config: Any
-) -> list[Generation]:
-    """Decode all requests to their ends."""
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**config), verifier=verifier)
-    handles = [engine.submit(request) for request in requests]
+def engine_of(base: BaseModel, drafter: Drafter, *, verifier: Verifier | None = None, **config: Any) -> Engine:
+    """An engine whose texts are spelled ids."""
+    return Engine(base, drafter, SpellingTokenizer(), EngineConfig(**config), verifier=verifier)
+
+
+def finish(engine: Engine, handles: Iterable[Handle] = ()) -> list[Generation]:
+    """Step until nothing is left to do, and return the results of requests."""
     while not engine.idle:
         engine.step()
     return [handle.result(0) for handle in handles]
+
+
+def decode(engine: Engine, requests: Iterable[Request], *, stream: bool = False) -> list[Generation]:
+    """Decode all requests to their ends."""
+    return finish(engine, [engine.submit(request, stream=stream) for request in requests])
+
+
+def run_engine(
+    base: BaseModel, drafter: Drafter, requests: Iterable[Request], verifier: Verifier | None = None, **config: Any
+) -> list[Generation]:
+    """Decode all requests to their ends, in an engine of their own."""
+    return decode(engine_of(base, drafter, verifier=verifier, **config), requests)
+
+
+def tokens_of(found: Iterable[Generation]) -> list[list[int]]:
+    return [one.token_ids for one in found]
+
+
+def texts_of(requests: Iterable[Request], found: Iterable[Generation]) -> list[list[int]]:
+    """Prompts with what follows them, as an oracle knows them."""
+    return [[*request.prompt_ids, *one.token_ids] for request, one in zip(requests, found, strict=True)]
 
 
 is_asynchronous = devices.is_asynchronous

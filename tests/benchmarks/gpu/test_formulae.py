@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu import formulae
 from benchmarks.gpu.formulae import NO_DRAFT, DraftWork, sampling_bytes, step_bytes, step_kernels
 from benchmarks.gpu.operation_counts import OperationCounts, Result
+from drafter.acceptance.sampling import INTERVALS, PASSES, least_reaching
 from drafter.ctc.lattice import LATTICE_BEAM
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.heads.checkpoint import new_head
@@ -158,3 +159,11 @@ def test_views_are_no_kernels_and_choosing_reads_what_is_chosen() -> None:
         Result("zeros", (50,), torch.float64),
     ]
     assert counts.peak_bytes == 50 * 8
+
+
+def test_a_threshold_reads_all_numbers_a_few_times() -> None:
+    numbers = torch.arange(100_000)[None]
+    with OperationCounts() as counts, torch.inference_mode():
+        least_reaching(numbers, torch.ones(1, 1, dtype=torch.long).expand_as(numbers), torch.tensor([[500]]))
+    # Each pass takes from the numbers, shifts, bounds and counts them; then it looks at its intervals.
+    assert counts.bytes_read <= PASSES * 4 * numbers.nbytes + 25 * (INTERVALS + 2 * PASSES) + 1000

@@ -16,7 +16,15 @@ from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, plainly, random_prompts, run_engine
+from tests.support.models import (
+    AdversarialDrafter,
+    SpellingTokenizer,
+    finish,
+    plainly,
+    random_prompts,
+    run_engine,
+    tokens_of,
+)
 
 DRAFTED = 6
 
@@ -71,7 +79,7 @@ def test_rows_with_drafts_and_without_give_the_tokens_of_plain_decoding(
             device.look()
         engine.step()
     found = [handle.result(0) for handle in handles]
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     by_device = sum(found[row].counts.num_accepted_draft_tokens for row in range(9) if row % 3)
     assert by_device > 60
     if kind == "plain":
@@ -86,16 +94,14 @@ def test_a_row_stops_with_the_step_that_was_asked_for(tiny_base: BaseModel) -> N
     handle.unpark(1)
     lengths = []
     for _ in range(3):
-        while not engine.idle:
-            engine.step()
+        finish(engine)
         (sequence,) = engine.scheduler.parked
         lengths.append(at := len(sequence.output))
         handle.draft(expected.token_ids[at : at + 3], [-1, 0, 1], at)
         handle.unpark(at + 1)
     assert lengths == [1, 5, 9]
     handle.unpark()
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert handle.result(0).token_ids == expected.token_ids
 
 
@@ -121,8 +127,7 @@ def test_what_came_is_verified_whole_and_a_budget_hears_nothing_of_it(tiny_base:
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), config, budget=Listening())
     handles = [engine.submit(request) for request in requests]
     handles[0].draft(expected[0].token_ids[:8], range(-1, 7), 0)  # more than are verified at once
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert handles[0].result(0).counts.per_step_accepted[0] == 4
     assert [(one.rows, one.trees, one.seconds is None) for one in seen[:2]] == [(1, None, True), (2, None, False)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
-from drafter.drafters.merged import MergedDrafter
-from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, StepShape, padded_length, padded_rows
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
@@ -26,14 +23,18 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
-from tests.support.marks import slow_but, slow_but_tuples
+from tests.support.marks import slow_but_tuples
 from tests.support.models import (
     VOCABULARY,
     AdversarialDrafter,
-    SpellingTokenizer,
+    decode,
+    engine_of,
+    finish,
     plainly,
     random_model,
     random_prompts,
+    texts_of,
+    tokens_of,
 )
 from tests.support.tapes import TapeRecorder, queue_steps
 
@@ -67,15 +68,12 @@ def requests_of(count: int, settings: list[dict[str, Any]], tokens: int = 24) ->
 def run(
     base: BaseModel, drafter: Drafter, requests: list[Request], *, stream: bool = False, **config: Any
 ) -> list[Generation]:
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**{"max_model_len": 96, **config}))
-    handles = [engine.submit(request, stream=stream) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0) for handle in handles]
+    engine = engine_of(base, drafter, **{"max_model_len": 96, **config})
+    return decode(engine, requests, stream=stream)
 
 
 def same(found: list[Generation], expected: list[Generation]) -> None:
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     assert [one.finish_reason for one in found] == [one.finish_reason for one in expected]
     for ours, theirs in zip(found, expected, strict=True):
         if theirs.logprobs is None:
@@ -95,7 +93,7 @@ class Foreseeing(Drafter):
     spec = DraftSpec(4, 4)
 
     def __init__(self, requests: list[Request], generations: list[Generation]) -> None:
-        texts = [[*one.prompt_ids, *two.token_ids] for one, two in zip(requests, generations, strict=True)]
+        texts = texts_of(requests, generations)
         width = max(map(len, texts)) + self.depth + 1
         self._texts = torch.tensor([text + [0] * (width - len(text)) for text in texts])
 
@@ -118,31 +116,14 @@ class Foreseeing(Drafter):
         )
 
 
-DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
-    "none": lambda base: PlainDecoding(),
-    "adversarial": lambda base: AdversarialDrafter(0),
-    "ctc": lambda base: make_head(base, "ctc").drafter(base, 8),
-    "ctc, factored lattice": lambda base: make_head(base, "context 2", joint_size=4).drafter(base, 8),
-    "ctc, static": lambda base: make_head(base, "ctc").drafter(base, 8, "static"),
-    "merged": lambda base: MergedDrafter(make_head(base, "ctc").drafter(base, 8), AdversarialDrafter(0)),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "slots"),
-    slow_but_tuples([("ctc, static", 5), ("merged", 5), ("none", 1)], product(DRAFTERS, [1, 5])),
+    ("settings", "stream"),
+    slow_but_tuples(
+        [(SETTINGS, True), (SETTINGS, False)],
+        [(SETTINGS, True), (SETTINGS, False), *(([one], bool(row % 2)) for row, one in enumerate(SETTINGS))],
+    ),
+    ids=str,
 )
-def test_the_same_tokens_as_plain_decoding(tiny_base: BaseModel, recorder: TapeRecorder, name: str, slots: int) -> None:
-    """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
-    requests = requests_of(11, SETTINGS[:1])
-    found = run(tiny_base, DRAFTERS[name](tiny_base), requests, max_num_seqs=slots, num_draft_tokens=8)
-    same(found, plainly(tiny_base, requests))
-    assert recorder.recorded
-    assert recorder.repeated > 20
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("settings", slow_but([SETTINGS], [SETTINGS, *([one] for one in SETTINGS)]), ids=str)
 def test_the_same_tokens_under_every_setting(
     tiny_base: BaseModel, recorder: TapeRecorder, settings: list[dict[str, Any]], stream: bool
 ) -> None:
@@ -159,13 +140,6 @@ def test_every_accepted_token_is_counted_once(tiny_base: BaseModel, recorder: Ta
     for one in found:
         assert one.counts.num_output_tokens == len(one.token_ids)
         assert one.counts.num_decode_steps < len(one.token_ids) / 2
-
-
-@pytest.mark.parametrize("seed", slow_but([0], range(4)))
-def test_models_that_mix_kinds_of_attention(recorder: TapeRecorder, seed: int) -> None:
-    base = BaseModel(random_model(("gemma2", "gpt2", "mistral", "qwen3")[seed]))
-    requests = requests_of(8, SETTINGS[:2])
-    same(run(base, AdversarialDrafter(0), requests, max_num_seqs=3, num_draft_tokens=6), plainly(base, requests))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -204,19 +178,13 @@ def test_the_budget_learns_and_the_text_is_the_same(tiny_base: BaseModel, record
 def test_who_leaves_and_who_is_late_cost_nobody_else(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
     requests = requests_of(6, SETTINGS[:1], tokens=40)
     requests[1] = Request(requests[1].prompt_ids, requests[1].sampling, timeout=1e-6)
-    engine = Engine(
-        tiny_base,
-        AdversarialDrafter(0),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=4, max_model_len=96, num_draft_tokens=6),
-    )
+    engine = engine_of(tiny_base, AdversarialDrafter(0), max_num_seqs=4, max_model_len=96, num_draft_tokens=6)
     handles = [engine.submit(request, stream=row == 3) for row, request in enumerate(requests)]
     for _ in range(4):
         engine.step()
     assert not handles[0].future.done()
     handles[0].cancel()
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     expected = plainly(tiny_base, [Request(one.prompt_ids, one.sampling) for one in requests])
     cancelled = handles[0].result(0)
     assert cancelled.finish_reason == "cancelled"
@@ -234,15 +202,11 @@ def test_running_out_of_memory_with_a_step_under_way(
     expected = plainly(tiny_base, requests)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 8)
     monkeypatch.setattr(drafter, "propose", run_out(drafter.propose, {4, 9}))
-    engine = Engine(
-        tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96, num_draft_tokens=8)
-    )
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
+    engine = engine_of(tiny_base, drafter, max_num_seqs=5, max_model_len=96, num_draft_tokens=8)
+    found = decode(engine, requests)
     assert engine.state().preemptions > 0
     assert recorder.restarts == 2
-    same([handle.result(0) for handle in handles], expected)
+    same(found, expected)
 
 
 def test_running_out_of_memory_after_a_recording_has_failed(
@@ -267,13 +231,11 @@ def test_running_out_of_memory_after_a_recording_has_failed(
     requests = requests_of(7, SETTINGS[:1])
     expected = plainly(tiny_base, requests)
     monkeypatch.setattr(Engine, "decode_shape", staticmethod(run_out(Engine.decode_shape, {9, 14})))
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96))
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=5, max_model_len=96)
+    found = decode(engine, requests)
     assert engine.state().preemptions > 0
     assert tried == 1
-    same([handle.result(0) for handle in handles], expected)
+    same(found, expected)
 
 
 @pytest.mark.parametrize("failing", range(1, 9))
@@ -287,7 +249,7 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
         Request(list(range(8, 60)), SamplingParams(6, ignore_eos=True)),
     ]
     expected = plainly(tiny_base, requests)
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=96))
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=3, max_model_len=96)
     whole, calls = Engine.decode_shape, 0
 
     def step(device_step: DeviceStep, shape: StepShape) -> StepTensors:
@@ -298,10 +260,8 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
         return whole(device_step, shape)
 
     monkeypatch.setattr(Engine, "decode_shape", staticmethod(step))
-    handles = [engine.submit(request, stream=True) for request in requests]
-    while not engine.idle:
-        engine.step()
-    same([handle.result(0) for handle in handles], expected)
+    found = decode(engine, requests, stream=True)
+    same(found, expected)
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(
@@ -406,17 +366,10 @@ def test_a_drafter_that_reads_what_the_host_knows_is_never_behind(tiny_base: Bas
     requests = requests_of(6, SETTINGS[:1])
     drafter = AdversarialDrafter(0)
     drafter.spec = replace(drafter.spec, graph_safe=False)
-    engine = Engine(
-        tiny_base,
-        drafter,
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=3, num_draft_tokens=8, max_model_len=96),
-    )
+    engine = engine_of(tiny_base, drafter, max_num_seqs=3, num_draft_tokens=8, max_model_len=96)
     assert engine.flights.lag == 0
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    same([handle.result(0) for handle in handles], plainly(tiny_base, requests))
+    found = decode(engine, requests)
+    same(found, plainly(tiny_base, requests))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -430,12 +383,7 @@ def test_the_host_follows_steps_of_rows_that_want_log_probabilities(
         Request([8, 9, 10], SamplingParams(6, logprobs=1, **how)),
     ]
     expected = plainly(tiny_base, requests)
-    engine = Engine(
-        tiny_base,
-        AdversarialDrafter(0),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=3, num_draft_tokens=4, max_model_len=96),
-    )
+    engine = engine_of(tiny_base, AdversarialDrafter(0), max_num_seqs=3, num_draft_tokens=4, max_model_len=96)
     handles = [engine.submit(requests[0])]
     for _ in range(5):
         engine.step()
@@ -448,8 +396,7 @@ def test_the_host_follows_steps_of_rows_that_want_log_probabilities(
     assert recorder.repeated == queued > 0
     engine.step()
     assert len(engine.flights) == 1
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     same([handle.result(0) for handle in handles], expected)
 
 
@@ -460,17 +407,11 @@ def test_sizes_repeat() -> None:
 
 
 def test_nothing_is_left_when_the_last_step_has_landed(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
-    engine = Engine(
-        tiny_base,
-        AdversarialDrafter(0),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=4, max_model_len=96, num_draft_tokens=4),
-    )
+    engine = engine_of(tiny_base, AdversarialDrafter(0), max_num_seqs=4, max_model_len=96, num_draft_tokens=4)
     steps = 0
     for _ in range(2):
         handles: list[Handle] = [engine.submit(request) for request in requests_of(3, SETTINGS[:1])]
-        while not engine.idle:
-            engine.step()
+        finish(engine)
         assert all(handle.future.done() for handle in handles)
         assert len(engine.flights) == 0
         assert engine.batch.lengths.tolist() == [96] * 4

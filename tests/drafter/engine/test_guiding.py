@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -32,8 +31,11 @@ from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
     SpellingTokenizer,
-    random_model,
+    base_of,
+    decode,
+    finish,
     random_prompts,
+    tokens_of,
 )
 from tests.support.trees import FORK, check_slice_contract, nodes
 
@@ -154,7 +156,7 @@ def counting(output: tuple[int, ...]) -> Collection[int]:
 
 @pytest.fixture(scope="module")
 def base() -> BaseModel:
-    return BaseModel(random_model("llama"))
+    return base_of("llama")
 
 
 def engine_of(base: BaseModel, drafter: Drafter, **config: int) -> Engine:
@@ -163,10 +165,7 @@ def engine_of(base: BaseModel, drafter: Drafter, **config: int) -> Engine:
 
 
 def run(engine: Engine, requests: list[Request], **options: bool) -> list[list[int]]:
-    handles = [engine.submit(request, **options) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0).token_ids for handle in handles]
+    return tokens_of(decode(engine, requests, **options))
 
 
 def guided_requests(**settings: object) -> list[Request]:
@@ -177,9 +176,7 @@ def guided_requests(**settings: object) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "slots"), slow_but_tuples([(1, 4), (7, 1), (63, 4)], product([1, 3, 7, 31, 63], [1, 4]))
-)
+@pytest.mark.parametrize(("nodes", "slots"), slow_but_tuples([(7, 1), (63, 4)], [(1, 4), (7, 1), (63, 4), (31, 1)]))
 def test_tokens_are_those_of_plain_decoding_under_the_same_guide(base: BaseModel, nodes: int, slots: int) -> None:
     requests = guided_requests()
     expected = run(engine_of(base, PlainDecoding()), requests)
@@ -197,10 +194,8 @@ def test_forced_tokens_are_drafted_without_a_drafter_that_knows_them(base: BaseM
             return PlainDecoding().propose(context, ask)
 
     engine = engine_of(base, Nothing(0, nodes=63))
-    handles = [engine.submit(request) for request in guided_requests()]
-    while not engine.idle:
-        engine.step()
-    for one in (handle.result(0) for handle in handles):
+    found = decode(engine, guided_requests())
+    for one in found:
         assert one.forced == [3, 4, 5, 9, 10, 11, 12]
         assert one.counts.num_forced_tokens == len(one.forced)
         assert (one.counts.num_accepted_draft_tokens, one.counts.num_decode_steps) == (7, 7)
@@ -213,8 +208,7 @@ def test_a_dead_end_is_the_rows_own_error(base: BaseModel) -> None:
     guided_one = engine.submit(Request([5], SamplingParams(8, structured_outputs=StructuredOutputs(regex="x"))))
     drawn_one = engine.submit(Request([5], SamplingParams(8, 1.0, structured_outputs=StructuredOutputs(regex="x"))))
     free_one = engine.submit(Request([5], SamplingParams(8, ignore_eos=True)))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     for handle in (guided_one, drawn_one):
         with pytest.raises(RequestError, match="structured_outputs: no token is left to choose after 3 generated ones"):
             handle.result(0)
@@ -224,8 +218,7 @@ def test_a_dead_end_is_the_rows_own_error(base: BaseModel) -> None:
 def test_other_limits_and_a_guide_can_leave_nothing(base: BaseModel) -> None:
     engine = engine_of(base, AdversarialDrafter(1))
     handle = engine.submit(guided_requests(allowed_token_ids=[5])[0])
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     with pytest.raises(RequestError, match="no token is left to choose after 3 generated ones"):
         handle.result(0)
 
@@ -256,7 +249,7 @@ def test_rows_that_must_not_have_drafts_follow_their_guides(base: BaseModel, pla
         for sequence in [one for one in engine.scheduler.active if one.guide is not None][:plain]:
             sequence.handling = Handling.PLAIN
     found = [handle.result(0) for handle in handles]
-    assert [one.token_ids for one in found] == expected
+    assert tokens_of(found) == expected
     assert sum(one.counts.num_accepted_draft_tokens for one in found[::3]) > 0
 
 

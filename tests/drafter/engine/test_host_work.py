@@ -10,18 +10,16 @@ from types import FrameType
 import pytest
 
 from drafter.drafters.contract import PlainDecoding
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
-from tests.support.models import SpellingTokenizer
+from tests.support.models import engine_of
 
 TOKENS = 4
 
 
 def calls_of_steps(base: BaseModel, rows: int, sampling: SamplingParams) -> list[int]:
     """Calls of functions in each step of as many requests as slots, from the one that reads prompts to the last."""
-    engine = Engine(base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=rows, max_model_len=64))
+    engine = engine_of(base, PlainDecoding(), max_num_seqs=rows, max_model_len=64)
     for row in range(rows):
         engine.submit(Request([3 + row % 60, 5 + row // 60, 7], replace(sampling, seed=row)))
     counts, called = [], 0

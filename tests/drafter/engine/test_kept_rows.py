@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from itertools import product
 
 import pytest
 
@@ -19,8 +18,8 @@ from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.hybrids import hybrid_model
-from tests.support.marks import slow_but_tuples
-from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model
+from tests.support.marks import pairwise
+from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, finish, random_model, tokens_of
 from tests.support.tapes import queue_steps
 
 END = SamplingParams(6, ignore_eos=True)
@@ -53,9 +52,7 @@ def text(length: int, seed: int) -> list[int]:
 
 def ask(engine: Engine, requests: list[Request], *, stream: bool = False) -> list[Generation]:
     handles: list[Handle] = [engine.submit(request, stream=stream) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0) for handle in handles]
+    return finish(engine, handles)
 
 
 def read(engine: Engine, request: Request, *, stream: bool = False) -> tuple[int, Generation]:
@@ -65,13 +62,9 @@ def read(engine: Engine, request: Request, *, stream: bool = False) -> tuple[int
     return engine.state().prefilled_tokens - before, found
 
 
-READERS = [("llama", "none"), ("llama", "ctc"), ("llama", "eagle3"), ("lfm2", "ctc")]
-STREAMED = [(*reader, place % 2 == 1) for place, reader in enumerate(READERS)]
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "stream"),
-    slow_but_tuples(STREAMED, [(*one, stream) for one in READERS for stream in (False, True)]),
+    [("llama", "none", False), ("llama", "ctc", True), ("llama", "eagle3", False), ("lfm2", "ctc", True)],
 )
 def test_a_question_is_read_once(family: str, kind: str, stream: bool) -> None:
     request = Request(text(540, 0), SamplingParams(12, ignore_eos=True))
@@ -80,7 +73,7 @@ def test_a_question_is_read_once(family: str, kind: str, stream: bool) -> None:
     assert counts == (539, 0, 0)
     assert [one.num_cached_tokens for one in found] == [0, 539, 539]
     (alone,) = ask(engine_of(base_of(family), slots=1, kept_rows=0), [request])
-    assert [one.token_ids for one in found] == [alone.token_ids] * 3
+    assert tokens_of(found) == [alone.token_ids] * 3
     assert len(engine.scheduler.kept) == 1
 
 
@@ -96,19 +89,24 @@ def mixed(count: int, seed: int) -> list[Request]:
     return made
 
 
-CASES = product(
+@cache
+def mixed_alone(family: str) -> tuple[list[Request], list[Generation]]:
+    requests = mixed(24, 5)
+    return requests, ask(engine_of(base_of(family), slots=1, kept_rows=0), requests)
+
+
+CASES = pairwise(
+    2,
     ["llama", "lfm2", "qwen3_next"],
-    ["none", "adversarial", "ctc", "eagle3"],
-    ["", "blocks", "behind", "blocks, behind"],
+    ["ctc", "adversarial", "eagle3", "none"],
+    ["blocks", "behind", "", "blocks, behind"],
 )
-MAIN_CASES = [("llama", "ctc", "blocks"), ("lfm2", "ctc", "behind")]
 
 
-@pytest.mark.parametrize(("family", "kind", "way"), slow_but_tuples(MAIN_CASES, CASES))
+@pytest.mark.parametrize(("family", "kind", "way"), CASES)
 def test_tokens_are_those_of_rows_alone(monkeypatch: pytest.MonkeyPatch, family: str, kind: str, way: str) -> None:
     """With preemptions and cancelled rows between, little memory, and a host that is a step behind."""
-    base, requests, chosen = base_of(family), mixed(24, 5), random.Random(1)
-    alone = ask(engine_of(base, slots=1, kept_rows=0), requests)
+    base, (requests, alone), chosen = base_of(family), mixed_alone(family), random.Random(1)
     if "behind" in way:
         queue_steps(monkeypatch)
     need = base.cache_bytes
@@ -122,7 +120,7 @@ def test_tokens_are_those_of_rows_alone(monkeypatch: pytest.MonkeyPatch, family:
             gone = engine.submit(Request(chosen.choice(requests).prompt, SamplingParams(90, ignore_eos=True)))
             active[0].handle.cancel() if active[0].limit == 90 else gone.cancel()
         engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in alone]
+    assert [handle.result(0).token_ids for handle in handles] == tokens_of(alone)
     assert sum(handle.result(0).num_cached_tokens for handle in handles) > 500
 
 
@@ -146,8 +144,7 @@ def test_a_row_that_ends_while_a_stranger_is_read_is_not_lost() -> None:
     engine.step()
     engine.submit(Request(text(600, 2), END))
     later = engine.submit(Request([*beginning, 6, 7], END))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert later.result(0).num_cached_tokens == len(beginning)
 
 
@@ -212,8 +209,7 @@ def test_rows_whose_state_is_not_the_models_own_are_not_kept(change: dict[str, o
     engine.submit(Request(text(30, 8), END))
     engine.step()
     vars(engine.scheduler.active[0]).update(change)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert len(engine.scheduler.kept) == 0
 
 

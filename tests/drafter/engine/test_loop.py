@@ -33,6 +33,8 @@ from tests.support.models import (
     plainly,
     random_prompts,
     run_engine,
+    texts_of,
+    tokens_of,
 )
 
 
@@ -521,43 +523,6 @@ def test_a_step_reads_no_more_of_prompts_because_it_drafts(
     finish(engine)
 
 
-@pytest.mark.parametrize("length", [1, 5, 40])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.8, "seed": 3, "logprobs": 2},
-        {"temperature": 1.3, "seed": 5, "top_p": 0.8, "presence_penalty": 1.5, "repetition_penalty": 1.3},
-        {"logit_bias": {7: 4.0}, "frequency_penalty": 0.5, "logprobs": 0},
-    ],
-)
-def test_the_first_token_is_the_same_for_who_watches(
-    tiny_base: BaseModel, settings: dict[str, Any], length: int
-) -> None:
-    """In the midst of rows with other settings."""
-    sampling = SamplingParams(max_new_tokens=5, ignore_eos=True, **settings)
-    prompt = [(7 * place) % tiny_base.vocab_size for place in range(length)]
-    found = []
-    for stream in (False, True):
-        engine = Engine(
-            tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=4)
-        )
-        engine.submit(Request([5, 6], SamplingParams(max_new_tokens=9, temperature=0.7, ignore_eos=True)))
-        engine.submit(Request([9], SamplingParams(max_new_tokens=9, logprobs=1, ignore_eos=True)))
-        engine.step()
-        handle = engine.submit(Request(prompt, sampling), stream=stream)
-        finish(engine)
-        found.append(handle.result(0))
-    assert found[0].token_ids == found[1].token_ids
-    if sampling.logprobs is None:
-        assert found[1].logprobs is None
-        return
-    assert found[0].logprobs is not None
-    assert found[1].logprobs is not None
-    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert [token for token, _ in one.top] == [token for token, _ in other.top]
-
-
 class Silent(PlainDecoding):
     """Has a tree of padding for each row."""
 
@@ -592,9 +557,9 @@ def test_no_more_draft_tokens_than_can_be_emitted(tiny_base: BaseModel) -> None:
         for prompt, count in zip(prompts, (1, 4, 30), strict=True)
     ]
     expected = run_engine(tiny_base, PlainDecoding(), plain)
-    oracle = OracleDrafter([[*one.prompt_ids, *text.token_ids] for one, text in zip(plain, expected, strict=True)])
+    oracle = OracleDrafter(texts_of(plain, expected))
     found = run_engine(tiny_base, oracle, plain, num_draft_tokens=10, max_num_seqs=3)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     drafted = [one.counts.num_draft_tokens for one in found]
     assert drafted[0] == 0
     assert drafted[1] <= 3 + 2 + 1

@@ -20,7 +20,7 @@ from drafter.errors import LoadError
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model
+from tests.support.models import AdversarialDrafter, engine_of, random_model
 from tests.support.tapes import queue_steps
 
 
@@ -30,9 +30,7 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(base: BaseModel, drafter: Drafter, **config: Any) -> Engine:
-    return Engine(
-        base, drafter, SpellingTokenizer(), EngineConfig(**{"max_num_seqs": 4, "max_model_len": 96, **config})
-    )
+    return engine_of(base, drafter, **{"max_num_seqs": 4, "max_model_len": 96, **config})
 
 
 def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 
 import pytest
 
@@ -11,14 +10,19 @@ from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
-from drafter.engine.handle import Handle
 from drafter.errors import RequestTimeoutError
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
-from tests.support.heads import make_head
-from tests.support.marks import slow_but_tuples
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, plainly, random_prompts, run_engine
+from tests.support.models import (
+    AdversarialDrafter,
+    SpellingTokenizer,
+    finish,
+    plainly,
+    random_prompts,
+    run_engine,
+    tokens_of,
+)
 from tests.support.tapes import queue_steps
 
 LONG = SamplingParams(40, ignore_eos=True)
@@ -29,41 +33,22 @@ def engine_of(base: BaseModel, drafter: Drafter, slots: int, kv_gib: float | Non
     return Engine(base, drafter, SpellingTokenizer(), config)
 
 
-def requests_of(count: int) -> list[Request]:
-    return [
-        Request(prompt, SamplingParams(80 - 6 * row, temperature=0.7 * (row % 2), seed=row, ignore_eos=True))
-        for row, prompt in enumerate(random_prompts(count, seed=2))
-    ]
-
-
-def finish(engine: Engine, handles: list[Handle]) -> list[Generation]:
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0) for handle in handles]
-
-
-SITUATIONS = list(product(["ctc", "eagle3", "adversarial"], [1, 3, 7], [False, True], [False, True]))
-"""Drafter, slots, whether memory is short, and whether the host is behind."""
-PAIRS = [("ctc", 1, True, False), ("adversarial", 3, True, True), ("ctc", 7, False, True), ("eagle3", 3, False, False)]
-
-
-@pytest.mark.parametrize(("kind", "slots", "blocks", "behind"), slow_but_tuples(PAIRS, SITUATIONS))
-def test_tokens_are_those_of_plain_decoding(
-    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, kind: str, slots: int, blocks: bool, behind: bool
+@pytest.mark.parametrize("behind", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_come_back_where_memory_is_short(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, behind: bool
 ) -> None:
-    """Also in engines that read each step's outcome one step later, as on a GPU."""
-    requests, chosen = requests_of(9), random.Random(slots)
-    expected = plainly(tiny_base, requests)
+    """Also in engines that read each step's outcome one step later, when a row may have left and come back."""
+    requests = [
+        Request(prompt, SamplingParams(80 - 6 * row, temperature=0.7 * (row % 2), seed=row, ignore_eos=True))
+        for row, prompt in enumerate(random_prompts(9, seed=2))
+    ]
+    expected, chosen, parked = plainly(tiny_base, requests), random.Random(3), 0
     if behind:
         queue_steps(monkeypatch)
-    drafter: Drafter = AdversarialDrafter(3, nodes=4)
-    if kind in ("ctc", "eagle3"):
-        drafter = make_head(tiny_base, kind).drafter(tiny_base, 4)
     # With few blocks, rows grow at the cost of those that are parked.
     kv_bytes = (8 + SPARE) * BLOCK * sum(tiny_base.kv_bytes_per_token)
-    engine = engine_of(tiny_base, drafter, slots, kv_bytes / 2**30 if blocks else None)
+    engine = engine_of(tiny_base, AdversarialDrafter(3, nodes=4), 3, kv_bytes / 2**30)
     handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
-    parked = 0
     for _ in range(90):
         for handle in handles:
             if chosen.random() < 0.2:
@@ -74,8 +59,7 @@ def test_tokens_are_those_of_plain_decoding(
         parked += len(engine.scheduler.parked)
     for handle in handles:
         handle.unpark()
-    found = finish(engine, handles)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(finish(engine, handles)) == tokens_of(expected)
     assert parked > 20
 
 
@@ -96,7 +80,7 @@ def test_kv_is_kept_while_a_slot_is_free(tiny_base: BaseModel, slots: int, read_
     before = engine.state().prefilled_tokens
     handles[0].unpark()
     found = finish(engine, handles)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     assert engine.state().prefilled_tokens - before == read_again * len(requests[0].prompt_ids)
 
 

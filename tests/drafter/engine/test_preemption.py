@@ -11,7 +11,6 @@ import torch
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request, SamplingParams
@@ -19,14 +18,16 @@ from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.exhaustion import run_out
 from tests.support.heads import make_head
-from tests.support.marks import slow_but, slow_but_tuples
+from tests.support.marks import slow_but_tuples
 from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
-    SpellingTokenizer,
+    base_of,
+    engine_of,
+    finish,
     plainly,
-    random_model,
     random_prompts,
+    texts_of,
 )
 
 NEW_TOKENS = 24
@@ -85,17 +86,14 @@ def check_results(handles: list[Handle], expected: list[Generation]) -> None:
         assert found.counts.num_output_tokens == len(plain.token_ids)
 
 
-@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2"]))
-def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
-    base = BaseModel(random_model(family))
+def test_rows_that_do_not_fit_are_decoded_later() -> None:
+    base = base_of("gemma2")
     requests = requests_of(11)
     expected = plainly(base, requests)
-    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    texts = texts_of(requests, expected)
     heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
     for inner in (OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
-        engine = Engine(
-            base, Small(inner, rows=3), SpellingTokenizer(), EngineConfig(max_num_seqs=9, num_draft_tokens=6)
-        )
+        engine = engine_of(base, Small(inner, rows=3), max_num_seqs=9, num_draft_tokens=6)
         handles = submit_all(engine, requests)
         while not engine.idle:
             engine.step()
@@ -111,22 +109,16 @@ def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypa
     requests = requests_of(24)
     expected = plainly(tiny_base, requests)
     monkeypatch.setitem(vars(tiny_base), "verify", run_out(tiny_base.verify, {3}))
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=6)
     handles, most = submit_all(engine, requests), [6]
     while not engine.idle:
         engine.step()
         most += [engine.state().slots] * (engine.state().slots != most[-1])
     check_results(handles, expected)
     assert most == [6, 3, 4, 5, 6]
-    engine = Engine(
-        tiny_base,
-        Small(AdversarialDrafter(3), rows=2),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=6, num_draft_tokens=4),
-    )
+    engine = engine_of(tiny_base, Small(AdversarialDrafter(3), rows=2), max_num_seqs=6, num_draft_tokens=4)
     handles = submit_all(engine, requests)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     check_results(handles, expected)
     assert engine.state().preemptions > 4  # 6 rows, then 3, then 2, and later 3 again
 
@@ -143,10 +135,8 @@ def test_memory_may_run_out_at_any_stage(
         monkeypatch.setitem(vars(tiny_base), "allow_packing", lambda: False)
     requests = requests_of(8)
     expected = plainly(tiny_base, requests)
-    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
-    engine = Engine(
-        tiny_base, OracleDrafter(texts, depth=2), SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=4)
-    )
+    texts = texts_of(requests, expected)
+    engine = engine_of(tiny_base, OracleDrafter(texts, depth=2), max_num_seqs=8, num_draft_tokens=4)
     owner, name = {
         "prefill": (tiny_base, "prefill"),
         "prefill together": (tiny_base, "prefill"),
@@ -162,8 +152,7 @@ def test_memory_may_run_out_at_any_stage(
     monkeypatch.setitem(vars(owner), name, run_out(getattr(owner, name), calls, late=late))
     # Who does not watch has no first token from the prompt's forward, but all the others.
     handles = submit_all(engine, requests, stream=not stage.startswith("prefill") or stage == "prefill_last")
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     check_results(handles, expected)
     assert engine.state().preemptions > 0
     assert engine.state().slots < 8
@@ -176,23 +165,17 @@ def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monke
     requests[1] = replace(requests[1], prompt=list(range(3, 33)))
     expected = plainly(tiny_base, requests)
     monkeypatch.setitem(vars(tiny_base), "prefill", run_out(tiny_base.prefill, {3}))  # of the long prompt
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=6)
     handles = submit_all(engine, requests)
     for _ in range(3):
         engine.step()
     assert (engine.state().active, engine.state().waiting, engine.state().slots) == (1, 5, 1)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     check_results(handles, expected)
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error(tiny_base: BaseModel) -> None:
-    engine = Engine(
-        tiny_base,
-        Small(AdversarialDrafter(0), rows=0),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=4, num_draft_tokens=4),
-    )
+    engine = engine_of(tiny_base, Small(AdversarialDrafter(0), rows=0), max_num_seqs=4, num_draft_tokens=4)
     submit_all(engine, requests_of(4))
     engine.step()
     engine.step()

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 from drafter.drafters.contract import PlainDecoding
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.marks import slow_but
-from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
+from tests.support.models import (
+    VOCABULARY,
+    AdversarialDrafter,
+    base_of,
+    engine_of,
+    finish,
+    random_prompts,
+)
 
 SAMPLING = SamplingParams(max_new_tokens=4, ignore_eos=True)
 FAMILIES = ["llama", "gemma2", "granite", "gpt2", "phi3"]
@@ -40,18 +45,15 @@ def check(found: Generation, base: BaseModel, prompt: list[int], count: int) -> 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("family", slow_but(FAMILIES[:2], FAMILIES))
 def test_they_are_those_of_the_models_own_forward(family: str, stream: bool) -> None:
-    base = BaseModel(random_model(family))
-    engine = Engine(
-        base, AdversarialDrafter(0, nodes=4), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=64)
-    )
+    base = base_of(family)
+    engine = engine_of(base, AdversarialDrafter(0, nodes=4), max_num_seqs=3, max_model_len=64)
     prompts = random_prompts(8)
     prompts[5] = prompts[4]  # a prefix that is there already is not copied: it has no logits
     handles = [
         engine.submit(Request(prompt, SAMPLING, prompt_logprobs=2 if place % 3 else None), stream=stream)
         for place, prompt in enumerate(prompts)
     ]
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     for place, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
         if place % 3:
             check(handle.result(0), base, prompt, 2)
@@ -62,11 +64,10 @@ def test_they_are_those_of_the_models_own_forward(family: str, stream: bool) -> 
 def test_a_long_prompt_is_scored_in_parts(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.scheduler._SCORED_CHUNK", 16)
     prompt = [3 + place * 7 % (VOCABULARY - 3) for place in range(100)]
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=2, max_model_len=120))
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=2, max_model_len=120)
     others = [engine.submit(Request(prompt, SAMPLING)) for _ in range(2)]
     handle = engine.submit(Request(prompt, SAMPLING, prompt_logprobs=0))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     check(handle.result(0), tiny_base, prompt, 0)
     assert handle.result(0).token_ids == others[0].result(0).token_ids == others[1].result(0).token_ids
 

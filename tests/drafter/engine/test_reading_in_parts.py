@@ -18,9 +18,7 @@ from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.batch import BatchState
-from drafter.engine.config import EngineConfig
 from drafter.engine.cuda_graph import step_shape
-from drafter.engine.engine import Engine
 from drafter.engine.step import DeviceStep
 from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.requests import Request, SamplingParams
@@ -30,13 +28,15 @@ from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head, sequence
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
-from tests.support.marks import slow_but
+from tests.support.marks import pairwise, slow_but
 from tests.support.models import (
     AdversarialDrafter,
-    SpellingTokenizer,
+    decode,
+    engine_of,
     random_model,
     random_prompts,
     run_engine,
+    tokens_of,
 )
 from tests.support.tapes import TapeRecorder
 from tests.support.waits import tensors_of
@@ -58,12 +58,9 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "medusa": lambda base: make_head(base, "medusa").drafter(base, 8),
     "itself": lambda base: Certain(base, base, 4),
 }
-CASES = [(family, name, queued) for family in ("llama", "gemma3_text") for name in DRAFTERS for queued in (True, False)]
-FAST = [
-    ("llama", "adversarial", True),
-    ("llama", "itself", True),
-    ("llama", "itself", False),
-    ("gemma3_text", "adversarial", False),
+CASES = [
+    *pairwise(2, ["llama", "gemma3_text"], ["adversarial", "none", "ctc", "hydra++", "medusa"], [True, False]),
+    *pairwise(2, ["llama"], ["itself"], [True, False]),
 ]
 
 
@@ -72,9 +69,10 @@ def read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{place}.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
 
 
-@pytest.mark.parametrize("case", slow_but(FAST, CASES), ids=str)
-def test_the_same_tokens_as_plain_decoding(monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, bool]) -> None:
-    family, name, queued = case
+@pytest.mark.parametrize(("family", "name", "queued"), CASES)
+def test_the_same_tokens_as_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch, family: str, name: str, queued: bool
+) -> None:
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"frequency_penalty": 0.5}]
     requests = [
         Request(prompt, SamplingParams(16 - row, seed=row, ignore_eos=row % 3 > 0, **settings[row % 3]))
@@ -87,18 +85,10 @@ def test_the_same_tokens_as_plain_decoding(monkeypatch: pytest.MonkeyPatch, case
         monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
         monkeypatch.setattr("drafter.engine.cuda_graph.CudaRecorder", recorder)
     base = BaseModel(random_model(family), native=False)
-    engine = Engine(
-        base,
-        DRAFTERS[name](base),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=4, max_model_len=96, num_draft_tokens=8),
-    )
+    engine = engine_of(base, DRAFTERS[name](base), max_num_seqs=4, max_model_len=96, num_draft_tokens=8)
     assert base._model_code.prefix_attention is masked_prefix_attention
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    found = [one.result(0) for one in handles]
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    found = decode(engine, requests)
+    assert tokens_of(found) == tokens_of(expected)
     assert (recorder.repeated > 10) == queued
     if name == "itself":  # keys of nodes that ran before are seen, or it would draft something else from there on
         greedy = total(one.counts for one in found[::3])

@@ -12,7 +12,7 @@ from drafter.engine.handle import Handle
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
-from tests.support.models import SpellingTokenizer, plainly, random_prompts
+from tests.support.models import SpellingTokenizer, finish, plainly, random_prompts, tokens_of
 
 DIGITS = range(10, 20)  # their tokens
 BEFORE = list(range(20, 40))  # the prompt up to the secret, which both know
@@ -111,10 +111,9 @@ def test_one_salt_alone_has_all_slots_and_gives_others_their_share_at_once(tiny_
     while not all(handle.future.done() for handle in handles[20:]):
         engine.step()
     assert sum(handle.future.done() for handle in handles[:20]) < 6
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     alone = plainly(tiny_base, requests)
-    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in alone]
+    assert [handle.result(0).token_ids for handle in handles] == tokens_of(alone)
 
 
 @pytest.mark.parametrize(("salt", "read_at_once"), [("greedy", 5 * 59), ("small", 32)])
@@ -135,8 +134,7 @@ def test_without_salts_none_is_preempted(tiny_base: BaseModel) -> None:
     engine = engine_of(tiny_base, 2)
     for request in many(9, "", 8):
         engine.submit(request)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert engine.state().preemptions == 0
 
 
@@ -155,8 +153,7 @@ def test_a_donor_that_ends_while_a_strangers_prompt_is_read_has_given_what_it_ha
     while not first.future.done():
         engine.step()
     assert not stranger.future.done()
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert engine.state().shared_tokens == len(shared)
     (alone,) = plainly(tiny_base, [again])
     assert second.result(0).token_ids == alone.token_ids

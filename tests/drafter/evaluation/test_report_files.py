@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import main as make_again
 from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results, Skipped, StageSums, figures
 from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
 from drafter.statistics import DecodeCounts, speedup
@@ -154,11 +153,3 @@ def test_a_report_has_every_table(tmp_path: Path) -> None:
     assert text == page(results([*cells(), *cells(8)]))
     for heading in ("Temperature 0, batch 1", "Temperature 0, batch 8", "β by category: chat", "Left out"):
         assert f"## {heading}\n" in text
-
-
-def test_a_report_is_made_again_from_its_json(tmp_path: Path) -> None:
-    results(cells()).save(tmp_path)
-    make_again([str(tmp_path)])
-    assert (tmp_path / "table.md").read_text() == page(results(cells()))
-    with pytest.raises(SystemExit, match=r"none of results.json, heads.json, scale.json"):
-        make_again([str(tmp_path / "elsewhere")])

@@ -38,7 +38,7 @@ from tests.support.heads import (
     untrained_head,
 )
 from tests.support.marks import slow_but, slow_but_tuples
-from tests.support.models import OracleDrafter, plainly, random_prompts, run_engine
+from tests.support.models import OracleDrafter, plainly, random_prompts, run_engine, tokens_of
 from tests.support.slots import enter, move
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
@@ -119,11 +119,11 @@ def test_in_an_engine_a_head_sees_what_training_saw(
     requests = [
         Request(prompt, SamplingParams(26 - 4 * row, ignore_eos=True)) for row, prompt in enumerate(random_prompts(6))
     ]
-    expected = [one.token_ids for one in plainly(tiny_base, requests)]
+    expected = tokens_of(plainly(tiny_base, requests))
     texts = [[*one.prompt_ids, *text] for one, text in zip(requests, expected, strict=True)]
     both = MergedDrafter(drafter, OracleDrafter(texts, DEPTH))
     found = run_engine(tiny_base, both, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
-    assert [one.token_ids for one in found] == expected
+    assert tokens_of(found) == expected
     assert sum(one.counts.num_accepted_draft_tokens for one in found) > 40
 
 
@@ -234,7 +234,7 @@ def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, k
     plain = plainly(tiny_base, requests, max_model_len=64)
     drafter = make_head(tiny_base, kind).drafter(tiny_base, 8, tree)
     drafted = run_engine(tiny_base, drafter, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert tokens_of(drafted) == tokens_of(plain)
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 
 

@@ -23,7 +23,7 @@ from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states, draft_batch
 from tests.support.heads import DEPTH, KINDS, MAIN_KINDS, STATIC, make_head, random_texts, sequence, text_loss
 from tests.support.marks import slow_but
-from tests.support.models import random_prompts, run_engine
+from tests.support.models import random_prompts, run_engine, tokens_of
 from tests.support.trees import check_same_trees, check_slice_contract
 
 WHOLE = [kind for kind in KINDS if "part" not in kind]
@@ -133,7 +133,7 @@ def test_decoding_is_lossless_with_a_third_of_the_vocabulary(tiny_base: BaseMode
     drafted = run_engine(
         tiny_base, head.drafter(tiny_base, 8), requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8
     )
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert tokens_of(drafted) == tokens_of(plain)
     assert max(token for one in plain for token in one.token_ids) >= 32
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 

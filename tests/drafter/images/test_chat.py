@@ -16,6 +16,7 @@ from drafter import Conversation, SpeculativeLM
 from drafter.errors import RequestError
 from drafter.prompt import Prompt
 from tests.support.images import model_of, picture, processor_of
+from tests.support.models import tokens_of
 
 QUESTION = {"type": "text", "text": "What is this?"}
 NEW = 8
@@ -52,7 +53,7 @@ def test_images_come_in_many_forms(lm: SpeculativeLM, tmp_path: Path) -> None:
         do_sample=False,
         eos_token_id=None,
     )[0, len(prompt.ids) :].tolist()
-    assert [one.token_ids for one in answers] == [own] * 6
+    assert tokens_of(answers) == [own] * 6
     whole = lm.encode(Conversation(user({"type": "image"}, QUESTION)), images=[image])
     assert whole == lm.encode(user(QUESTION), images=[image]) == prompt  # in the user's first message
     with pytest.raises(RequestError, match="has its own images"):

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafter.drafters.contract import Ask, DraftContext
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.target_model import attention as prefix_attention
 from drafter.target_model.attention import (
@@ -40,7 +38,17 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
 from tests.support.marks import slow_but
-from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, plainly, random_model, random_prompts
+from tests.support.models import (
+    FAMILIES,
+    OracleDrafter,
+    base_of,
+    decode,
+    engine_of,
+    plainly,
+    random_model,
+    random_prompts,
+    tokens_of,
+)
 from tests.support.properties import examples
 
 
@@ -197,7 +205,7 @@ def test_compiled_it_has_no_more_variants_than_with_a_mask(in_parts: None, monke
 
     compile_ = partial(torch.compile, backend=backend)
     monkeypatch.setattr("drafter.target_model.forward.torch.compile", compile_)
-    base = BaseModel(random_model("llama"), native=False)
+    base = BaseModel(random_model("llama", num_hidden_layers=1), native=False)
     assert base.allow_packing()
     assert base.reads_to_length
     cache = base.new_cache(6, 96)
@@ -293,7 +301,7 @@ def test_nodes_that_are_there_follow_one_another() -> None:
 
 @pytest.mark.parametrize("family", slow_but(["gemma2", "gpt2", "falcon", "gpt_oss", "llama4_text"], FAMILIES))
 def test_a_packed_forward_is_a_padded_one(family: str) -> None:
-    base = BaseModel(random_model(family))
+    base = base_of(family)
     assert base.allow_packing() == (family not in OWN_ATTENTION)
     assert base.allow_packing() == (family not in OWN_ATTENTION)  # asked again, by another engine
     if family in OWN_ATTENTION:
@@ -332,19 +340,16 @@ class CutDrafter(OracleDrafter):
     "family", slow_but(["gemma3_text", "gpt_oss"], ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
 )
 def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
-    base = BaseModel(random_model(family))
+    base = base_of(family)
     requests = [
         Request(prompt, SamplingParams(20, temperature=row % 2, seed=row, presence_penalty=0.5 * (row % 3)))
         for row, prompt in enumerate(random_prompts(9, seed=4))
     ]
-    expected = [one.token_ids for one in plainly(base, requests)]
+    expected = tokens_of(plainly(base, requests))
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
-    engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=9))
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    generations = [handle.result(0) for handle in handles]
-    assert [one.token_ids for one in generations] == expected
+    engine = engine_of(base, CutDrafter(texts), max_num_seqs=4, num_draft_tokens=9)
+    generations = decode(engine, requests)
+    assert tokens_of(generations) == expected
     assert sum(one.counts.num_accepted_draft_tokens for one in generations) > 20
     assert len({nodes for one in generations for nodes in one.counts.per_step_accepted}) > 3
 

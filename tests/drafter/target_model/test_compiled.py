@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from drafter.drafters.contract import Ask, PlainDecoding
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.attention import masked_prefix_attention
 from drafter.target_model.model import BaseModel
-from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import (
+    AdversarialDrafter,
+    decode,
+    engine_of,
+    finish,
+    random_model,
+    random_prompts,
+    run_engine,
+    tokens_of,
+)
 
 
 @pytest.mark.slow
@@ -34,15 +41,12 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
         for i, prompt in enumerate(random_prompts(7))
     ]
     plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
-    config = EngineConfig(max_num_seqs=3, max_model_len=64, compile=True)
-    engine = Engine(base, AdversarialDrafter(0, nodes=8), SpellingTokenizer(), config)
+    engine = engine_of(base, AdversarialDrafter(0, nodes=8), max_num_seqs=3, max_model_len=64, compile=True)
     sizes = itertools.cycle([0, 3, 4, 7, 8])
     engine.budget.plan = lambda load: Ask(next(sizes))  # type: ignore[method-assign]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        handles = [engine.submit(request) for request in requests]
-        while not engine.idle:
-            engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in plain]
+        found = decode(engine, requests)
+    assert tokens_of(found) == tokens_of(plain)
     assert engine.state().draft_tokens > 0
 
 
@@ -60,11 +64,11 @@ def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyP
     assert base.allow_packing()
     assert base.reads_to_length
     memory = 2 * base.new_cache(1, 96).nbytes / 2**30 if blocks else None
-    config = EngineConfig(max_num_seqs=3, max_model_len=64, compile=True, kv_gib=memory)
-    engine = Engine(base, AdversarialDrafter(0, nodes=8), SpellingTokenizer(), config)
+    engine = engine_of(
+        base, AdversarialDrafter(0, nodes=8), max_num_seqs=3, max_model_len=64, compile=True, kv_gib=memory
+    )
     handles = [engine.submit(Request(prompt * 3, SamplingParams(9))) for prompt in random_prompts(4)]
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert all(0 < len(handle.result(0).token_ids) <= 9 for handle in handles)
     torch._dynamo.reset()
 
@@ -81,7 +85,7 @@ def test_what_fails_outside_of_the_compilers_own_errors_is_a_load_error(
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match=rf"cannot be compiled here: \w+Error: {fault} \(leave compile out\)"):
-        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1, compile=True))
+        engine_of(tiny_base, PlainDecoding(), max_num_seqs=1, compile=True)
 
 
 def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,4 +100,4 @@ def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match="no compiler here"):
-        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1, compile=True))
+        engine_of(tiny_base, PlainDecoding(), max_num_seqs=1, compile=True)

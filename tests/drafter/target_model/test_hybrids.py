@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,24 +10,21 @@ import torch
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.model_drafter import ModelDrafter
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
-from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from tests.support.exhaustion import run_out
-from tests.support.heads import make_head
-from tests.support.hybrids import HYBRIDS, hybrid_model
-from tests.support.marks import slow_but
+from tests.support.hybrids import HYBRIDS, hybrid_base, hybrid_model
+from tests.support.marks import pairwise, slow_but
 from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
-    SpellingTokenizer,
+    decode,
+    engine_of,
     generate_reference,
-    plainly,
     random_prompts,
     run_engine,
+    tokens_of,
 )
 
 MAIN = ("lfm2", "qwen3_5_text")
@@ -36,17 +32,11 @@ NEW = 12
 
 
 @cache
-def base_of(family: str) -> BaseModel:
-    """The proof at load, whose trees have decoys, is the first test."""
-    return BaseModel(hybrid_model(family))
-
-
-@cache
 def greedy(family: str) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, one of them of one token and two of them equal, and how `generate` continues them."""
     prompts = [[5], *random_prompts(5, seed=3)]
     prompts[3] = prompts[1] = [*range(10, 31)]
-    return prompts, [generate_reference(base_of(family).model, prompt, NEW) for prompt in prompts]
+    return prompts, [generate_reference(hybrid_base(family).model, prompt, NEW) for prompt in prompts]
 
 
 def requests_of(family: str, **settings: Any) -> list[Request]:
@@ -57,66 +47,42 @@ def oracle(family: str) -> Drafter:
     return OracleDrafter([prompt + text for prompt, text in zip(*greedy(family), strict=True)])
 
 
-DRAFTERS: dict[str, Callable[[str], Drafter]] = {
-    "none": lambda family: PlainDecoding(),
-    "oracle": oracle,
-    "adversarial": lambda family: AdversarialDrafter(0),
-    "ctc": lambda family: make_head(base_of(family), "ctc").drafter(base_of(family), 8),
-}
-
-
 @pytest.mark.parametrize("family", slow_but(MAIN, HYBRIDS))
-def test_every_drafter_gives_the_tokens_of_generate(family: str) -> None:
-    for name, make in DRAFTERS.items():
+def test_greedy_equals_generate(family: str) -> None:
+    for drafter in (oracle(family), AdversarialDrafter(0)):
         # Three slots for six requests: slots are refilled while others decode.
-        found = run_engine(base_of(family), make(family), requests_of(family), max_num_seqs=3, num_draft_tokens=10)
-        assert [one.token_ids for one in found] == greedy(family)[1], name
-        if name == "oracle":
+        found = run_engine(hybrid_base(family), drafter, requests_of(family), max_num_seqs=3, num_draft_tokens=10)
+        assert tokens_of(found) == greedy(family)[1]
+        if isinstance(drafter, OracleDrafter):
             assert sum(one.counts.num_accepted_draft_tokens for one in found) > 20
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
-def test_random_texts_are_those_of_plain_decoding(family: str) -> None:
-    requests = [
-        Request(prompt, SamplingParams(NEW, temperature=0.8, top_p=0.9, seed=row, ignore_eos=True))
-        for row, prompt in enumerate(greedy(family)[0])
-    ]
-    base = base_of(family)
-    alone = [one.token_ids for one in plainly(base, requests)]
-    texts = OracleDrafter([[*one.prompt_ids, *text] for one, text in zip(requests, alone, strict=True)])
-    for drafter in (texts, AdversarialDrafter(1)):
-        found = run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10)
-        assert [one.token_ids for one in found] == alone
-
-
-@pytest.mark.parametrize("family", slow_but(MAIN, HYBRIDS))
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("family", "streamed"), pairwise(2, [*MAIN, "granitemoehybrid", "mamba"], [False, True]))
 def test_prompts_are_read_in_chunks(family: str, streamed: bool) -> None:
     """Those of streams end with a plain step, whose state is not committed with the prompt's."""
-    base = base_of(family)
+    base = hybrid_base(family)
     prompts = [[*range(3, 45)], [*range(50, 73)], [9, 8, 7]]
     expected = [generate_reference(base.model, prompt, 8) for prompt in prompts]
-    engine = Engine(base, AdversarialDrafter(2), SpellingTokenizer(), EngineConfig(max_num_seqs=2, num_draft_tokens=6))
+    engine = engine_of(base, AdversarialDrafter(2), max_num_seqs=2, num_draft_tokens=6)
     engine.scheduler.chunk = 8
-    handles = [engine.submit(Request(prompt, SamplingParams(8)), stream=streamed) for prompt in prompts]
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == expected
+    assert (
+        tokens_of(decode(engine, [Request(prompt, SamplingParams(8)) for prompt in prompts], stream=streamed))
+        == expected
+    )
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
+@pytest.mark.parametrize("family", slow_but(MAIN[:1], [*MAIN, "mamba"]))
 def test_equal_prompts_are_read_once(family: str) -> None:
     """One that differs before the 256th token shares nothing."""
-    base, prompt = base_of(family), [*range(20, 40)]
+    base, prompt = hybrid_base(family), [*range(20, 40)]
     prompts = [prompt, prompt, [*prompt[:15], 9, 9], prompt]
     expected = [generate_reference(base.model, prompt, 12) for prompt in prompts]
     for streamed in (False, True):
-        settings = EngineConfig(max_num_seqs=4, num_draft_tokens=8)
-        engine = Engine(base, AdversarialDrafter(3), SpellingTokenizer(), settings)
-        handles = [engine.submit(Request(prompt, SamplingParams(12)), stream=streamed) for prompt in prompts]
-        while not engine.idle:
-            engine.step()
-        assert [handle.result(0).token_ids for handle in handles] == expected
+        engine = engine_of(base, AdversarialDrafter(3), max_num_seqs=4, num_draft_tokens=8)
+        assert (
+            tokens_of(decode(engine, [Request(prompt, SamplingParams(12)) for prompt in prompts], stream=streamed))
+            == expected
+        )
         assert engine.state().shared_tokens == 2 * (len(prompt) - 1)
 
 
@@ -131,17 +97,14 @@ def test_prompts_that_begin_alike_share_what_comes_before_a_snapshot(family: str
     prompts = [[*beginning, *end] for end in ends]
     alone = [run_engine(base, PlainDecoding(), [Request(prompt, SamplingParams(8))])[0].token_ids for prompt in prompts]
     assert alone == [generate_reference(base.model, prompt, 8) for prompt in prompts]
-    engine = Engine(base, AdversarialDrafter(4), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=8))
-    handles = [engine.submit(Request(prompt, SamplingParams(8))) for prompt in prompts]
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == alone
+    engine = engine_of(base, AdversarialDrafter(4), max_num_seqs=4, num_draft_tokens=8)
+    assert tokens_of(decode(engine, [Request(prompt, SamplingParams(8)) for prompt in prompts])) == alone
     assert engine.state().shared_tokens == 2 * 512
     assert engine.state().prefilled_tokens == sum(map(len, prompts)) - len(prompts) - 2 * 512
 
 
 def test_the_state_of_a_prompt_stays_while_its_text_grows() -> None:
-    base = base_of(MAIN[1])
+    base = hybrid_base(MAIN[1])
     kept, prompt = base.new_cache(3, 64), torch.arange(5, 15)
     with torch.inference_mode():
         base.prefill(kept, 0, [prompt])
@@ -154,21 +117,6 @@ def test_the_state_of_a_prompt_stays_while_its_text_grows() -> None:
     assert torch.allclose(logits[0], whole, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", slow_but(MAIN[:1], HYBRIDS))
-def test_rows_grow_in_a_small_cache(family: str) -> None:
-    base = base_of(family)
-    size = base.cache_bytes
-    memory = (SPARE + 4) * BLOCK * size.position + 4 * size.slot
-    settings: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "num_draft_tokens": 10,
-        "max_model_len": 60,
-        "kv_gib": memory / 2**30,
-    }
-    found = run_engine(base, oracle(family), requests_of(family), **settings)
-    assert [one.token_ids for one in found] == greedy(family)[1]
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stage", ["prefill_last", "verify", "commit"])
 def test_a_step_that_fails_leaves_the_states_from_before_it(
@@ -176,14 +124,11 @@ def test_a_step_that_fails_leaves_the_states_from_before_it(
 ) -> None:
     """Before or after it has written; half of the rows are preempted, and come back."""
     family = MAIN[0]
-    base = base_of(family)
-    engine = Engine(base, oracle(family), SpellingTokenizer(), EngineConfig(max_num_seqs=5, num_draft_tokens=10))
+    base = hybrid_base(family)
+    engine = engine_of(base, oracle(family), max_num_seqs=5, num_draft_tokens=10)
     owner = engine.batch.cache if stage == "commit" else base
     monkeypatch.setitem(vars(owner), stage, run_out(getattr(owner, stage), {2, 4}, late=late))
-    handles = [engine.submit(request, stream=True) for request in requests_of(family)]
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == greedy(family)[1]
+    assert tokens_of(decode(engine, requests_of(family), stream=True)) == greedy(family)[1]
     assert engine.state().preemptions > 0
 
 
@@ -191,7 +136,7 @@ def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     family = MAIN[1]
-    base = base_of(family)
+    base = hybrid_base(family)
     real, calls = base.verify, 0
 
     def poisoned(cache: Any, nodes: Any) -> Any:
@@ -209,7 +154,7 @@ def test_a_text_that_is_not_finite_spoils_no_other_and_not_the_next_in_its_slot(
 
     monkeypatch.setattr(base, "verify", poisoned)
     found = run_engine(base, oracle(family), requests_of(family), max_num_seqs=3, num_draft_tokens=10)
-    assert [one.token_ids for one in found] == greedy(family)[1]
+    assert tokens_of(found) == greedy(family)[1]
 
 
 @pytest.mark.parametrize("family", slow_but(["granitemoehybrid"], ["granitemoehybrid", "qwen3_5_text", "qwen3_next"]))
@@ -219,12 +164,12 @@ def test_a_family_of_hybrids_may_have_attention_alone(family: str) -> None:
     expected = [generate_reference(base.model, prompt, NEW) for prompt in prompts]
     requests = [Request(prompt, SamplingParams(NEW)) for prompt in prompts]
     found = run_engine(base, AdversarialDrafter(5), requests, max_num_seqs=2, num_draft_tokens=10)
-    assert [one.token_ids for one in found] == expected
+    assert tokens_of(found) == expected
     assert (base.cache_bytes.slot, base.cache_bytes.node) == (0, 0)
 
 
 def test_what_cannot_run_recurrent_layers_says_so() -> None:
-    base = base_of(MAIN[0])
+    base = hybrid_base(MAIN[0])
     with pytest.raises(LoadError, match="cannot draft"):
         ModelDrafter(base, base, 4)
     with pytest.raises(LoadError, match="leave compile out"):

@@ -13,7 +13,6 @@ import torch
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_memory
 from drafter.errors import RequestError
@@ -22,35 +21,21 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import small_copy
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import KEPT_BYTES, Borders, Sight
-from tests.support.heads import make_head
-from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of
+from tests.support.images import CONFIGS, FAMILIES, asked, base_of, picture, processor_of, prompts_of, seeing_base
 from tests.support.marks import slow_but
-from tests.support.models import DEVICE, AdversarialDrafter, OracleDrafter, SpellingTokenizer, run_engine
-from tests.support.tapes import queue_steps
+from tests.support.models import (
+    DEVICE,
+    AdversarialDrafter,
+    OracleDrafter,
+    decode,
+    engine_of,
+    finish,
+    run_engine,
+    tokens_of,
+)
 
 NEW = 12
 QUICK = ["llava", "qwen3_vl", "gemma3", "paligemma"]
-
-
-@cache
-def base(family: str) -> BaseModel:
-    return base_of(family)
-
-
-@cache
-def prompts(family: str) -> list[Prompt]:
-    """Rows with 0 to 3 images of different sizes; the same words with other images; and the same images."""
-    encode = processor_of(family).encode
-    one, two, three = picture(1, 24, 24), picture(2, 40, 30), picture(3, 20, 50)
-    return [
-        encode(asked("What is this?"), [one]),
-        encode(asked("What is this?"), [two]),
-        encode(asked("No image here: count to 5.", 0)),
-        encode(asked("Which is larger?", 2), [one, three]),
-        encode(asked("All of these, then!", 3), [three, two, one]),
-        encode(asked("What is that?"), [two]),
-        encode(asked("And another text.", 0)),
-    ]
 
 
 def reference(model: Any, prompt: Prompt) -> list[int]:
@@ -62,94 +47,56 @@ def reference(model: Any, prompt: Prompt) -> list[int]:
 
 @cache
 def expected(family: str) -> list[list[int]]:
-    return [reference(base(family).model, prompt) for prompt in prompts(family)]
+    return [reference(seeing_base(family).model, prompt) for prompt in prompts_of(family)]
 
 
 def requests(family: str, **sampling: Any) -> list[Request]:
     settings = SamplingParams(NEW, ignore_eos=True, **sampling)
-    return [Request(prompt, settings) for prompt in prompts(family)]
+    return [Request(prompt, settings) for prompt in prompts_of(family)]
 
 
 def tokens(family: str, drafter: Drafter, asked: list[Request] | None = None, **config: Any) -> list[list[int]]:
     settings = {"max_num_seqs": 4, "num_draft_tokens": 7} | config
-    return [one.token_ids for one in run_engine(base(family), drafter, asked or requests(family), **settings)]
+    return tokens_of(run_engine(seeing_base(family), drafter, asked or requests(family), **settings))
 
 
 def oracle(family: str) -> OracleDrafter:
-    return OracleDrafter([[*one.ids, *text] for one, text in zip(prompts(family), expected(family), strict=True)])
+    return OracleDrafter([[*one.ids, *text] for one, text in zip(prompts_of(family), expected(family), strict=True)])
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_rows_with_images_are_continued_as_generate_does(family: str) -> None:
-    assert base(family).sight is not None, base(family).blind
+    assert seeing_base(family).sight is not None, seeing_base(family).blind
     assert expected(family)[0] != expected(family)[1]  # or the images do not matter
     for drafter in (PlainDecoding(), oracle(family), AdversarialDrafter(0)):
         assert tokens(family, drafter) == expected(family), type(drafter)
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen3_vl", "gemma3"], FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["qwen3_vl", "gemma3"], [*QUICK, "paligemma-2", "qwen2_vl"]))
 def test_a_prompt_is_cut_where_its_tokens_do_not_see_each_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 5)
     assert tokens(family, oracle(family)) == expected(family)
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen3_vl"], QUICK[:3]))
-def test_rows_with_images_that_have_ended_are_continued_from(family: str) -> None:
-    config = EngineConfig(max_num_seqs=4, num_draft_tokens=7)
-    engine = Engine(base(family), oracle(family), SpellingTokenizer(), config)
-    for copied in (False, True):
-        handles = [engine.submit(request) for request in requests(family)]
-        while not engine.idle:
-            engine.step()
-        found = [handle.result(0) for handle in handles]
-        assert [one.token_ids for one in found] == expected(family)
-        assert not copied or sum(one.num_cached_tokens for one in found) > 0
-    if family == "qwen3_vl":  # whose prompts may be cut anywhere
-        assert [one.num_cached_tokens for one in found] == [len(prompt.ids) - 1 for prompt in prompts(family)]
+def test_rows_with_images_that_have_ended_are_continued_from() -> None:
+    family = "qwen3_vl"  # whose prompts may be cut anywhere
+    engine = engine_of(seeing_base(family), oracle(family), max_num_seqs=4, num_draft_tokens=7)
+    for _ in range(2):
+        found = decode(engine, requests(family))
+        assert tokens_of(found) == expected(family)
+    assert [one.num_cached_tokens for one in found] == [len(prompt.ids) - 1 for prompt in prompts_of(family)]
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2_vl"], FAMILIES))
-def test_preempted_rows_see_their_images_again(family: str) -> None:
-    longest = max(len(prompt.ids) for prompt in prompts(family)) + NEW
-    need = base(family).cache_bytes
-    room = need.slot * 4 + need.position * (2 * longest + 160)
-    engine = Engine(
-        base(family),
-        oracle(family),
-        SpellingTokenizer(),
-        EngineConfig(max_num_seqs=4, num_draft_tokens=7, max_model_len=longest, kv_gib=room / 2**30),
-    )
-    handles = [engine.submit(request) for request in requests(family)]
-    while not engine.idle:
-        if engine.state().active > 1 and not engine.state().preemptions:
-            engine._preempt()  # as a step whose memory has run out does
-        engine.step()
-    assert engine.state().preemptions
-    assert [handle.result(0).token_ids for handle in handles] == expected(family)
-
-
-@pytest.mark.parametrize("family", slow_but(["gemma3"], FAMILIES))
-def test_streams_and_draws_are_those_of_plain_decoding(family: str) -> None:
-    drawn = tokens(family, PlainDecoding(), requests(family, temperature=1.0, seed=3), max_num_seqs=1)
-    texts = [[*one.ids, *text] for one, text in zip(prompts(family), drawn, strict=True)]
-    assert tokens(family, OracleDrafter(texts), requests(family, temperature=1.0, seed=3)) == drawn
-    engine = Engine(base(family), oracle(family), SpellingTokenizer(), EngineConfig(max_num_seqs=4))
-    handles = [engine.submit(request, stream=True) for request in requests(family)]
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == expected(family)
-
-
-@pytest.mark.parametrize("family", slow_but(["paligemma-2"], FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["paligemma-2"], ["paligemma-2", "llava", "qwen2_vl", "gemma4"]))
 def test_log_probabilities_of_a_prompt_are_the_models_own(family: str) -> None:
-    prompt = prompts(family)[3]  # longer than the window, where there is one
+    prompt = prompts_of(family)[3]  # longer than the window, where there is one
     request = Request(prompt, SamplingParams(NEW, ignore_eos=True, logprobs=0), prompt_logprobs=0)
-    (found,) = run_engine(base(family), oracle(family), [request], max_num_seqs=1, num_draft_tokens=7)
+    (found,) = run_engine(seeing_base(family), oracle(family), [request], max_num_seqs=1, num_draft_tokens=7)
     assert found.token_ids == expected(family)[3]
     inputs = {name: torch.from_numpy(value).to(DEVICE) for name, value in prompt.inputs.items()}
     ids = torch.tensor([list(prompt.ids)], device=DEVICE)
     with torch.inference_mode():
-        own = base(family).model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
+        own = seeing_base(family).model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
     following = torch.cat([ids[0, 1:], torch.tensor(found.token_ids[:1], device=DEVICE)])
     theirs = own.gather(1, following[:, None])[:, 0]
     assert found.prompt_logprobs is not None
@@ -181,29 +128,20 @@ def test_windows_are_proved_on_a_small_copy(family: str, settings: Any, monkeypa
 
 def test_trees_and_texts_run_natively_after_images() -> None:
     if DEVICE.type == "cpu":
-        assert base("smolvlm").executor_name == "NativeDecoder"
+        assert seeing_base("smolvlm").executor_name == "NativeDecoder"
     assert tokens("smolvlm", oracle("smolvlm")) == expected("smolvlm")
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2_vl"], ["qwen2_vl", "idefics3", "gemma3"]))
-def test_steps_are_queued_as_a_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tapes for CUDA graphs: a row's positions are what a slot has when a step runs, not when it was recorded."""
-    seeing, recorder = base(family), queue_steps(monkeypatch)
-    head = make_head(seeing, "ctc").drafter(seeing, 8)
-    rows = [*requests(family), *requests(family)]
-    found = [one.token_ids for one in run_engine(seeing, head, rows, max_num_seqs=3, num_draft_tokens=7)]
-    assert found == [*expected(family), *expected(family)]
-    assert recorder.repeated > 5
-
-
-@pytest.mark.parametrize("family", slow_but(["llava", "idefics3", "qwen3_vl"], FAMILIES))
+@pytest.mark.parametrize(
+    "family", slow_but(["llava", "qwen3_vl"], [*QUICK, "idefics3", "internvl", "gemma4", "mistral3"])
+)
 def test_images_are_looked_at_in_pieces_while_others_go_on(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeing, rows = base(family), requests(family)
+    seeing, rows = seeing_base(family), requests(family)
     assert seeing.sight is not None
     monkeypatch.setattr("drafter.target_model.towers._PIXELS", 1)  # two tiles at a time
     monkeypatch.setattr(seeing.sight._towers, "_text_size", 0)  # and a rest before each layer
     seeing.sight.forget()
-    engine = Engine(seeing, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=4))
+    engine = engine_of(seeing, PlainDecoding(), max_num_seqs=4)
     text = engine.submit(Request(rows[2].prompt, SamplingParams(150, ignore_eos=True)), stream=True)
     while not engine.state().output_tokens:
         engine.step()
@@ -227,9 +165,7 @@ def test_images_are_looked_at_in_pieces_while_others_go_on(family: str, monkeypa
     engine.step()
     assert not [one for one in threading.enumerate() if one.name == "in-pieces"]
     last = engine.submit(rows[5])
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in (*handles, last)] == [expected(family)[one] for one in (3, 4, 5)]
+    assert tokens_of(finish(engine, (*handles, last))) == [expected(family)[one] for one in (3, 4, 5)]
     assert len(text.result(0).token_ids) == 150
 
 
@@ -237,11 +173,11 @@ def test_rows_share_what_their_images_have_in_common() -> None:
     family = "llava"
     encode, image = processor_of(family).encode, picture(1)
     rows = [encode(asked(f"And question {number}?"), [picture(1 if number < 3 else 2)]) for number in range(4)]
-    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=4))
-    tower, calls = base(family).model.model.vision_tower, []
+    engine = engine_of(seeing_base(family), PlainDecoding(), max_num_seqs=4)
+    tower, calls = seeing_base(family).model.model.vision_tower, []
     hook = tower.register_forward_hook(lambda *call: calls.append(1))
     before = encode(asked("Is this another one?"), [image])  # whatever was kept of other tests
-    base(family).sight.forget()  # type: ignore[union-attr]
+    seeing_base(family).sight.forget()  # type: ignore[union-attr]
     handles = []
     for prompt in rows:
         handles.append(engine.submit(Request(prompt, SamplingParams(NEW, ignore_eos=True))))
@@ -254,10 +190,8 @@ def test_rows_share_what_their_images_have_in_common() -> None:
     question = len("And question ") + rows[0].spans[0].stop
     start = rows[0].spans[0].start
     assert engine.state().shared_tokens == 2 * question + (start if start >= 8 else 0)
-    while not engine.idle:
-        engine.step()
-    found = [handle.result(0).token_ids for handle in handles]
-    assert found == [reference(base(family).model, prompt) for prompt in rows]
+    found = tokens_of(finish(engine, handles))
+    assert found == [reference(seeing_base(family).model, prompt) for prompt in rows]
 
 
 def test_an_image_at_another_size_is_encoded_again() -> None:
@@ -265,13 +199,13 @@ def test_an_image_at_another_size_is_encoded_again() -> None:
     large.processor.image_processor.size = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}
     few, many = (one.encode(asked("What?"), [picture(1)]) for one in (usual, large))
     assert len(few.ids) < len(many.ids)
-    sizes = [base("qwen3_vl").sight.features(prompt).size for prompt in (few, many)]  # type: ignore[union-attr]
+    sizes = [seeing_base("qwen3_vl").sight.features(prompt).size for prompt in (few, many)]  # type: ignore[union-attr]
     assert sizes == [len(few.ids), len(many.ids)]
 
 
 def test_prompts_that_cannot_be_read_end_alone() -> None:
     family = "llava"
-    good = prompts(family)[0]
+    good = prompts_of(family)[0]
     short = replace(good, ids=[one for place, one in enumerate(good.ids) if place != good.spans[0].start])
     short = replace(short, spans=(replace(good.spans[0], stop=good.spans[0].stop - 1),))
     found = run_engine_with_errors(family, [short, good])
@@ -295,48 +229,45 @@ def test_prompts_that_cannot_be_read_end_alone() -> None:
 )
 def test_prompts_that_cannot_be_read_are_refused(change: Any, reason: str) -> None:
     family = "llava_onevision"  # whose forward takes videos, too
-    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    engine = engine_of(seeing_base(family), PlainDecoding(), max_num_seqs=1)
     with pytest.raises(RequestError, match=reason):
-        engine.submit(Request(change(prompts(family)[0])))
+        engine.submit(Request(change(prompts_of(family)[0])))
 
 
-@pytest.mark.parametrize("family", slow_but(["llava"], QUICK))
+@pytest.mark.parametrize("family", slow_but(["llava"], ["llava", "paligemma"]))
 def test_inputs_of_equal_digests_are_not_taken_for_each_other(family: str) -> None:
     """Prompts of anybody's: one digest for all images, which are of one size."""
     made = [processor_of(family).encode(asked("What is this?"), [picture(seed)]) for seed in (1, 2, 1)]
     rows = [Prompt(one.ids, tuple(replace(span, digest=b"") for span in one.spans), one.inputs) for one in made]
     assert made[0].ids == made[1].ids
-    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=3))
+    engine = engine_of(seeing_base(family), PlainDecoding(), max_num_seqs=3)
     handles = []
     for row in rows:
         handles.append(engine.submit(Request(row, SamplingParams(NEW, ignore_eos=True))))
         engine.step()
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == [reference(base(family).model, one) for one in made]
+    assert tokens_of(finish(engine, handles)) == [reference(seeing_base(family).model, one) for one in made]
     assert engine.state().shared_tokens == (len(rows[2].ids) - 1 if family != "paligemma" else 0)
 
 
 def test_images_are_kept_for_their_own_salt() -> None:
     """How long a prompt takes does not tell one salt what another has sent."""
     prompt = processor_of("llava").encode(asked("What is this?"), [picture(7)])
-    engine = Engine(base("llava"), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    engine = engine_of(seeing_base("llava"), PlainDecoding(), max_num_seqs=1)
     calls: list[int] = []
-    hook = base("llava").model.model.vision_tower.register_forward_hook(lambda *call: calls.append(1))
+    hook = seeing_base("llava").model.model.vision_tower.register_forward_hook(lambda *call: calls.append(1))
     counts = []
     for salt in ("one", "two", "one", "two", ""):
         engine.submit(Request(prompt, SamplingParams(1), salt=salt))
-        while not engine.idle:
-            engine.step()
+        finish(engine)
         counts.append(len(calls))
     hook.remove()
     assert counts == [1, 2, 2, 2, 3]
 
 
 def test_a_model_of_text_refuses_images(tiny_base: BaseModel) -> None:
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=1)
     with pytest.raises(RequestError, match=r"has images, and .* reads text alone"):
-        engine.submit(Request(replace(prompts("llava")[0], ids=[3] * len(prompts("llava")[0].ids))))
+        engine.submit(Request(replace(prompts_of("llava")[0], ids=[3] * len(prompts_of("llava")[0].ids))))
 
 
 def test_a_model_that_reads_images_otherwise_reads_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,9 +275,9 @@ def test_a_model_that_reads_images_otherwise_reads_text_alone(monkeypatch: pytes
     monkeypatch.setattr(Sight, "features", lambda sight, *given: replace(own(sight, *given), shift=5))
     blind = base_of("qwen2_vl")
     assert blind.sight is None
-    engine = Engine(blind, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1))
+    engine = engine_of(blind, PlainDecoding(), max_num_seqs=1)
     with pytest.raises(RequestError, match="gives other logits after an image"):
-        engine.submit(Request(prompts("qwen2_vl")[0]))
+        engine.submit(Request(prompts_of("qwen2_vl")[0]))
 
 
 def test_borders_are_where_no_token_sees_one_behind() -> None:
@@ -361,7 +292,10 @@ def test_tokens_see_in_each_kind_of_layer_what_the_model_lets_them_see() -> None
     """A block of three in a window of two; where all of a kind's tokens see those before them, nothing is said."""
     mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1]])
     made = {"sliding_attention": mask.bool()[None, None], "full_attention": torch.ones(1, 1, 5, 5).bool().tril()}
-    sight, given = Sight(base("llava").model, base("llava").decoder, made.keys(), ()), torch.zeros(1, 5, 8)
+    sight, given = (
+        Sight(seeing_base("llava").model, seeing_base("llava").decoder, made.keys(), ()),
+        torch.zeros(1, 5, 8),
+    )
     features = sight._features({"inputs_embeds": given, "attention_mask": made}, 5)
     assert features.masks(5).keys() == {"sliding_attention"}
     assert torch.equal(features.masks(5)["sliding_attention"][0], mask.bool())
@@ -374,15 +308,14 @@ def test_tokens_see_in_each_kind_of_layer_what_the_model_lets_them_see() -> None
 
 
 def run_engine_with_errors(family: str, rows: list[Prompt]) -> list[Any]:
-    engine = Engine(base(family), PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=2))
+    engine = engine_of(seeing_base(family), PlainDecoding(), max_num_seqs=2)
     handles = [engine.submit(Request(row, SamplingParams(NEW, ignore_eos=True))) for row in rows]
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     return [one.future.exception() or one.result(0).token_ids for one in handles]
 
 
 def test_the_memory_plan_has_what_looking_at_images_takes() -> None:
-    seeing, config = base("llava"), EngineConfig(max_num_seqs=2)
+    seeing, config = seeing_base("llava"), EngineConfig(max_num_seqs=2)
     assert seeing.sight is not None
     before = seeing.sight.bytes_per_token
     seeing.sight.bytes_per_token = 1000

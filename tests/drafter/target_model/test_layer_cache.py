@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from drafter.drafters.contract import Drafter, DraftSpec
 from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.engine.memory import plan_memory, slot_length
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, TargetCache
@@ -25,11 +24,13 @@ from tests.support.exhaustion import run_out
 from tests.support.models import (
     AdversarialDrafter,
     OracleDrafter,
-    SpellingTokenizer,
+    decode,
+    engine_of,
     plainly,
     random_model,
     random_prompts,
     run_engine,
+    tokens_of,
 )
 
 LAYERS, WIDTH = 3, 32
@@ -200,7 +201,7 @@ def oracle() -> Drafter:
 @pytest.mark.parametrize("make", [oracle, lambda: AdversarialDrafter(0)], ids=["oracle", "adversarial"])
 def test_rows_of_other_lengths_in_recycled_slots_have_their_own_sums(make: Any, slots: int) -> None:
     found = run_engine(summing_model(), make(), requests_of(9), max_num_seqs=slots, num_draft_tokens=10)
-    assert [one.token_ids for one in found] == expected()
+    assert tokens_of(found) == expected()
     if make is oracle:
         assert sum(one.counts.num_accepted_draft_tokens for one in found) > 50
 
@@ -212,13 +213,10 @@ def test_a_step_that_fails_leaves_the_sums_from_before_it(
 ) -> None:
     """Before or after it has written; half of the rows are preempted, and come back."""
     base, drafter = summing_model(), oracle()
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=6, num_draft_tokens=10))
+    engine = engine_of(base, drafter, max_num_seqs=6, num_draft_tokens=10)
     owner = engine.batch.cache if stage == "commit" else base
     monkeypatch.setitem(vars(owner), stage, run_out(getattr(owner, stage), {2, 5}, late=late))
-    handles = [engine.submit(request, stream=True) for request in requests_of(9)]
-    while not engine.idle:
-        engine.step()
-    assert [handle.result(0).token_ids for handle in handles] == expected()
+    assert tokens_of(decode(engine, requests_of(9), stream=True)) == expected()
     assert engine.state().preemptions > 0
 
 

@@ -20,7 +20,7 @@ from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.text.tokenizers import load_tokenizer
 from tests.support.caches import kv_of
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
-from tests.support.models import OracleDrafter, generate_reference, random_model, run_engine
+from tests.support.models import OracleDrafter, generate_reference, random_model, run_engine, tokens_of
 
 
 def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
@@ -120,7 +120,7 @@ def test_draft_trees_go_past_the_last_position_and_texts_end_there(family: str) 
     expected = [generate_reference(model, prompt, new) for prompt, new in zip(prompts, room, strict=True)]
     requests = [Request(one, SamplingParams(new, ignore_eos=True)) for one, new in zip(prompts, room, strict=True)]
     drafter = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
-    assert [one.token_ids for one in run_engine(base, drafter, requests, num_draft_tokens=10)] == expected
+    assert tokens_of(run_engine(base, drafter, requests, num_draft_tokens=10)) == expected
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5])

@@ -27,7 +27,14 @@ from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, pr
 from drafter.tree.token_tree import TokenTree
 from tests.support.caches import kv_of, tree_nodes
 from tests.support.marks import slow_but
-from tests.support.models import AdversarialDrafter, OracleDrafter, generate_reference, random_prompts, run_engine
+from tests.support.models import (
+    AdversarialDrafter,
+    OracleDrafter,
+    generate_reference,
+    random_prompts,
+    run_engine,
+    tokens_of,
+)
 
 LAST = (LM_HEAD_INPUT,)
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -370,7 +377,7 @@ def test_texts_of_families_are_those_of_generate(shape: str) -> None:
     requests = [Request(prompt, SamplingParams(max_new_tokens=24)) for prompt in prompts]
     for drafter, least in ((AdversarialDrafter(seed=1), 0), (OracleDrafter(texts), 24)):
         found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
-        assert [one.token_ids for one in found] == expected
+        assert tokens_of(found) == expected
         assert sum(one.counts.num_accepted_draft_tokens for one in found) >= least
 
 

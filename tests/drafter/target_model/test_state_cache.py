@@ -100,6 +100,20 @@ def test_a_row_that_is_not_sound_keeps_its_state_and_leaves_none_behind() -> Non
     assert step(cache, [7, 7], [[0.0], [0.0]]) == [0.0, 2.5]
 
 
+def test_a_step_over_a_slot_whose_prompt_is_being_read_leaves_its_state() -> None:
+    """As on a GPU, whose steps have more rows than are decoded: such a slot counts as full, as does a parked row's."""
+    cache = new_cache(2)
+    read_prompt(cache, 0, 5, 1.5)
+    read_prompt(cache, 1, 4, 2.5)
+    step(cache, [5, 64], [[2.0], [9.0]])
+    commit(cache, [5, 64], [[0], [0]])
+    assert step(cache, [6, 4], [[3.0], [3.5]]) == [2.0, 2.5]
+    commit(cache, [6, 4], [[0], [0]])
+    step(cache, [64, 5], [[9.0], [4.5]])  # now the first is parked, whose newer state is in the other place
+    commit(cache, [64, 5], [[0], [0]])
+    assert step(cache, [7, 6], [[0.0], [0.0]]) == [3.0, 4.5]
+
+
 def test_a_prompts_state_is_shared_and_moves_with_its_slot() -> None:
     cache = new_cache()
     read_prompt(cache, 0, 5, 1.5)

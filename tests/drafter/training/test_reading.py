@@ -15,11 +15,11 @@ from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.reading import hidden_states, with_hidden_states
 from drafter.training.targets import RegeneratedText, base_hidden_states
-from tests.drafter.target_model.test_images import QUICK, base, prompts, requests
+from tests.drafter.target_model.test_images import QUICK, requests
 from tests.support.heads import make_head
-from tests.support.images import FAMILIES, model_of
+from tests.support.images import model_of, prompts_of, seeing_base
 from tests.support.marks import slow_but
-from tests.support.models import SpellingTokenizer
+from tests.support.models import SpellingTokenizer, decode, tokens_of
 
 
 class Tap:
@@ -38,18 +38,15 @@ class Tap:
         self.rows[*row.prompt, *row.output] = hidden.clone()
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(QUICK[:2], [*QUICK, "qwen2_vl", "idefics3"]))
 def test_states_are_those_with_which_the_engine_has_drafted(family: str) -> None:
     """Of rows with none to three images, of which two have the same words."""
-    target, tap = base(family), Tap()
+    target, tap = seeing_base(family), Tap()
     drafter = make_head(target, "ctc").drafter(target, 7)
     config = EngineConfig(max_num_seqs=4, num_draft_tokens=7)
     engine = Engine(target, drafter, SpellingTokenizer(), config, tap=tap)
-    handles = [engine.submit(request) for request in requests(family)]
-    while not engine.idle:
-        engine.step()
-    answers = [handle.result(0).token_ids for handle in handles]
-    texts = [text_of(prompt, answer) for prompt, answer in zip(prompts(family), answers, strict=True)]
+    answers = tokens_of(decode(engine, requests(family)))
+    texts = [text_of(prompt, answer) for prompt, answer in zip(prompts_of(family), answers, strict=True)]
     for text, states in zip(texts, hidden_states(target, texts, (LM_HEAD_INPUT,)), strict=True):
         assert len(states) == len(text.tokens)
         decoded = tap.rows[tuple(text.tokens)]
@@ -57,7 +54,7 @@ def test_states_are_those_with_which_the_engine_has_drafted(family: str) -> None
 
 
 def test_images_change_the_states_of_the_answer() -> None:
-    target, (one, two, *_) = base("llava"), prompts("llava")
+    target, (one, two, *_) = seeing_base("llava"), prompts_of("llava")
     answer = [40, 41, 42]
     (seen,), (other,) = (hidden_states(target, [text_of(prompt, answer)], (0, LM_HEAD_INPUT)) for prompt in (one, two))
     unseen = base_hidden_states(target, torch.tensor([[*one.ids, *answer]], device=target.device), (0, LM_HEAD_INPUT))
@@ -67,7 +64,7 @@ def test_images_change_the_states_of_the_answer() -> None:
 
 
 def test_a_batch_has_the_states_of_all_texts_or_of_none() -> None:
-    target, (one, _, words, *_) = base("llava"), prompts("llava")
+    target, (one, _, words, *_) = seeing_base("llava"), prompts_of("llava")
     texts = [text_of(one, [40, 41]), text_of(words, [40, 41])]
     layers = (LM_HEAD_INPUT,)
     found = with_hidden_states(target, texts, layers, torch.bfloat16)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
 from unittest.mock import Mock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +18,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
-from tests.support.marks import slow_but_tuples
-from tests.support.models import plainly, run_engine
+from tests.support.models import run_engine
 from tests.support.slots import enter, move
 from tests.support.trees import check_slice_contract
 
@@ -178,21 +175,6 @@ def requests(count: int, temperature: float) -> list[Request]:
         )
         for row in range(count)
     ]
-
-
-@pytest.mark.parametrize(
-    ("temperature", "isolated"), slow_but_tuples([(0.0, False), (0.8, True)], product([0.0, 0.8], [False, True]))
-)
-def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
-    asked = requests(16, temperature)
-    expected = [one.token_ids for one in plainly(tiny_base, asked)]
-    for slots, nodes in ((1, 7), (3, 5), (5, "auto")):
-        drafter = CachebackDrafter(7, isolated=isolated)
-        found = run_engine(tiny_base, drafter, asked, max_num_seqs=slots, num_draft_tokens=nodes)
-        assert [one.token_ids for one in found] == expected
-        accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
-        # At a temperature nothing of a row's own short text comes true again.
-        assert accepted > 0 or nodes == "auto" or (isolated and temperature > 0)
 
 
 def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -> None:

@@ -20,6 +20,7 @@ from drafter.methods.draft_models import model_and_device, stack_levels
 from drafter.methods.draft_models.drafter import StackedDrafter, difference
 from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
+from tests.support.models import tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_missing_models_are_named(embedded: BaseModel) -> None:
 def test_the_embedded_model_says_the_same(drafter: str) -> None:
     prompts = ["Tom has 3 boxes of 12 pens. How many pens?", "Ann sells 14 eggs at 2 dollars."]
     with SpeculativeLM.from_pretrained(drafter="none") as plain:
-        expected = [[one.token_ids for one in plain.generate(prompts, temperature=t, seed=1)] for t in (0.0, 1.0)]
+        expected = [tokens_of(plain.generate(prompts, temperature=t, seed=1)) for t in (0.0, 1.0)]
     with SpeculativeLM.from_pretrained(drafter=drafter.format(EMBEDDED_BASE)) as lm:
         found = [lm.generate(prompts, temperature=t, seed=1) for t in (0.0, 1.0)]
-    assert [[one.token_ids for one in some] for some in found] == expected
+    assert [tokens_of(some) for some in found] == expected

@@ -12,13 +12,9 @@ from drafter.drafters.model_drafter import ModelDrafter
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.draft_models.drafter import StackedDrafter, reprice
 from drafter.requests import Request, SamplingParams
-from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, root_only
-from tests.methods.draft_models.test_model_drafter import model_of
-from tests.support.marks import slow_but
-from tests.support.models import VOCABULARY, AdversarialDrafter, plainly, random_model, random_prompts, run_engine
+from tests.support.models import VOCABULARY, AdversarialDrafter, base_of, random_prompts, run_engine
 from tests.support.properties import examples
-from tests.support.tapes import queue_steps
 from tests.support.trees import FORK, check_slice_contract, nodes
 
 
@@ -73,15 +69,21 @@ class Nothing(Drafter):
 
 
 def test_a_model_continues_where_the_lower_drafter_has_nothing() -> None:
-    base = model_of("llama", 0)
+    base = base_of("llama")
     requests = [Request(prompt, SamplingParams(12, ignore_eos=True)) for prompt in random_prompts(3, seed=2)]
     for one in run_engine(base, StackedDrafter(Nothing(), base, base, 4), requests, max_num_seqs=2, num_draft_tokens=4):
         assert one.counts.acceptance_histogram == [0, 6]
 
 
+def test_a_stack_of_models_can_be_part_of_a_graph() -> None:
+    base = base_of("llama")
+    assert StackedDrafter(ModelDrafter(base_of("llama", 1), base, 8), base, base, 4).spec.graph_safe
+    assert not StackedDrafter(CachebackDrafter(8), base, base, 4).spec.graph_safe
+
+
 def test_what_the_model_does_not_believe_the_base_does_not_see() -> None:
     """The upper model is the base itself, so all that is accepted of greedy text comes first in its trees."""
-    base, other = model_of("llama", 0), model_of("llama", 1)
+    base, other = base_of("llama"), base_of("llama", 1)
     requests = [Request(prompt, SamplingParams(20, ignore_eos=True)) for prompt in random_prompts(5, seed=2)]
     alone = run_engine(base, CachebackDrafter(2), requests, max_num_seqs=3, num_draft_tokens=2)
     above = run_engine(
@@ -92,61 +94,3 @@ def test_what_the_model_does_not_believe_the_base_does_not_see() -> None:
     )
     steps = [sum(one.counts.num_decode_steps for one in found) for found in (alone, above, wrong)]
     assert steps[1] <= 50 < min(steps[0], steps[2])
-
-
-def stacks(base: BaseModel, family: str) -> dict[str, Drafter]:
-    other = model_of(family)
-    return {
-        "two": StackedDrafter(CachebackDrafter(20), base, base, 10),
-        "three": StackedDrafter(StackedDrafter(CachebackDrafter(40), other, base, 20), base, base, 10),
-        "models": StackedDrafter(ModelDrafter(other, base, 20), base, base, 10),
-        "adversarial": StackedDrafter(AdversarialDrafter(seed=1), other, base, 10),
-    }
-
-
-def requests_of(count: int) -> list[Request]:
-    return [
-        Request(prompt, SamplingParams(24, temperature=row % 2, seed=row, presence_penalty=0.5))
-        for row, prompt in enumerate(random_prompts(count, seed=7))
-    ]
-
-
-@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gemma2", "gpt2", "gpt_oss", "llama4_text"]))
-def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts come in pieces of four tokens; rows enter while others decode."""
-    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 4)
-    base, requests = model_of(family, 0), requests_of(5)
-    expected = plainly(base, requests)
-    for name, drafter in stacks(base, family).items():
-        found = run_engine(base, drafter, requests[::-1], max_num_seqs=4, num_draft_tokens=10)[::-1]
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
-
-
-@pytest.mark.slow
-def test_a_stack_of_models_can_be_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, requests = model_of("llama", 0), requests_of(4)
-    expected = plainly(base, requests)
-    recorder = queue_steps(monkeypatch)
-    drafter = StackedDrafter(ModelDrafter(model_of("llama"), base, 8), base, base, 4)
-    assert drafter.spec.graph_safe
-    assert not StackedDrafter(CachebackDrafter(8), base, base, 4).spec.graph_safe
-    found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=4)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert recorder.repeated > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_gib", [None, 0.0002])
-def test_rows_may_run_out_of_memory(kv_gib: float | None) -> None:
-    """The base's KV cache is in blocks, of which there are few: rows leave their slots and come back."""
-    base = BaseModel(random_model("llama"))
-    requests = [
-        Request(prompt, SamplingParams(60 if row % 4 == 0 else 12, temperature=row % 2, seed=row, ignore_eos=True))
-        for row, prompt in enumerate(random_prompts(10, seed=11))
-    ]
-    expected = plainly(base, requests, max_model_len=96)
-    for name, drafter in stacks(base, "llama").items():
-        found = run_engine(
-            base, drafter, requests, max_num_seqs=6, num_draft_tokens="auto", max_model_len=96, kv_gib=kv_gib
-        )
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected], name

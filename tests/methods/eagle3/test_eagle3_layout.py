@@ -22,7 +22,7 @@ from drafter.heads.losses import DraftBatch
 from drafter.methods.eagle3.head import Eagle3Head
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
-from tests.support.models import run_engine
+from tests.support.models import run_engine, tokens_of
 from tests.support.public_heads import base_with_embeddings, formula, write_head
 
 DATA = json.loads(Path(__file__).with_name("eagle3-speculators-0.9.0.json").read_text())
@@ -108,7 +108,7 @@ def test_it_drafts_and_the_tokens_stay_those_of_plain_decoding(base: BaseModel, 
     drafter = load_drafter(layout(tmp_path, CASES["llama"]), base, 8)
     plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=2, max_model_len=48)
     drafted = run_engine(base, drafter, requests, max_num_seqs=2, max_model_len=48, num_draft_tokens=8)
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert tokens_of(drafted) == tokens_of(plain)
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 
 

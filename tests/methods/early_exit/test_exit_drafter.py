@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,19 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
 from drafter.drafters.first_layers import FirstLayersDrafter
-from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import load_drafter
 from drafter.errors import LoadError
-from drafter.methods.draft_models.drafter import StackedDrafter
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.attention import Packing
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from drafter.target_model.native_decoder import NativeDecoder
 from tests.support.caches import tree_nodes
+from tests.support.images import prompts_of, seeing_base
 from tests.support.marks import slow_but, slow_but_tuples
-from tests.support.models import FAMILIES, plainly, random_model, random_prompts, run_engine
+from tests.support.models import FAMILIES, base_of, plainly, random_model, random_prompts, run_engine, tokens_of
 from tests.support.tapes import queue_steps
 from tests.support.trees import check_slice_contract, nodes
 
@@ -38,12 +36,6 @@ PARENTS = [-1, 0, 0, 1, 1, 3, 3]
 DEPTHS = torch.tensor([0, 1, 1, 2, 2, 3, 3]).expand(2, -1)
 PREFIXES = [list(range(20, 41)), [50, 51]]
 """Longer than any window, and reaching past a chunk; and shorter."""
-
-
-@cache
-def base_of(family: str) -> BaseModel:
-    with torch.inference_mode(False):  # weights that are made in that mode cannot be laid out
-        return BaseModel(random_model(family))
 
 
 @cache
@@ -93,8 +85,9 @@ def logits_of(base: BaseModel, layers: int | None, packed: bool, memory: int | N
     return logits
 
 
-EXITS = [(family, layers) for family in (*FAMILIES, "native") for layers in (1, 2, LAYERS)]
 MAIN_EXITS = [*zip(MAIN_FAMILIES, (1, 2, LAYERS, 1, 2), strict=True), ("native", 1), ("native", 2)]
+OTHER_EXITS = [("native", LAYERS), *((family, 1 + number % 2) for number, family in enumerate(FAMILIES))]
+EXITS = list(dict.fromkeys([*MAIN_EXITS, *OTHER_EXITS]))
 
 
 @pytest.mark.parametrize(("family", "layers"), slow_but_tuples(MAIN_EXITS, EXITS))
@@ -135,11 +128,7 @@ def mixed(count: int = 9) -> list[Request]:
     ]
 
 
-def tokens_of(found: list[Generation]) -> list[list[int]]:
-    return [one.token_ids for one in found]
-
-
-@pytest.mark.parametrize("family", slow_but(["gpt2", "gpt_oss"], FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["gpt2", "gpt_oss"], MAIN_FAMILIES))
 def test_with_all_layers_every_greedy_draft_is_accepted(family: str) -> None:
     base = base_of(family)
     for one in run_engine(base, FirstLayersDrafter(base, LAYERS, 1), greedy(), max_num_seqs=3, num_draft_tokens=1):
@@ -164,12 +153,8 @@ def test_natively_with_all_layers_whole_paths_are_accepted(blocks: int | None) -
     assert sum(depth >= 4 for depth in accepted) > len(accepted) / 2
 
 
-SETTINGS = list(product([1, 2], [(10, None), ("auto", None), (10, 8)]))
-
-
-@pytest.mark.parametrize(("layers", "setting"), slow_but_tuples([SETTINGS[0], SETTINGS[4], SETTINGS[5]], SETTINGS))
-def test_the_tokens_are_those_of_plain_decoding_natively(layers: int, setting: tuple[Any, int | None]) -> None:
-    nodes, blocks = setting
+@pytest.mark.parametrize(("layers", "nodes", "blocks"), [(1, 10, None), (2, "auto", None), (2, 10, 8)])
+def test_the_tokens_are_those_of_plain_decoding_natively(layers: int, nodes: Any, blocks: int | None) -> None:
     base = native_base()
     config: dict[str, Any] = {
         "max_num_seqs": 4,
@@ -180,20 +165,6 @@ def test_the_tokens_are_those_of_plain_decoding_natively(layers: int, setting: t
     plain = plainly(base, mixed())
     for drafter in (FirstLayersDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
         assert tokens_of(run_engine(base, drafter, mixed(), **config)) == tokens_of(plain)
-
-
-def test_two_exits_draft_together() -> None:
-    base = base_of("llama")
-    merged = MergedDrafter(FirstLayersDrafter(base, 1, 6, depth=2), FirstLayersDrafter(base, 2, 6, depth=5))
-    found = run_engine(base, merged, mixed(), max_num_seqs=4, num_draft_tokens=6)
-    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
-
-
-def test_an_exit_may_be_the_lowest_level_of_a_stack() -> None:
-    base = base_of("llama")
-    stack = StackedDrafter(FirstLayersDrafter(base, 1, 12, depth=3), base, base, 6)
-    found = run_engine(base, stack, mixed(), max_num_seqs=4, num_draft_tokens=6)
-    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
 
 
 @torch.inference_mode()
@@ -266,3 +237,15 @@ def test_a_number_of_layers_that_the_base_does_not_have(rest: str) -> None:
         load_drafter(f"exit:{rest}", base_of("llama"), 8)
     with pytest.raises(LoadError, match="has 3 layers, so 4 of them cannot draft"):
         FirstLayersDrafter(base_of("llama"), 4, 8)
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_vl"], ["qwen2_vl", "qwen3_vl", "paligemma-2"]))
+def test_an_exit_behind_all_layers_drafts_what_the_target_model_chooses_after_images(family: str) -> None:
+    """So it is at the positions of the row's tokens, which an image has moved."""
+    seeing = seeing_base(family)
+    requests = [Request(prompt, SamplingParams(12, ignore_eos=True)) for prompt in prompts_of(family)]
+    drafter = FirstLayersDrafter(seeing, seeing.num_layers, 1)
+    found = run_engine(seeing, drafter, requests, max_num_seqs=4, num_draft_tokens=1)
+    assert tokens_of(found) == tokens_of(plainly(seeing, requests))
+    for one in found:
+        assert one.counts.num_accepted_draft_tokens == one.counts.num_draft_tokens > 0

@@ -17,7 +17,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
-from tests.support.models import EOS, AdversarialDrafter, OracleDrafter, random_prompts, run_engine
+from tests.support.models import EOS, AdversarialDrafter, OracleDrafter, random_prompts, run_engine, tokens_of
 from tests.support.properties import examples
 
 VOCABULARY = 12
@@ -146,7 +146,7 @@ def test_an_infinite_threshold_gives_the_tokens_of_plain_decoding(tiny_base: Bas
     found = run_engine(
         tiny_base, AdversarialDrafter(1), requests, verifier=FlyVerifier(math.inf, 2), num_draft_tokens=8
     )
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     assert all(not one.lossless and one.verifier == "fly" and not one.lenient for one in found)
 
 

@@ -13,7 +13,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.drafter.acceptance.test_contract import tree_of
-from tests.support.models import AdversarialDrafter, run_engine
+from tests.support.models import AdversarialDrafter, run_engine, tokens_of
 
 
 class Saying(Drafter):
@@ -75,10 +75,10 @@ def test_the_likeliest_path_takes_first_children() -> None:
 
 def test_tokens_are_exact_and_chains_are_long_enough_for_fly(tiny_base: BaseModel) -> None:
     requests = [Request([5, 6, 7 + row, 5, 6], SamplingParams(24, ignore_eos=True)) for row in range(4)]
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
+    expected = tokens_of(run_engine(tiny_base, PlainDecoding(), requests))
     for lower in (NgramDrafter(4), AdversarialDrafter(2)):
         found = run_engine(tiny_base, LongChainDrafter(lower, 15), requests, num_draft_tokens=15, max_num_seqs=3)
-        assert [one.token_ids for one in found] == expected
+        assert tokens_of(found) == expected
     lenient = run_engine(
         tiny_base,
         LongChainDrafter(NgramDrafter(4), 15),

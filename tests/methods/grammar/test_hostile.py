@@ -32,6 +32,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import base, tokenizer
 from tests.methods.grammar.test_validity import grammars as shared
+from tests.support.models import finish
 from tests.support.properties import examples
 from tests.support.waiting import wait_until
 from tests.support.walks import walk
@@ -195,8 +196,7 @@ def test_a_row_whose_grammar_becomes_too_much_fails_alone() -> None:
                 max_new_tokens=150, temperature=1.0, seed=1, ignore_eos=one is None, structured_outputs=one
             )
             handles.append(engine.submit(Request([5, 6], params)))
-        while not engine.idle:
-            engine.step()
+        finish(engine)
     with pytest.raises(RequestError, match="too many states"):
         handles[0].result(0)
     assert handles[1].result(0).text in ("yes", "no")

@@ -24,6 +24,7 @@ from drafter.methods.grammar.numbers import with_parts
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from tests.methods.grammar.test_validity import base, grammars, tokenizer
+from tests.support.models import decode, tokens_of
 from tests.support.properties import examples
 
 _BYTES = LLTokenizer("byte")
@@ -182,10 +183,8 @@ def test_a_model_that_goes_on_with_digits_ends_and_drafts_change_no_token() -> N
             SamplingParams(max_new_tokens=80, temperature=1.0, seed=seed, structured_outputs=asked, logit_bias=digits)
             for seed in range(3)
         ]
-        handles = [engine.submit(Request([5, 6], one)) for one in params]
-        while not engine.idle:
-            engine.step()
-        found.append([handle.result(0).token_ids for handle in handles])
+        results = decode(engine, [Request([5, 6], one) for one in params])
+        found.append(tokens_of(results))
     assert found[0] == found[1] == found[2]
     texts = [tokenizer().decode(one) for one in found[0]]
     assert all(re.match(r"\[[0-9.]{1,42}, ", text) for text in texts), texts

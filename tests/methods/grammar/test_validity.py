@@ -25,6 +25,7 @@ from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from tests.methods.grammar.record_schemas import SCHEMAS
+from tests.support.models import decode, tokens_of
 from tests.support.properties import examples
 from tests.support.walks import walk
 
@@ -102,10 +103,7 @@ def base() -> BaseModel:
 def outputs(drafter: str, requests: list[Request], length: int = 256) -> list[Generation]:
     config = EngineConfig(max_num_seqs=16, num_draft_tokens=8, max_model_len=length)
     engine = Engine(base(), load_drafter(drafter, base(), 8), tokenizer(), config)
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0) for handle in handles]
+    return decode(engine, requests)
 
 
 def test_texts_longer_than_what_is_worked_out_at_once_are_the_same_with_every_drafter() -> None:
@@ -120,7 +118,7 @@ def test_texts_longer_than_what_is_worked_out_at_once_are_the_same_with_every_dr
     assert max(len(one.text) for one in plain) > 1300
     assert all(one.valid for one in plain)
     for drafter in ("forced", "ngram"):
-        assert [one.token_ids for one in outputs(drafter, requests, 1000)] == [one.token_ids for one in plain]
+        assert tokens_of(outputs(drafter, requests, 1000)) == tokens_of(plain)
 
 
 def decoded(drafter: str, temperature: float, prompts: int) -> list[Generation]:
@@ -148,4 +146,4 @@ def test_records_of_the_embedded_model_are_valid_and_the_same_with_every_drafter
     assert [(schema, one.text) for schema, one in finished if problems(schema, one.text)] == []
     for drafter in DRAFTERS:
         found = decoded(drafter, temperature, prompts)
-        assert [one.token_ids for one in found] == [one.token_ids for one in plain], drafter
+        assert tokens_of(found) == tokens_of(plain), drafter

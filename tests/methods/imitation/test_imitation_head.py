@@ -26,7 +26,7 @@ from drafter.training.loop import TorchOptimiser, TrainingStep
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText, base_hidden_states, draft_batch, simulated_beta
 from tests.support.heads import COUNTS, random_texts
-from tests.support.models import generate_reference, random_model, random_prompts, run_engine
+from tests.support.models import generate_reference, random_model, random_prompts, run_engine, tokens_of
 from tests.support.trees import check_same_trees, check_slice_contract
 
 DEPTH = 4
@@ -163,7 +163,7 @@ def test_a_trained_network_drafts_better_than_none(tiny_base: BaseModel) -> None
     ]
     drafter = head.eval().requires_grad_(False).drafter(tiny_base, 8)
     found = run_engine(tiny_base, drafter, requests, max_num_seqs=1, num_draft_tokens=8)
-    assert [one.token_ids for one in found] == [list(one.tokens[one.prompt_length :]) for one in texts]
+    assert tokens_of(found) == [list(one.tokens[one.prompt_length :]) for one in texts]
     decoded = sum(len(one.token_ids) for one in found) / sum(one.counts.num_decode_steps for one in found)
     assert decoded == pytest.approx(after, rel=0.15)  # a text's first token comes with its prompt
 
@@ -184,13 +184,11 @@ def test_a_saved_head_decodes_to_plain_tokens(tiny_base: BaseModel, tmp_path: Pa
         Request(prompt, SamplingParams(12, temperature=0.7 * (row % 2), seed=row))
         for row, prompt in enumerate(random_prompts(7))
     ]
-    plain = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3)]
+    plain = tokens_of(run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3))
     for name in (str(tmp_path), f"{tmp_path}+ngram"):
         drafter = load_drafter(name, tiny_base, 8)
         assert drafter.spec.bytes_per_token == 0
-        assert [
-            one.token_ids for one in run_engine(tiny_base, drafter, requests, max_num_seqs=3, num_draft_tokens=8)
-        ] == plain
+        assert tokens_of(run_engine(tiny_base, drafter, requests, max_num_seqs=3, num_draft_tokens=8)) == plain
 
 
 def test_what_an_imitation_head_refuses(tiny_base: BaseModel) -> None:

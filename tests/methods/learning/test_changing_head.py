@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from torch import Tensor
 from drafter import devices
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan, PlainDecoding, Renewal, SlotState
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
@@ -25,20 +22,17 @@ from drafter.methods.learning.settings import StartingHead
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
 from tests.support.marks import slow_but
-from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import base_of, engine_of, finish, random_prompts, run_engine, tokens_of
 from tests.support.tapes import queue_steps
 
 NODES = 8
 
 
-@cache
-def base() -> BaseModel:
-    return BaseModel(random_model("llama"))
+base = partial(base_of, "llama")
 
 
 def start_of(kind: str) -> StartingHead:
@@ -60,12 +54,11 @@ def requests() -> list[Request]:
 
 @cache
 def plain() -> list[list[int]]:
-    return [one.token_ids for one in run_engine(base(), PlainDecoding(), requests())]
+    return tokens_of(run_engine(base(), PlainDecoding(), requests()))
 
 
 def decode(drafter: Drafter, before_step: Callable[[int], Any], slots: int = 3) -> list[Generation]:
-    config = EngineConfig(max_num_seqs=slots, num_draft_tokens=NODES, max_model_len=96)
-    engine = Engine(base(), drafter, SpellingTokenizer(), config)
+    engine = engine_of(base(), drafter, max_num_seqs=slots, num_draft_tokens=NODES, max_model_len=96)
     handles = [engine.submit(request) for request in requests()]
     step = 0
     while not engine.idle:
@@ -90,11 +83,7 @@ def every_third(drafter: Drafter, kind: str) -> Callable[[int], None]:
 
 
 FAST = [("context 2", False), ("eagle3", True), ("medusa", False)]
-ALL = [
-    *FAST,
-    *product(["ctc", "ctc, paper's loss", "hydra++", "hydra", "specformer"], [False, True]),
-    *[(kind, not in_place) for kind, in_place in FAST],
-]
+ALL = [*FAST, ("ctc", True), ("ctc, paper's loss", False), ("hydra++", True), ("hydra", False), ("specformer", True)]
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, ALL), ids=str)
@@ -102,7 +91,7 @@ def test_tokens_stay_those_of_plain_decoding(case: tuple[str, bool]) -> None:
     kind, in_place = case
     drafter = ChangingHead(start_of(kind), base(), NODES, in_place=in_place)
     found = decode(drafter, every_third(drafter, kind))
-    assert [one.token_ids for one in found] == plain()
+    assert tokens_of(found) == plain()
     for one in found:
         assert len(one.drafter_versions) >= 2
         assert one.drafter_versions == sorted(set(one.drafter_versions))
@@ -110,7 +99,10 @@ def test_tokens_stay_those_of_plain_decoding(case: tuple[str, bool]) -> None:
 
 @pytest.mark.parametrize("merge", [MergedDrafter, None])
 def test_a_head_among_others_may_change_too(merge: type[MergedDrafter] | None) -> None:
-    head, others = ChangingHead(start_of("context 2"), base(), NODES), (MemoryDrafter(NODES), NgramDrafter(NODES))
+    head, others = (
+        ChangingHead(start_of("context 2"), base(), NODES),
+        (MemoryDrafter(NODES), NgramDrafter(NODES)),
+    )
     if merge is None:
         drafter: Drafter = ChoosingDrafter(
             {"head": head, "memory": others[0], "ngram": others[1]}, together=[("head", "memory")]
@@ -119,7 +111,7 @@ def test_a_head_among_others_may_change_too(merge: type[MergedDrafter] | None) -
     else:
         drafter = merge(head, *others)
     found = decode(drafter, every_third(drafter, "context 2"))
-    assert [one.token_ids for one in found] == plain()
+    assert tokens_of(found) == plain()
 
 
 class Compared(Drafter):
@@ -162,7 +154,7 @@ def drafts_alike(changing: ChangingHead, other: Drafter, second: dict[str, Tenso
             changing.offer(1, second)
             assert changing.renew() is not None
 
-    assert [one.token_ids for one in decode(compared, change)] == plain()
+    assert tokens_of(decode(compared, change)) == plain()
     assert len(compared.same) > 10
     assert all(compared.same)
 
@@ -182,7 +174,11 @@ def test_after_a_change_it_drafts_as_if_it_had_had_the_weights_from_the_start(ca
     second = weights(kind, 5)
     other = make_head(base(), kind, 1)
     load_weights(other, second)
-    drafts_alike(ChangingHead(start_of(kind), base(), NODES, in_place=in_place), other.drafter(base(), NODES), second)
+    drafts_alike(
+        ChangingHead(start_of(kind), base(), NODES, in_place=in_place),
+        other.drafter(base(), NODES),
+        second,
+    )
 
 
 def test_what_a_search_keeps_of_the_weights_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +201,13 @@ def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: py
     """As on a GPU: steps are repeated as they were recorded with other weights, and the host is a step behind."""
     expected, recorder = plain(), queue_steps(monkeypatch)
     head = ChangingHead(start_of(kind), base(), NODES)
-    config = EngineConfig(max_num_seqs=3, num_draft_tokens=NODES, max_model_len=96)
-    engine = Engine(base(), MergedDrafter(head, NgramDrafter(NODES)), SpellingTokenizer(), config)
+    engine = engine_of(
+        base(),
+        MergedDrafter(head, NgramDrafter(NODES)),
+        max_num_seqs=3,
+        num_draft_tokens=NODES,
+        max_model_len=96,
+    )
     accepted: list[list[list[int]]] = []
     for number, seed in enumerate([3, 4, 3], start=1):
         handles = [engine.submit(request) for request in requests()]
@@ -214,14 +215,10 @@ def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: py
             for _ in range(4):  # it changes while sequences are under way
                 engine.step()
         head.offer(number, weights(kind, seed))
-        while not engine.idle:
-            engine.step()
-        assert [handle.result(0).token_ids for handle in handles] == expected
+        assert tokens_of(finish(engine, handles)) == expected
         handles = [engine.submit(request) for request in requests()]
-        while not engine.idle:
-            engine.step()
-        found = [handle.result(0) for handle in handles]
-        assert [one.token_ids for one in found] == expected
+        found = finish(engine, handles)
+        assert tokens_of(found) == expected
         assert all(one.drafter_versions == [number] for one in found)
         accepted.append([one.counts.per_step_accepted for one in found])
     assert accepted[0] == accepted[2] != accepted[1]
@@ -233,7 +230,7 @@ def test_before_its_first_version_a_head_from_nothing_drafts_nothing() -> None:
     drafter = ChangingHead(start_of("context 2"), base(), NODES)
     assert [drafter.drafts, drafter.version] == [False, None]
     found = decode(drafter, lambda step: None)
-    assert [one.token_ids for one in found] == plain()
+    assert tokens_of(found) == plain()
     assert all(one.counts.num_draft_tokens == 0 and one.drafter_versions == [] for one in found)
     drafter.offer(1, weights("context 2", 0))
     assert [drafter.drafts, drafter.version] == [False, None]  # only a step takes it
@@ -279,7 +276,7 @@ def test_a_given_head_drafts_from_the_start(tmp_path: Any) -> None:
     drafter = ChangingHead(StartingHead(str(tmp_path)), base(), NODES)
     assert (drafter.drafts, drafter.version) == (True, 4)  # a resubmission goes on counting
     found = decode(drafter, lambda step: drafter.offer(5, weights("medusa", 1)) if step == 6 else None)
-    assert [one.token_ids for one in found] == plain()
+    assert tokens_of(found) == plain()
     assert found[0].drafter_versions == [4, 5]
 
 

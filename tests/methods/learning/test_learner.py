@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ from drafter.methods.learning.rows import RowSample, SampleTap, place_of
 from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.target_model.model import BaseModel
 from drafter.training.loop import TorchOptimiser, Update
 from drafter.training.targets import RegeneratedText, simulated_beta
 from tests.support.heads import DEPTH, KINDS
 from tests.support.marks import slow_but
-from tests.support.models import SpellingTokenizer, random_model, run_engine
+from tests.support.models import SpellingTokenizer, base_of, finish, run_engine, tokens_of
 
 QUICK: dict[str, Any] = {
     "texts_per_step": 4,
@@ -45,9 +44,7 @@ QUICK: dict[str, Any] = {
 }
 
 
-@cache
-def base() -> BaseModel:
-    return BaseModel(random_model("llama"))
+base = partial(base_of, "llama")
 
 
 def start_of(kind: str) -> StartingHead:
@@ -66,11 +63,14 @@ def rows(kind: str) -> list[RowSample]:
     """What an engine hands out of the requests."""
     tap, head = SampleTap(), ChangingHead(start_of(kind), base(), 8)
     engine = Engine(
-        base(), head, SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=0, max_model_len=64), tap=tap
+        base(),
+        head,
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=8, num_draft_tokens=0, max_model_len=64),
+        tap=tap,
     )
     handles = [engine.submit(request) for request in requests()]
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert all(handle.future.done() for handle in handles)
     return tap.take(1 << 40)
 
@@ -100,7 +100,7 @@ def test_a_head_from_nothing_gets_better_and_an_engine_drafts_with_it(kind: str)
     drafter.offer(sent.number, sent.weights)
     found = run_engine(base(), drafter, requests(), max_num_seqs=4, num_draft_tokens=8, max_model_len=64)
     expected = run_engine(base(), PlainDecoding(), requests(), max_num_seqs=4, max_model_len=64)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)
     assert all(one.drafter_versions == [1] for one in found)
     assert mean_acceptance_length(total(one.counts for one in found)) > 1.1
 
@@ -274,7 +274,9 @@ def test_the_newest_version_is_saved_as_a_head_and_the_next_learner_goes_on_from
     learnt = head.provenance.training["learnt"]
     assert (learnt["version"], learnt["rows"], learnt["steps"]) == (1, 16, version.provenance["steps"])
     next_one = Learner(
-        base(), StartingHead(str(tmp_path / "head")), LearnerSettings(**{**QUICK, "uses": 100, "least_gain": 0.0})
+        base(),
+        StartingHead(str(tmp_path / "head")),
+        LearnerSettings(**{**QUICK, "uses": 100, "least_gain": 0.0}),
     )
     next_one.add(rows("medusa"))
     before = work_until_published(next_one).beta_before

@@ -11,6 +11,7 @@ from drafter.errors import LoadError
 from drafter.methods.learning.drafter import Learning, load_start, weights_of
 from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import StartingHead
+from tests.support.models import tokens_of
 
 
 def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> None:
@@ -28,16 +29,16 @@ def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with() -> 
     start, prompts = StartingHead("ctc"), ["Tom has 3 boxes of pens.", "A train goes 60 miles an hour.", "12 + 12 ="]
     config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
     with SpeculativeLM.from_pretrained(drafter="none", device="cpu", config=config) as lm:
-        expected = [one.token_ids for one in lm.generate(prompts, max_new_tokens=32)]
+        expected = tokens_of(lm.generate(prompts, max_new_tokens=32))
     with SpeculativeLM.from_pretrained(
         drafter="ctc", device="cpu", learning=Learning(start), config=config
     ) as learning:
-        assert [one.token_ids for one in learning.generate(prompts, max_new_tokens=32)] == expected
+        assert tokens_of(learning.generate(prompts, max_new_tokens=32)) == expected
         assert isinstance(learning.samples, SampleTap)
         samples = learning.samples.take(1 << 30)
         assert sorted(one.tokens.tolist()[one.prompt_length :] for one in samples) == sorted(expected)
         learning.engine.drafter.offer(1, weights_of(load_start(start, learning.base)))
         found = learning.generate(prompts, max_new_tokens=32)
-        assert [one.token_ids for one in found] == expected
+        assert tokens_of(found) == expected
         assert [one.drafter_versions for one in found] == [[1]] * 3
         assert learning.engine.state().drafter_version == 1

@@ -16,7 +16,7 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states
 from tests.support.heads import make_head
-from tests.support.models import SpellingTokenizer, random_prompts
+from tests.support.models import SpellingTokenizer, decode, random_prompts
 
 
 def run(base: BaseModel, tap: SampleTap, kind: str = "context 2") -> list[Generation]:
@@ -28,10 +28,7 @@ def run(base: BaseModel, tap: SampleTap, kind: str = "context 2") -> list[Genera
         Request(prompt, SamplingParams(4 + row, temperature=0.8 * (row % 2), seed=row), str(row))
         for row, prompt in enumerate(random_prompts(8, seed=3))
     ]
-    handles = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return [handle.result(0) for handle in handles]
+    return decode(engine, requests)
 
 
 @pytest.mark.parametrize("kind", ["context 2", "eagle3", ""])

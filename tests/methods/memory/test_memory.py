@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
@@ -11,14 +9,11 @@ import torch
 from drafter.drafters.contract import Drafter, Loan, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.registry import load_drafter
-from drafter.engine.config import EngineConfig
-from drafter.engine.engine import Engine
 from drafter.methods.memory.drafter import NOTHING, Matches, MemoryDrafter, Trust, vote
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import from_nodes
-from tests.support.marks import slow_but_tuples
-from tests.support.models import SpellingTokenizer, plainly, run_engine
+from tests.support.models import engine_of, finish, run_engine, tokens_of
 from tests.support.trees import check_slice_contract, nodes
 
 
@@ -53,19 +48,6 @@ def requests(count: int, temperature: float = 0.0) -> list[Request]:
         Request(prompt, SamplingParams(12 + row % 5, temperature=temperature, seed=row % 2, ignore_eos=True), str(row))
         for row, prompt in enumerate(prompts)
     ]
-
-
-@pytest.mark.parametrize(
-    ("temperature", "isolated"), slow_but_tuples([(0.0, False), (0.8, True)], product([0.0, 0.8], [False, True]))
-)
-def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
-    asked = requests(16, temperature)
-    expected = [one.token_ids for one in plainly(tiny_base, asked)]
-    for slots, most in ((1, 7), (3, 5), (5, "auto")):
-        drafter = MemoryDrafter(7, isolated=isolated)
-        assert [
-            one.token_ids for one in run_engine(tiny_base, drafter, asked, max_num_seqs=slots, num_draft_tokens=most)
-        ] == expected
 
 
 def test_rows_learn_from_each_other_unless_they_are_isolated(tiny_base: BaseModel) -> None:
@@ -132,11 +114,10 @@ def test_isolated_rows_are_told_of_no_others(tiny_base: BaseModel) -> None:
 
 def test_the_engine_says_how_much_is_remembered(tiny_base: BaseModel) -> None:
     drafter = MemoryDrafter(7, capacity=1000)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=2, num_draft_tokens=7))
+    engine = engine_of(tiny_base, drafter, max_num_seqs=2, num_draft_tokens=7)
     assert (engine.state().memory_tokens, engine.state().memory_bytes) == (0, drafter.memory.nbytes)
     engine.submit(Request([5, 6, 7], SamplingParams(4, ignore_eos=True)))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert 3 <= engine.state().memory_tokens <= 7
 
 
@@ -144,4 +125,4 @@ def test_memory_by_name(tiny_base: BaseModel) -> None:
     drafter = load_drafter("memory+ngram", tiny_base, 6, isolated=True)
     expected = run_engine(tiny_base, PlainDecoding(), requests(4), max_num_seqs=2)
     found = run_engine(tiny_base, drafter, requests(4), max_num_seqs=2, num_draft_tokens=6)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens_of(found) == tokens_of(expected)

@@ -27,7 +27,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.drafter.acceptance.test_contract import tree_of
-from tests.support.models import AdversarialDrafter, random_model, run_engine
+from tests.support.models import AdversarialDrafter, random_model, run_engine, tokens_of
 from tests.support.properties import examples
 
 WIDTH, VOCABULARY = 4, 6
@@ -154,14 +154,14 @@ def test_sigma_zero_gives_the_tokens_of_plain_decoding(tiny_base: BaseModel, tmp
     requests = [
         Request([5, 6, 7 + row], SamplingParams(20, temperature=row % 2, seed=row, ignore_eos=True)) for row in range(6)
     ]
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
+    expected = tokens_of(run_engine(tiny_base, PlainDecoding(), requests))
     for sigma in (0.0, 1.0):
         verifier = PadVerifier(mine, sigma)
         found = run_engine(
             tiny_base, AdversarialDrafter(1), requests, verifier=verifier, num_draft_tokens=8, max_num_seqs=3
         )
         assert all(not one.lossless and one.verifier == "pad" for one in found)
-        assert ([one.token_ids for one in found] == expected) == (sigma == 0)
+        assert (tokens_of(found) == expected) == (sigma == 0)
         assert any(one.lenient for one in found) == (sigma == 1)
 
 
@@ -180,7 +180,7 @@ def test_hidden_states_are_of_the_nodes_whatever_the_drafter_reads(tiny_base: Ba
         run_engine(tiny_base, drafter, requests, verifier=PadVerifier(mine, 0.4), num_draft_tokens=8, max_num_seqs=3)
         for drafter in (AdversarialDrafter(2), Reading(2))
     ]
-    assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]
+    assert tokens_of(found[0]) == tokens_of(found[1])
     assert any(one.lenient for one in found[0])
 
 

@@ -12,7 +12,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.methods.pad.test_pad import row_of
-from tests.support.models import AdversarialDrafter, run_engine
+from tests.support.models import AdversarialDrafter, run_engine, tokens_of
 
 
 def test_the_first_child_where_the_path_ends_is_noted() -> None:
@@ -44,12 +44,12 @@ def test_a_path_that_ends_at_a_leaf_rejects_nothing() -> None:
 
 def test_in_an_engine_tokens_stay_exact_and_what_is_noted_is_true(tiny_base: BaseModel) -> None:
     requests = [Request([5, 6, 7 + row], SamplingParams(12, ignore_eos=True)) for row in range(4)]
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
+    expected = tokens_of(run_engine(tiny_base, PlainDecoding(), requests))
     recorder = RecordingVerifier(1)
     found = run_engine(
         tiny_base, AdversarialDrafter(1), requests, verifier=recorder, num_draft_tokens=8, max_num_seqs=2
     )
-    assert [one.token_ids for one in found] == expected
+    assert tokens_of(found) == expected
     assert all(one.lossless for one in found)
     texts = [[*request.prompt_ids, *tokens] for request, tokens in zip(requests, expected, strict=True)]
     noted = [one for one in recorder.take() if any(text[: len(one.prefix)] == one.prefix for text in texts)]

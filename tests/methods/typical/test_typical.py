@@ -12,7 +12,7 @@ from drafter.methods.typical.verifier import TypicalVerifier
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.drafter.acceptance.test_contract import tree_of
-from tests.support.models import AdversarialDrafter, run_engine
+from tests.support.models import AdversarialDrafter, run_engine, tokens_of
 
 
 def is_accepted(probabilities: list[float], token: int, settings: SamplingParams, verifier: Verifier) -> bool:
@@ -72,10 +72,10 @@ def generated(base: BaseModel, verifier: Verifier | None) -> list[Generation]:
 
 
 def test_the_limit_is_exact_and_below_it_leniency_is_marked(tiny_base: BaseModel) -> None:
-    expected = [one.token_ids for one in generated(tiny_base, None)]
-    assert [one.token_ids for one in generated(tiny_base, TypicalVerifier(1, math.inf))] == expected
+    expected = tokens_of(generated(tiny_base, None))
+    assert tokens_of(generated(tiny_base, TypicalVerifier(1, math.inf))) == expected
     found = generated(tiny_base, TypicalVerifier(0, 0))  # accepts every draft of a row that draws
-    assert [one.token_ids for one in found[::2]] == expected[::2]
+    assert tokens_of(found[::2]) == expected[::2]
     assert not any(one.lenient for one in found[::2])
     for one in found[1::2]:
         assert one.lenient
