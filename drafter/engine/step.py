@@ -16,12 +16,12 @@ from torch import Tensor
 from drafter import devices
 from drafter.acceptance.choices import are_sound
 from drafter.acceptance.contract import PathLogprobs, Verified, Verifier, token_logprobs
-from drafter.acceptance.guide import Guide
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Handling, Sequence
 from drafter.engine.shadows import Shadows
+from drafter.parts.contract import NewTokens, Steering
 from drafter.requests import TokenLogprob
 from drafter.target_model.attention import Packing
 from drafter.target_model.model import BaseModel
@@ -104,7 +104,7 @@ class StepPlan:
         for row, sequence in enumerate(sequences):
             if sequence.handling is Handling.PLAIN:
                 deepest[row] = 0
-        wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
+        wanted = {row: count for row, one in enumerate(sequences) if (count := one.sampling.logprobs) is not None}
         stays = [sequence.stay for sequence in sequences]
         return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, load, follows)
 
@@ -113,14 +113,14 @@ class StepPlan:
         return slice(self.slot, self.slot + len(self.sequences))
 
     @property
-    def guides(self) -> list[Guide | None]:
-        """`[B]` guides of the rows."""
-        return [sequence.guide for sequence in self.sequences]
+    def steering(self) -> list[Steering | None]:
+        """`[B]` what says which tokens may come."""
+        return [sequence.steering for sequence in self.sequences]
 
     @property
-    def drafting_guides(self) -> list[Guide | None]:
+    def drafted_steering(self) -> list[Steering | None]:
         """`[B]` the same, of rows that may have drafts."""
-        return [None if one.handling is Handling.PLAIN else one.guide for one in self.sequences]
+        return [None if one.handling is Handling.PLAIN else one.steering for one in self.sequences]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class Step:
     plan: StepPlan
     clock: Clock
     version: int | None  # of the weights that have drafted
-    forced: list[int]  # draft tokens at the start of each row's tree that a guide forces; nobody drafted them
+    forced: list[int]  # draft tokens at the start of each row's tree that must come; nobody drafted them
 
     @property
     def alive(self) -> list[int]:
@@ -188,10 +188,9 @@ class Outcome:
 
     def hand_out(self, row: int) -> int:
         """Give a row's sequence its tokens; return how many it takes."""
-        sequence, drafted, version = self.step.plan.sequences[row], self.drafted[row], self.step.version
-        if drafted and version is not None and version not in sequence.versions[-1:]:
-            sequence.versions.append(version)
-        return sequence.take(self.tokens[row], self.accepted[row], drafted, self.logprobs.get(row), self.lenient[row])
+        logprobs, version = self.logprobs.get(row), self.step.version
+        new = NewTokens(self.tokens[row], self.accepted[row], self.drafted[row], logprobs, version)
+        return self.step.plan.sequences[row].take(new, self.lenient[row])
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""

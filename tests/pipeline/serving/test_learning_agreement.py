@@ -12,9 +12,9 @@ from openai import OpenAI
 from torch import Tensor
 
 from drafter import EngineConfig, SpeculativeLM
-from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.drafter import Learning
 from drafter.methods.learning.settings import StartingHead
+from drafter.parts.learning import EndedRow
 from pipeline.serving.keys import Agreement, Keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
