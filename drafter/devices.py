@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import mmap
+import os
 import re
 import threading
 import time
@@ -22,7 +23,7 @@ from drafter.errors import first_line
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _STAT = Path("/proc/meminfo"), Path("/proc/stat")
 _HUGE = 2 << 20  # bytes of a huge page
 _CHUNK = 64 << 20  # bytes requested from the system at a time; untouched pages take no memory
 _LINE = 64  # bytes of a cache line, to which pieces are aligned
@@ -45,6 +46,26 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     result = work()
     synchronise(device)
     return result, time.perf_counter() - start
+
+
+def watch_others() -> Callable[[], float]:
+    """Return what tells the share of the machine's processors that other processes have had since; 0.0 if unknown."""
+
+    def now() -> tuple[float, float]:
+        try:
+            used = [int(one) for one in _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return 0.0, 0.0
+        ours = time.process_time() * os.sysconf("SC_CLK_TCK")
+        return sum(used), sum(used) - used[3] - used[4] - ours  # without idle processors, and those that wait for disks
+
+    before = now()
+
+    def share() -> float:
+        passed, busy = (later - earlier for later, earlier in zip(now(), before, strict=True))
+        return max(busy / passed, 0.0) if passed > 0 else 0.0
+
+    return share
 
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
