@@ -10,8 +10,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +47,36 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     result = work()
     synchronise(device)
     return result, time.perf_counter() - start
+
+
+class DeviceTimer:
+    """Times parts of the work queued on a GPU: two events around each, which are read once that work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Time what a `with` block queues."""
+        begin = self._mark()
+        yield
+        self._parts.append((begin, self._mark()))
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts together, which must be done."""
+        return sum(begin.elapsed_time(end) for begin, end in self._parts) / 1000
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def device_timer(device: torch.device) -> DeviceTimer | None:
+    """Return a timer for a GPU's work; None where the host's clock tells."""
+    return DeviceTimer(device) if device.type == "cuda" else None
 
 
 def watch_others() -> Callable[[], float]:

@@ -200,7 +200,7 @@ class Engine:
                 self._deliver(0)
             self._make_room()
             if sequences := list(self.scheduler.active):
-                clock = Clock()
+                clock = Clock(device=devices.device_timer(self.base.device))
                 self.flights.add(*self._run(self._plan(sequences, follows=follows), clock))
             self._deliver(0 if follows or not self.scheduler.active else self.flights.lag)
             if sequences:
@@ -250,10 +250,13 @@ class Engine:
         self._prepare(plan, plan.context, clock)
         if not plan.follows:
             shape = step_shape(self._device, len(plan.sequences), plan.ask.nodes, plan.context.longest)
-            tensors = self._graphs.run(shape)
+            if not self._graphs.repeats(shape):
+                clock.device = None  # it is not as fast as later
+            with clock.on_device():
+                tensors = self._graphs.run(shape)
             self._times.mark("verify")
             return Step(plan, clock, self.drafter.version, [0] * len(plan.sequences)), tensors
-        tree, on_host, forced = self._draft(plan, plan.context)
+        tree, on_host, forced = self._draft(plan, plan.context, clock)
         if plan.ask.most:
             self._times.mark("host")
             clock.drafting += clock.lap()
@@ -261,10 +264,12 @@ class Engine:
             # The tree's rows are the first slots. A new sequence takes a slot behind them, and what ends now is new.
             assert self.scheduler.active[: len(plan.sequences)] == plan.sequences
         clock.lap()
-        verified = self._device.verify(tree, plan.context.longest + tree.size)
+        with clock.on_device():
+            verified = self._device.verify(tree, plan.context.longest + tree.size)
         verified = with_masks(plan.steering, on_host, verified)  # on a GPU while the forward is under way
         self._times.mark("verify")
-        tensors = self._device.finish(verified, plan.rows, plan.wanted)
+        with clock.on_device():
+            tensors = self._device.finish(verified, plan.rows, plan.wanted)
         clock.rest = None if self._queued else clock.lap()
         self._times.mark("commit")
         return Step(plan, clock, self.drafter.version, forced), tensors
@@ -296,13 +301,16 @@ class Engine:
         clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
 
-    def _draft(self, plan: StepPlan, context: DraftContext) -> tuple[TokenTree, TokenTree | None, list[int]]:
+    def _draft(
+        self, plan: StepPlan, context: DraftContext, clock: Clock
+    ) -> tuple[TokenTree, TokenTree | None, list[int]]:
         """Draft trees within the plan's limits, and what must come.
 
         Returns:
             The trees; the same on the host if a row is steered; and how many tokens at each one's start must come.
         """
-        tree = self._device.draft(context, plan.ask)
+        with clock.on_device():
+            tree = self._device.draft(context, plan.ask)
         if plan.ask.most:
             if min(plan.deepest) < plan.depth:
                 tree = tree.no_deeper(devices.send(torch.tensor(plan.deepest), tree.depths.device))

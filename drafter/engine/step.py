@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -57,18 +58,32 @@ class StepTensors:
 
 @dataclass
 class Clock:
-    """Times the parts of a step for the host that follows it, in seconds."""
+    """Times the parts of a step, in seconds: on the host that follows it, or on a `device` that works behind it."""
 
     since: float = field(default_factory=time.perf_counter)  # when the present part began
     reading: float = 0.0  # the drafter's prefill
     drafting: float = 0.0
     rest: float | None = None  # all else; None where the host does not know
+    device: devices.DeviceTimer | None = None
     shadow: StepSeconds | None = None  # a shadow draft, beside these; None without one
 
     def lap(self) -> float:
         """Begin the next part; return the seconds of the last one."""
         before, self.since = self.since, time.perf_counter()
         return self.since - before
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a `with` block for a part that the device does."""
+        return nullcontext() if self.device is None else self.device.part()
+
+    def seconds(self) -> StepSeconds | None:
+        """Return the times of a step that has landed; None if they are not known.
+
+        On a device drafting is a part of the step, as in the table of latencies there.
+        """
+        if self.device is not None:
+            return StepSeconds(0.0, 0.0, self.device.seconds)
+        return None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,9 +223,7 @@ class Outcome:
                 accepted[place, : len(own)] = own
             drafted = np.array([self.drafted[row] - forced[row] for row in rows])
             trees = ScoredTrees(ask.member, drafted, accepted)
-        seconds = None
-        if clock.rest is not None and not any(forced) and not ask.brought:
-            seconds = StepSeconds(clock.reading, clock.drafting, clock.rest)
+        seconds = None if any(forced) or ask.brought else clock.seconds()
         tokens = sum(emitted[row] for row in rows)
         return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
 
