@@ -74,7 +74,7 @@ class GuidePart(Steering):
         return f"structured_outputs: no token is left to choose after {tokens} generated ones: {why}"
 
     def result(self, row: Row) -> Mapping[str, Any]:
-        return {"forced": self._forced, "valid": self._guide.valid}
+        return dict[str, Any](forced=self._forced, valid=self._guide.valid)
 
 
 def guide_room(guides: Guides) -> Room:
