@@ -66,7 +66,7 @@ class DeviceTimer:
     @property
     def seconds(self) -> float:
         """Of all parts together, which must be done."""
-        return sum(begin.elapsed_time(end) for begin, end in self._parts) / 1000
+        return sum(float(begin.elapsed_time(end)) for begin, end in self._parts) / 1000
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
