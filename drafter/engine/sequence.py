@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class Sequence:
     def salt(self) -> str:
         return self.handle.request.salt
 
-    @property
+    @cached_property
     def steering(self) -> Steering | None:
         """Its part that says which tokens may come; None where all may."""
         return next((part for part in self.parts if isinstance(part, Steering)), None)
@@ -142,7 +143,11 @@ class Sequence:
     @property
     def follows(self) -> bool:
         """True if the host must follow its steps stage by stage."""
-        return self.handling is Handling.PLAIN or any(part.follows for part in self.parts)
+        return self.handling is Handling.PLAIN or self._part_follows
+
+    @cached_property
+    def _part_follows(self) -> bool:
+        return any(part.follows for part in self.parts)
 
     @property
     def text(self) -> Ids:
@@ -228,7 +233,9 @@ class Sequence:
             logprobs = logprobs[:emitted]
         if len(self.output) >= self.handle.until:
             self.handle.parked = True  # before anybody hears of the tokens, who may let it go on
-        taken = NewTokens(self.output[before:], accepted, drafted, logprobs, new.version)
+        taken = new
+        if emitted < len(tokens):
+            taken = NewTokens(self.output[before:], accepted, drafted, logprobs, new.version)
         for part in self.parts:
             part.after_step(self, taken)
         return emitted
@@ -238,12 +245,17 @@ class Sequence:
         if self.limits is not None and not self.limits.permits(self.output):
             return "refused"
         found = None
-        for part in self.parts:
-            if (said := part.after_token(self)) is not None:
+        for after_token in self._judges:
+            if (said := after_token(self)) is not None:
                 found = said
                 if said == "refused":
                     break
         return found
+
+    @cached_property
+    def _judges(self) -> list[Callable[[Sequence], str | None]]:
+        """The parts' `after_token`, of those that have one: it comes for each token of each row."""
+        return [part.after_token for part in self.parts if type(part).after_token is not RowPart.after_token]
 
     def fail_unwanted(self, verifier: Verifier) -> None:
         """End a request with its tokens so far if it was cancelled, otherwise as out of time."""
