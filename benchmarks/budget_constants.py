@@ -154,12 +154,14 @@ class Scenario:
     shadows: bool = True
     known: tuple[MeasuredWorth | None, ...] = ()
     real: LatencyTable | None = None  # what steps take from the second phase on, or in the only one
+    sure: bool = True  # the table that the budget is told
     noise: float = 0.0
     cold: float = 0.0
 
     def speed(self, rows: int, seed: int) -> float:
         """Return tokens per second over those of plain decoding, by expected tokens: by chance less noisy."""
-        world = World(self.phases[0], table_of(self.drafting), noise=self.noise, cold=self.cold, seed=seed)
+        table = replace(table_of(self.drafting), sure=self.sure)
+        world = World(self.phases[0], table, noise=self.noise, cold=self.cold, seed=seed)
         budget = world.budget(shadows=self.shadows, known=self.known)
         tokens = seconds = plain = 0.0
         for phase, right in enumerate(self.phases):
@@ -175,6 +177,9 @@ class Scenario:
 
 _LIE = MeasuredWorth((3, 7, 15), (1.5, 2.5, 3.0))
 _SLOW_AT_START = replace(TABLE, verify=TABLE.verify + 40.0)
+_DEAR_TREES = replace(TABLE, verify=np.array([[1.0, 1.8, 2.6, 4.2], [2.0, 5.0, 9.0, 17.0]]))
+_DEAR_PLAIN = replace(TABLE, verify=TABLE.verify + np.array([[1.0, 0.0, 0.0, 0.0], [4.0, 4.0, 4.0, 4.0]]))
+_TOLD = MeasuredWorth((3, 7, 15), (0.9, 1.1, 1.2))
 SCENARIOS = (
     Scenario("one drafter, useless", (0.1,), ((0.02,),)),
     Scenario("one drafter, middling", (0.1,), ((0.5,),)),
@@ -193,6 +198,16 @@ SCENARIOS = (
     Scenario("good at last", (0.1, 0.1), ((0.0, 0.0), (0.9, 0.0)), steps=1000),
     Scenario("bad at last", (0.1, 0.1), ((0.9, 0.0), (0.0, 0.0)), steps=1000),
     Scenario("drafting takes longer than was measured", (0.1,), ((0.6,),), real=table_of([3.0])),
+    Scenario(
+        "trees are dearer than when the table was made",
+        (0.1,),
+        ((0.5,),),
+        200,
+        known=(_TOLD,),
+        real=_DEAR_TREES,
+        sure=False,
+    ),
+    Scenario("plain steps are dearer than then", (0.1,), ((0.3,),), 200, known=(_TOLD,), real=_DEAR_PLAIN, sure=False),
     Scenario("plain steps become slow", (0.1,), ((0.25,), (0.25,)), real=_SLOW_AT_START, steps=1000),
 )
 """Worlds, each of a few hundred steps or more."""

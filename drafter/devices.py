@@ -6,11 +6,13 @@ import ctypes
 import logging
 import math
 import mmap
+import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +24,7 @@ from drafter.errors import first_line
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _STAT = Path("/proc/meminfo"), Path("/proc/stat")
 _HUGE = 2 << 20  # bytes of a huge page
 _CHUNK = 64 << 20  # bytes requested from the system at a time; untouched pages take no memory
 _LINE = 64  # bytes of a cache line, to which pieces are aligned
@@ -45,6 +47,56 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     result = work()
     synchronise(device)
     return result, time.perf_counter() - start
+
+
+class DeviceTimer:
+    """Times parts of the work queued on a GPU: two events around each, which are read once that work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Time what a `with` block queues."""
+        begin = self._mark()
+        yield
+        self._parts.append((begin, self._mark()))
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts together, which must be done."""
+        return sum(float(begin.elapsed_time(end)) for begin, end in self._parts) / 1000
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def device_timer(device: torch.device) -> DeviceTimer | None:
+    """Return a timer for a GPU's work; None where the host's clock tells."""
+    return DeviceTimer(device) if device.type == "cuda" else None
+
+
+def watch_others() -> Callable[[], float]:
+    """Return what tells the share of the machine's processors that other processes have had since; 0.0 if unknown."""
+
+    def now() -> tuple[float, float]:
+        try:
+            used = [int(one) for one in _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return 0.0, 0.0
+        ours = time.process_time() * os.sysconf("SC_CLK_TCK")
+        return sum(used), sum(used) - used[3] - used[4] - ours  # without idle processors, and those that wait for disks
+
+    before = now()
+
+    def share() -> float:
+        passed, busy = (later - earlier for later, earlier in zip(now(), before, strict=True))
+        return max(busy / passed, 0.0) if passed > 0 else 0.0
+
+    return share
 
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:

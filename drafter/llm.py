@@ -27,7 +27,6 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
 from drafter.engine.handle import Handle
-from drafter.engine.sequence import LearningStart, RowTap
 from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
 from drafter.images.loading import load_with_processor
 from drafter.images.messages import take_images
@@ -46,6 +45,7 @@ from drafter.many import (
     plain,
     with_settings,
 )
+from drafter.parts.learning import LearningStart, RowTap
 from drafter.prompt import Prompt as TokenPrompt
 from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target_model.model import BaseModel

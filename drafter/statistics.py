@@ -83,7 +83,7 @@ class StepSums:
     """
 
     steps: int = 0
-    timed: int = 0  # steps whose time is known; that of the others is estimated, too, as it is on a GPU
+    timed: int = 0  # steps whose time is known; that of the others is estimated, too
     plain: int = 0  # steps without draft tokens
     row_steps: int = 0  # steps, counted once for each row that took part
     spec_row_steps: int = 0  # row steps that verified at least one draft token

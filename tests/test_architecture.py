@@ -66,6 +66,7 @@ WALLS = {
         "drafter.requests",
         "drafter.statistics",
         "drafter.text",
+        "drafter.tree.paths",
     },
     "drafter.training": {
         "drafter.errors",

@@ -17,11 +17,11 @@ from benchmarks.records.texts import SCHEMAS, Task
 from drafter.acceptance import choices
 from drafter.acceptance.guide import FirstGuides
 from drafter.drafters.registry import load_drafter, useful_nodes
-from drafter.engine import guiding
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import Sequence as Decoded
 from drafter.evaluation.decoders import Run, decode_all, room_for
 from drafter.evaluation.questions import encode
+from drafter.parts import steering
+from drafter.parts.guide import GuidePart
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
@@ -185,10 +185,10 @@ def _clocked() -> Iterator[dict[str, float]]:
 
     with ExitStack() as stack:
         for owner, attribute, name in (
-            (guiding, "guided", "trees"),
-            (guiding, "masks", "masks"),
+            (steering, "steered", "trees"),
+            (steering, "masks", "masks"),
             (choices, "likeliest_allowed", "choices"),
-            (Decoded, "_permits", "output"),
+            (GuidePart, "after_token", "output"),
         ):
             stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
         yield spent

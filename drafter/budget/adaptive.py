@@ -25,32 +25,32 @@ from drafter.statistics import PLAIN, BatchChoice, MemberView, StepSums, Verdict
 
 _PACE = 0.03
 """EMA weight of the newest step in latencies. Low, because the machine does other work."""
-_TRUST = 8
-"""The latencies measured at start count for so many steps; those of drafting, which depend on the text, for one."""
+_TRUST, _LITTLE_TRUST = 8, 1
+"""The latencies of a table that is sure count for so many steps, and those of another one; those of drafting, which
+depend on the text, for one."""
 _MOST = 4.0
 """A step's time ÷ its expected latency is clamped to this, either way: the process may have been stopped."""
 _FIRST_RUN, _NEXT_RUN = 64, 1024
 """Drafted steps before the first run of plain ones, and between two, which measure a plain step while drafting pays."""
+_EARLY_RUN = 4
+"""The same before the first run, and its plain steps, where the table is not sure."""
 _RUN = 8
 """Plain steps of a run."""
 _RUN_PACE = 0.12
 """EMA weight of their steps, of which there are few."""
 _SURPRISE = 0.05
 """Change of a plain step's latency by a run after which the next run comes soon."""
-_COLD = 2
-"""First plain steps after drafts are not representative: little of the model is in the processor's caches."""
 _SHARE = 0.006
 """Share of the time that exploring may lose, all members together."""
 _FIRST = 0.75
 """Plain steps that exploring may lose beyond that share: a run's first steps decide much."""
-_BETTER = 1.05
-"""A member must promise this many times the leader's rate to take its place."""
+_DOUBT = 0.2
+"""Share of a drafted step's promised rate that counts for nothing before any such step has been taken: until a gain is
+shown, drafting is exploring."""
 _WIDER = 16
 """One step in so many asks for more draft tokens: smaller trees do not show what larger ones would bring."""
 _HOLDS = 16
-"""Plain steps for which a plan holds if nothing was learnt of trees meanwhile, and tokens that texts may have grown."""
-_AGE = 4
-"""Drafted steps for which it holds."""
+"""Steps for which a plan holds, and tokens that texts may have grown; fewer steps until there have been many."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,22 @@ class Band:
     slower_drafting: Floats  # `[members]` time of drafting ÷ the table's
     told: npt.NDArray[np.int64]  # `[M]` timed steps of each number of draft tokens
     told_drafting: npt.NDArray[np.int64]  # `[members]` timed drafts
-    leader: int | None = None  # the member that drafts where drafting pays; None before there is evidence
     until_run: int = _FIRST_RUN  # drafted steps before the next run of plain ones
     run: int = 0  # plain steps left of such a run
     before_run: float = 1.0  # `slower[0]` before it
-    plain: int = 0  # plain steps since the last draft
     explored: int = 0  # steps that explored
     plan: Plan | None = None
     age: int = 0  # steps since the plan was made
     sums: StepSums = field(default_factory=StepSums)
 
-    def correct(self, size: int, taken: float, expected: float, weight: float = 1.0) -> None:
+    def correct(self, size: int, taken: float, expected: float, trust: int, weight: float = 1.0) -> None:
         """Learn from the time of a step, without its drafting, that had the `size`-th number of draft tokens."""
         self.told[size] += 1
-        pace = max(_RUN_PACE if self.run else _PACE, 1 / (_TRUST + self.told[size]))
+        pace = max(_RUN_PACE if self.run else _PACE, 1 / (trust + self.told[size]))
         self.slower[size] *= _correction(taken, expected, weight * pace)
+        if not self.told.all():  # of the other numbers nothing is known but that they lie between these, or beyond
+            sizes = np.arange(len(self.told))
+            self.slower = np.interp(sizes, sizes[self.told > 0], self.slower[self.told > 0])
 
     def correct_drafting(self, member: int, taken: float, by_table: float) -> None:
         if not by_table:
@@ -139,12 +140,16 @@ class AdaptiveBudget:
             Band(int(rows), np.ones(sizes), np.ones(members), np.zeros(sizes, np.int64), np.zeros(members, np.int64))
             for rows in table.batches
         ]
+        if not table.sure:
+            for band in self.bands:
+                band.until_run = _EARLY_RUN
         self._seconds = 0.0  # of all steps
         self._lost = 0.0  # of them, by exploring
         self._steps = 0
         self._seen = [0] * len(names)  # `_steps` when each member's trees were last scored
         self._band_of: dict[int, Band] = {}
         self._latencies_of: dict[int, Latencies] = {}
+        self._trust = _TRUST if table.sure else _LITTLE_TRUST
 
     def plan(self, load: StepLoad) -> Ask:
         band = self._band(load.rows)
@@ -177,7 +182,8 @@ class AdaptiveBudget:
             self._worth[trees.member].learn(trees)
             self._seen[trees.member] = self._steps
         band.age += 1
-        if explores or step.shadows or band.age >= (_HOLDS if step.trees is None else _AGE):
+        # At first each step tells much.
+        if explores or step.shadows or band.age >= min(1 + band.sums.steps // _HOLDS, _HOLDS):
             band.plan = None
 
     def renewed(self, member: int) -> None:
@@ -234,23 +240,29 @@ class AdaptiveBudget:
         tokens, seconds = self._estimates(band, load)
         rates = tokens / seconds
         best = 1 + rates[:, 1:].argmax(1)
-        fastest = rates[:, 1:].max(1)
-        band.leader = self._leader(band.leader, fastest)
         ask, rate = Ask(0), float(rates[0, 0])
         wider = ask
-        if band.leader is not None and fastest[band.leader] > rate:
-            size, rate = int(best[band.leader]), float(fastest[band.leader])
-            ask, wider = self._ask(band.leader, size), self._ask(band.leader, min(size + 1, len(self._nodes) - 1))
+        if known := self._known():
+            member = max(known, key=lambda one: float(rates[one, best[one]]))
+            size = int(best[member])
+            if rates[member, size] * (1 - _DOUBT / (1 + band.told[1:].sum())) > rate:
+                ask, rate = self._ask(member, size), float(rates[member, size])
+                wider = self._ask(member, min(size + 1, len(self._nodes) - 1))
         return self._with_exploring(Plan(load, ask, wider, rate), band, tokens, seconds, best)
 
     def _with_exploring(
         self, plan: Plan, band: Band, tokens: Floats, seconds: Floats, best: npt.NDArray[np.int64]
     ) -> Plan:
-        """Add what to explore: a member that does not draft, with its `best` `[members]` number of draft tokens."""
+        """Add what to explore: a member that does not draft, with its `best` `[members]` number of draft tokens.
+
+        With so many rows that even much accepted would not pay, that is none.
+        """
         may_bring = [worth.may_bring(self._steps - seen) for worth, seen in zip(self._worth, self._seen, strict=True)]
         at_best = np.arange(len(best)), best
         promised = ((1 + np.stack(may_bring)) / seconds)[at_best]
+        can_pay = ((1 + np.stack([worth.much for worth in self._worth])) / seconds)[:, 1:].max(1) > plan.rate
         promised[[not worth.is_known for worth in self._worth]] = np.inf  # they come first, in order
+        promised[~can_pay] = 0.0
         others = [
             member
             for member in range(len(self._names))
@@ -278,14 +290,6 @@ class AdaptiveBudget:
         """Members that may draft, with evidence of what their trees are worth."""
         return [member for member, worth in enumerate(self._worth) if member not in self._withheld and worth.is_known]
 
-    def _leader(self, now: int | None, fastest: Floats) -> int | None:
-        """Return the member with the highest of the rates `[members]`; the present one if it is about as fast."""
-        known = self._known()
-        if not known:
-            return None
-        best = max(known, key=lambda member: float(fastest[member]))
-        return now if now in known and fastest[best] <= _BETTER * fastest[now] else best
-
     def _ask(self, member: int, size: int) -> Ask:
         nodes = int(self._nodes[size])
         return Ask(nodes, 1 / (nodes + 1), member)
@@ -294,12 +298,10 @@ class AdaptiveBudget:
 
     def _learn_plain(self, band: Band, step: StepObservation) -> float:
         """Learn from a plain step, with little work: a small model makes thousands a second. Return its seconds."""
-        band.plain = band.plain + 1 if step.shadow is None else 0
         expected = self._plain_seconds(band, step.load)
         if step.seconds is None:
             return expected
-        if band.plain > _COLD:
-            band.correct(0, step.seconds.rest, expected)
+        band.correct(0, step.seconds.rest, expected, self._trust)
         if band.run:
             band.run -= 1
             if not band.run:
@@ -311,7 +313,6 @@ class AdaptiveBudget:
         """Learn what a drafted step takes; return its seconds."""
         member, nodes, trees = step.ask.member, step.ask.nodes, step.trees
         assert trees is not None
-        band.plain = 0
         size, tokens = self._size_of[nodes], step.tokens / step.rows
         filled = int(trees.drafted.sum()) / (step.rows * nodes)
         # As `_verifying`, of one number of draft tokens: this comes after every step.
@@ -319,11 +320,13 @@ class AdaptiveBudget:
         rest = plain + filled * (full - plain)
         drafting = float(self._latencies(step.rows).draft[member, size])
         if step.seconds is None:
+            band.told[size] += 1
             return rest + float(band.slower_drafting[member]) * drafting
         band.until_run -= 1
         if not band.until_run:
-            band.run, band.before_run = _RUN, float(band.slower[0])
-        band.correct(size, step.seconds.rest, rest, filled)
+            early = not self.table.sure and not band.told[0]
+            band.run, band.before_run = _EARLY_RUN if early else _RUN, float(band.slower[0])
+        band.correct(size, step.seconds.rest, rest, self._trust, filled)
         band.correct_drafting(member, step.seconds.drafting, drafting)
         return step.seconds.all
 
@@ -351,9 +354,10 @@ class AdaptiveBudget:
         tokens, seconds = self._estimates(band, StepLoad(band.rows))
         rates = tokens / seconds
         fastest, best, plain = rates[:, 1:].max(1), 1 + rates[:, 1:].argmax(1), float(rates[0, 0])
-        leader = self._leader(band.leader, fastest)
-        if leader is None:
+        known = self._known()
+        if not known:
             return BatchChoice(band.rows, "", band.explored, (), None, replace(band.sums))
+        leader = max(known, key=lambda member: float(fastest[member]))
         size = int(best[leader])
         nodes = int(self._nodes[size])
         cost, gain = float(seconds[leader, size] * plain - 1), float(tokens[leader, size] - 1)
@@ -361,7 +365,7 @@ class AdaptiveBudget:
         beside = self._names[leader] if verdict.drafts else PLAIN
         highest = max(float(fastest[leader]), plain)
         views = []
-        for member in self._known() if len(self._names) > 1 else ():
+        for member in known if len(self._names) > 1 else ():
             rate = float(fastest[member])
             nodes = int(self._nodes[best[member]]) if rate > plain else 0
             compared = () if member == leader else (beside, rate / highest)

@@ -45,6 +45,7 @@ class LatencyTable:
     # `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
     choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
     choices: Floats | None = None  # `[M]` tokens chosen in a step of a row; None for those alone that it emits
+    sure: bool = True  # measured just now, with nothing else on the machine; if not, steps tell better what they take
 
     def at(self, rows: int) -> Latencies:
         """Return the latencies of steps of `rows` rows, for all text lengths and kinds of sampling."""

@@ -79,6 +79,11 @@ class Worth:
         self.drafted[larger] = self.drafted[size] * self.nodes[larger] / self.nodes[size]
         self.evidence += count
 
+    @property
+    def much(self) -> Floats:
+        """Accepted tokens `[M]` per row of good trees: twice the first guess, or what these have been worth."""
+        return np.maximum(np.minimum(self._growth, self.nodes), self.gain)
+
     def may_bring(self, ago: int) -> Floats:
         """Accepted tokens `[M]` per row at the upper end of their 95 % confidence interval.
 

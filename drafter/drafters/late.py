@@ -15,6 +15,7 @@ from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.slots import SlotObjects
 from drafter.errors import RequestError
 from drafter.requests import Request
+from drafter.tree.paths import left_behind
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
 _WAITING = 4096  # drafts between two steps; the oldest are dropped
@@ -39,18 +40,8 @@ class _Row:
         """Return token, parent and depth of what is left of the draft below the text's end, down to `depth`."""
         if self.at > len(self.output):
             return []
-        root = -1
-        for token in self.output[self.at :]:
-            children = (one for one, parent in enumerate(self.parents) if parent == root and self.tokens[one] == token)
-            root = next(children, len(self.tokens))  # of which there are no children
-        found: Nodes = []
-        places = {root: (-1, 0)}  # in what is left, and depths
-        for one, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            if parent in places and places[parent][1] < depth:
-                above, level = places[parent]
-                places[one] = len(found), level + 1
-                found.append((token, above, level + 1))
-        return found
+        left = left_behind(self.tokens, self.parents, self.output[self.at :], depth)
+        return [(self.tokens[node], parent, level) for node, parent, level in left]
 
 
 class LateDrafter(Drafter):

@@ -16,6 +16,7 @@ from drafter.edge.messages import Draft
 from drafter.errors import LoadError
 from drafter.requests import Request
 from drafter.statistics import StageTimes
+from drafter.tree.paths import left_behind
 
 
 @dataclass
@@ -50,19 +51,16 @@ class DraftTree:
 
     def after(self, text: Sequence[int]) -> DraftTree:
         """Return what is left of the tree behind tokens that have come: nothing if they are not in it."""
-        path = Draft(0, 0, tuple(self.tokens), tuple(self.parents)).follow(text)
-        left = DraftTree()
-        if len(path) < len(text):
-            return left
-        root = path[-1] if path else -1
-        places, above = {root: -1}, self.log_probs[root] if root >= 0 else 0.0
-        for node, parent in enumerate(self.parents):
-            if parent in places:
-                places[node] = len(left)
-                left.tokens.append(self.tokens[node])
-                left.parents.append(places[parent])
-                left.log_probs.append(self.log_probs[node] - above)
-        return left
+        left = left_behind(self.tokens, self.parents, text)
+        if not left:
+            return DraftTree()
+        root = self.parents[left[0][0]]
+        above = self.log_probs[root] if root >= 0 else 0.0
+        return DraftTree(
+            [self.tokens[node] for node, _, _ in left],
+            [parent for _, parent, _ in left],
+            [self.log_probs[node] - above for node, _, _ in left],
+        )
 
     def best(self, nodes: int) -> DraftTree:
         chosen = sorted(sorted(range(len(self)), key=lambda node: -self.log_probs[node])[:nodes])

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
+from drafter.tree.paths import follow
+
 PATH = "/v1/edge"
 VERSION = 1
 MOST_TOKENS = 256
@@ -93,15 +95,7 @@ class Draft:
 
     def follow(self, text: Sequence[int]) -> list[int]:
         """Return the nodes on the path that a text takes from the root, as far as it stays in the tree."""
-        path, parents = list[int](), self.tree
-        for token in text:
-            above = path[-1] if path else -1
-            below = range(above + 1, len(parents))
-            node = next((one for one in below if parents[one] == above and self.tokens[one] == token), None)
-            if node is None:
-                break
-            path.append(node)
-        return path
+        return follow(self.tokens, self.tree, text)
 
 
 @dataclass(frozen=True)

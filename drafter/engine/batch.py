@@ -19,12 +19,10 @@ from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
-from drafter.prompt import Prompt
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
 from drafter.target_model.sight import Features
-from drafter.target_model.towers import InPieces
 from drafter.tree.token_tree import root_only
 
 
@@ -78,7 +76,7 @@ class BatchState:
         self.sampling = SamplingTable.empty(slots, device)
         drafter.open(Loan(base, in_all, self.capacity, times, self.cache))
         self._expected: Iterable[SamplingParams] | None = None
-        self._mode, self._logprobs = SamplingMode.of([]), dict[int, int]()
+        self._mode = SamplingMode.of([])
 
     # ---- what is in the slots
 
@@ -98,13 +96,7 @@ class BatchState:
             self.shift[slot] = 0
         self.reset_drafter(slot, text, request)
 
-    def look(self, request: Request, tokens: int) -> InPieces[Features]:
-        """Return the features of a prompt with images, to be computed in pieces; see `Sight.in_pieces`."""
-        assert self.base.sight is not None  # or the prompt was refused
-        assert isinstance(request.prompt, Prompt)
-        return self.base.sight.in_pieces(request.prompt, request.salt, tokens)
-
-    def seen(self, slot: int, features: Features) -> None:
+    def set_shift(self, slot: int, features: Features) -> None:
         """Set the positions of a slot's later tokens by the features of its prompt."""
         assert self.shift is not None
         self.shift[slot] = features.shift
@@ -191,24 +183,13 @@ class BatchState:
     @property
     def mode(self) -> SamplingMode:
         """Sampling operations that the current sequences need."""
-        self._look_at_expected()
+        if self._expected is not None:
+            self._mode, self._expected = SamplingMode.of(list(self._expected)), None
         return self._mode
 
     @mode.setter
     def mode(self, mode: SamplingMode) -> None:
-        self._look_at_expected()
-        self._mode = mode
-
-    def wanted_logprobs(self, rows: slice) -> dict[int, int]:
-        """Return row → number of most probable tokens, of those slots in `rows` that want log-probabilities."""
-        self._look_at_expected()
-        return {slot - rows.start: count for slot, count in self._logprobs.items() if rows.start <= slot < rows.stop}
-
-    def _look_at_expected(self) -> None:
-        if self._expected is not None:
-            some, self._expected = list(self._expected), None
-            self._mode = SamplingMode.of(some)
-            self._logprobs = {slot: one.logprobs for slot, one in enumerate(some) if one.logprobs is not None}
+        self._mode, self._expected = mode, None
 
     # ---- what the stages of a step read and write
 

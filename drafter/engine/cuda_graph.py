@@ -120,6 +120,10 @@ class StepGraphs:
         self._recorded: OrderedDict[StepShape, Work] = OrderedDict()
         self._recordable: dict[_Kind, bool] = {}
 
+    def repeats(self, shape: StepShape) -> bool:
+        """Return whether a step of this shape takes what later ones will: it has been recorded, or none ever is."""
+        return self._recorder is None or shape in self._recorded
+
     def run(self, shape: StepShape) -> StepTensors:
         """Do a step of this shape. The result is valid until the next step of any shape."""
         if shape not in self._recorded:

@@ -20,17 +20,18 @@ from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
-from drafter.engine.guiding import drafts_under_guides, under_guides
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse, rows_to_keep
 from drafter.engine.reading import PromptReader
 from drafter.engine.scheduler import Scheduler
-from drafter.engine.sequence import EndedRow, Handling, RowTap, Sequence, refuse_unusable
+from drafter.engine.sequence import Handling, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
 from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepPlan, StepTensors
 from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
-from drafter.errors import EngineError, LoadError
-from drafter.prompt import Prompt
+from drafter.errors import EngineError, LoadError, RequestError
+from drafter.parts.learning import RowTap
+from drafter.parts.rooms import rooms
+from drafter.parts.steering import steered_drafts, with_masks
 from drafter.requests import Request, sampling_defaults
 from drafter.salted import kept_for
 from drafter.statistics import EngineState, StageTimes
@@ -74,7 +75,7 @@ class Engine:
         _refuse_mismatch(drafter, verifier)
         verifier.open(base)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
-        self.config, self.verifier, self._tap = config, verifier, tap
+        self.config, self.verifier = config, verifier
         self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
         self.guides = guides or FirstGuides(tokenizer, base.vocab_size, base.eos_token_ids)
@@ -104,6 +105,7 @@ class Engine:
         self.flights = Flights(base.device, lag=int(self._queued and drafter.spec.graph_safe))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._reader = PromptReader(self.scheduler, self.batch, self._counts)
+        self._rooms = rooms(tokenizer, self.guides, self.batch, tap)
         self._shadows = Shadows()
         self.wake: Callable[[], object] = lambda: None  # where another thread steps: called when a handle changes
         self.last_step = time.monotonic()
@@ -126,14 +128,10 @@ class Engine:
         """
         request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
-        asked = request.sampling.structured_outputs
-        guide = None if asked is None else self.guides.guide(asked, request.prompt_ids, request.salt)
         handle = Handle(request, stream=stream, on_change=self._look_again, on_draft=self.drafter.receive)
-        assert isinstance(request.prompt, Prompt)
-        sees = self.base.sight is not None and self.base.sight.reads(request.prompt)
-        known = (self.base.eos_token_ids, self.tokenizer, self.verifier, self.max_length)
         with kept_for(request.salt):
-            sequence = Sequence(handle, *known, guide, sees=sees)
+            parts = [part for room in self._rooms if (part := room(handle)) is not None]
+            sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.max_length, parts)
         if self.idle:
             self.last_step = time.monotonic()
         self.scheduler.waiting.put(sequence)
@@ -179,7 +177,6 @@ class Engine:
         for sequence in [*self.scheduler.clear(), *self.scheduler.waiting.close(failure)]:
             if not sequence.ended:
                 sequence.handle.future.set_exception(failure)
-        self._reader.leave()
 
     # ---- the loop
 
@@ -194,8 +191,7 @@ class Engine:
         exhausted = False
         try:
             for sequence in self.scheduler.take_unwanted(time.monotonic()):
-                sequence.fail_unwanted()
-            self._reader.leave()
+                sequence.fail_unwanted(self.verifier)
             self._park()
             self._share_slots()
             self._admit()
@@ -204,7 +200,7 @@ class Engine:
                 self._deliver(0)
             self._make_room()
             if sequences := list(self.scheduler.active):
-                clock = Clock()
+                clock = Clock(device=devices.device_timer(self.base.device))
                 self.flights.add(*self._run(self._plan(sequences, follows=follows), clock))
             self._deliver(0 if follows or not self.scheduler.active else self.flights.lag)
             if sequences:
@@ -254,10 +250,13 @@ class Engine:
         self._prepare(plan, plan.context, clock)
         if not plan.follows:
             shape = step_shape(self._device, len(plan.sequences), plan.ask.nodes, plan.context.longest)
-            tensors = self._graphs.run(shape)
+            if not self._graphs.repeats(shape):
+                clock.device = None  # it is not as fast as later
+            with clock.on_device():
+                tensors = self._graphs.run(shape)
             self._times.mark("verify")
             return Step(plan, clock, self.drafter.version, [0] * len(plan.sequences)), tensors
-        tree, on_host, forced = self._draft(plan, plan.context)
+        tree, on_host, forced = self._draft(plan, plan.context, clock)
         if plan.ask.most:
             self._times.mark("host")
             clock.drafting += clock.lap()
@@ -265,10 +264,12 @@ class Engine:
             # The tree's rows are the first slots. A new sequence takes a slot behind them, and what ends now is new.
             assert self.scheduler.active[: len(plan.sequences)] == plan.sequences
         clock.lap()
-        verified = self._device.verify(tree, plan.context.longest + tree.size)
-        verified = under_guides(plan.guides, on_host, verified)  # on a GPU while the forward is under way
+        with clock.on_device():
+            verified = self._device.verify(tree, plan.context.longest + tree.size)
+        verified = with_masks(plan.steering, on_host, verified)  # on a GPU while the forward is under way
         self._times.mark("verify")
-        tensors = self._device.finish(verified, plan.rows, plan.wanted)
+        with clock.on_device():
+            tensors = self._device.finish(verified, plan.rows, plan.wanted)
         clock.rest = None if self._queued else clock.lap()
         self._times.mark("commit")
         return Step(plan, clock, self.drafter.version, forced), tensors
@@ -295,25 +296,28 @@ class Engine:
         self.drafter.prepare(context)
         reading = clock.lap()
         tree = self._device.draft(context, ask)
-        found = drafts_under_guides(tree, plan.drafting_guides, ask, self.drafter.spec)
+        found = steered_drafts(tree, plan.drafted_steering, ask, self.drafter.spec)
         self._shadows.add(sequences, ask, *(found or (tree, [0] * len(sequences))))
         clock.shadow = StepSeconds(reading, clock.lap(), 0.0)
         self._times.mark("draft")
 
-    def _draft(self, plan: StepPlan, context: DraftContext) -> tuple[TokenTree, TokenTree | None, list[int]]:
-        """Draft trees within the plan's limits, and what guides force.
+    def _draft(
+        self, plan: StepPlan, context: DraftContext, clock: Clock
+    ) -> tuple[TokenTree, TokenTree | None, list[int]]:
+        """Draft trees within the plan's limits, and what must come.
 
         Returns:
-            The trees; the same on the host where a guide had a say; and how many tokens at each one's start are forced.
+            The trees; the same on the host if a row is steered; and how many tokens at each one's start must come.
         """
-        tree = self._device.draft(context, plan.ask)
+        with clock.on_device():
+            tree = self._device.draft(context, plan.ask)
         if plan.ask.most:
             if min(plan.deepest) < plan.depth:
                 tree = tree.no_deeper(devices.send(torch.tensor(plan.deepest), tree.depths.device))
             sizes = (tree.tokens[:, 1:] >= 0).sum(1)
             self._times.mark("tree")
             tree = tree.trimmed(1 + sizes)  # without padding
-        found = drafts_under_guides(tree, plan.drafting_guides, plan.ask, self.drafter.spec)
+        found = steered_drafts(tree, plan.drafted_steering, plan.ask, self.drafter.spec)
         if found is None:
             return tree, None, [0] * len(plan.sequences)
         on_host, forced = found
@@ -351,7 +355,7 @@ class Engine:
             self.scheduler.kept.clear()
             for member in renewal.members:
                 self.budget.renewed(member)
-        self._prefilled_before, self._looks_before = self._counts["prefilled_tokens"], self._reader.looks
+        self._read_before = self._counts["prefilled_tokens"]
 
     def _admit(self) -> None:
         """Let sequences enter, and read their prompts.
@@ -365,14 +369,19 @@ class Engine:
             self.last_step = time.monotonic()
 
     def _may_read(self) -> bool:
-        looks = self._reader.looks - self._looks_before
-        read = self._counts["prefilled_tokens"] - self._prefilled_before + looks * self.scheduler.chunk
+        read = self._counts["prefilled_tokens"] - self._read_before
         return read < self.scheduler.chunk or not self.scheduler.has_company
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active."""
         slot, clock, sequence = len(self.scheduler.active), Clock(), self.scheduler.entering[0]
-        if not self._reader.sees(sequence):
+        try:
+            if not sequence.prepare(slot, self.scheduler.chunk):
+                self._read_before -= self.scheduler.chunk  # it took as long
+                return
+        except RequestError as error:
+            self.scheduler.take_out(sequence)
+            sequence.handle.future.set_exception(error)
             return
         spans, verified = self._reader.read()
         self._times.mark("prefill")
@@ -380,7 +389,7 @@ class Engine:
         if verified is None:
             return
         plan = StepPlan.of([sequence], slot, self.batch, Ask(0))
-        tensors = self._device.finish(under_guides(plan.guides, None, verified), plan.rows, plan.wanted)
+        tensors = self._device.finish(with_masks(plan.steering, None, verified), plan.rows, plan.wanted)
         self._times.mark("verify")
         self.flights.add(Step(plan, clock, None, [0]), tensors)
         # The step before is still under way on a GPU, and must be while the next one is queued.
@@ -423,8 +432,7 @@ class Engine:
     def _end_if_over(self, sequence: Sequence, *, sound: bool) -> None:
         """Retire a sequence that has come to its end, or must be read again; see `Handling`."""
         if sequence.finish_reason is not None:
-            self._hand_out(sequence)
-            generation = sequence.generation()
+            generation = sequence.generation(self.verifier)
             self.scheduler.end(sequence)
             sequence.handle.future.set_result(generation)
         elif sequence.handling in (Handling.STUCK, Handling.NOT_FINITE):
@@ -432,16 +440,6 @@ class Engine:
             sequence.fail()
         elif not sound and sequence.handling is Handling.ALONE:  # until this step it was `COPIED`
             self.scheduler.read_again(sequence)
-
-    def _hand_out(self, sequence: Sequence) -> None:
-        """Give the tap a row that has ended, if it may be learned from and its text is the target model's own."""
-        request = sequence.handle.request
-        if self._tap is None or not request.may_teach or sequence.lenient:
-            return
-        row = EndedRow(request.request_id, request.prompt_ids, sequence.output)
-        if self._tap.wants(row, row.length * self.batch.hidden_bytes):
-            slot = self.scheduler.active.index(sequence)
-            self._tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
     def _make_budget(self, drafter_name: str | None) -> Budget:
         nodes, most = self.config.num_draft_tokens, self.drafter.spec.max_nodes

@@ -138,7 +138,7 @@ class Scheduler:
         self._append(sequence)
         sequence.enter()
         self._state.reserve(slot, sequence.length + 1)
-        self._state.enter(slot, sequence.prefilled, sequence.handle.request, sequence.limits)
+        self._state.enter(slot, sequence.text, sequence.handle.request, sequence.limits)
         return True
 
     def next_spans(self) -> tuple[list[slice], int]:
@@ -154,7 +154,7 @@ class Scheduler:
         room = _SCORED_CHUNK if scored else self.chunk
         donors, before = Donors(), Donors()
         for slot, sequence in enumerate(self.active):
-            donors.add(slot, sequence, len(sequence.prefilled) - 1)
+            donors.add(slot, sequence, len(sequence.key.ids) - 1)
         for row in self.kept:
             donors.add(row.slot, row, len(row))
         for slot, sequence in enumerate(self.entering, len(self.active)):
@@ -179,7 +179,7 @@ class Scheduler:
                 copied += shared
             stop = sequence.cut(start, start + min(room, rest))
             spans.append(slice(start, stop))
-            before.add(slot, sequence, len(sequence.prefilled) - 1)
+            before.add(slot, sequence, len(sequence.key.ids) - 1)
             room -= min(room, rest)
             if not rest:
                 break
@@ -192,7 +192,7 @@ class Scheduler:
             sequence.read = span.stop
             if not sequence.unread:
                 self._state.begin(slot, sequence.length)
-                sequence.features, sequence.status = None, Status.DECODED
+                sequence.status = Status.DECODED
         self._update_settings()
 
     def grow(self) -> bool:
@@ -296,7 +296,7 @@ class Scheduler:
     def youngest(self, salt: str | None = None) -> Sequence:
         """Return the sequence that has entered last, of all or of a salt."""
         some = [sequence for sequence in self.in_slots if salt in (None, sequence.salt)]
-        return max(some, key=lambda sequence: sequence.entered or 0.0)
+        return max(some, key=lambda sequence: sequence.handle.submitted + (sequence.timing.queued or 0.0))
 
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence. No flight may be under way."""
@@ -315,18 +315,18 @@ class Scheduler:
         """
         slot = gap = self.in_slots.index(sequence)
         rows, entering = list(self.in_slots), sequence.status is Status.READ
-        if entering or poisoned or not sequence.proven:
-            self._state.clear(slot)
         if not entering:
             gap = len(self.active) - 1
             rows[slot] = rows[gap]
+        sequence.leave(slot)
+        if entering or poisoned or not sequence.proven:
+            self._state.clear(slot)
         moves = [(rows[slot], gap, slot)] if gap != slot else []
         moves += [(one, place, place - 1) for place, one in enumerate(rows[gap + 1 :], gap + 1)]
         for move in moves:
             self._move(*move)
         # Last, so that a failure finds all of them if a move fails.
         self.in_slots = rows[:gap] + rows[gap + 1 :]
-        sequence.features, sequence.status = None, Status.WAITING
         self._state.end(len(self.in_slots))
         self._update_settings()
 
@@ -358,8 +358,8 @@ class Scheduler:
         left = self.active[: self.limit.most]
         back = self.in_slots[len(left) :]
         for slot, sequence in enumerate(back, len(left)):
+            sequence.leave(slot)
             self._state.clear(slot)
-            sequence.features, sequence.status = None, Status.WAITING
         self.in_slots = left
         self._update_settings()
         for slot in tuple(self._held):
@@ -373,6 +373,8 @@ class Scheduler:
         """Give up all slots; return the sequences that had one."""
         gone = [*self.in_slots, *self.parked]
         self.in_slots, self.parked, self._held = [], [], {}
+        for sequence in gone:
+            sequence.leave(None)
         return gone
 
     def _move(self, sequence: Sequence, source: int, target: int) -> None:

@@ -10,12 +10,13 @@ import numpy as np
 from drafter.budget.contract import ScoredTrees
 from drafter.drafters.contract import Ask
 from drafter.engine.sequence import Sequence
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree
+from drafter.tree.paths import ROOT, follow
+from drafter.tree.token_tree import TokenTree
 
 
 @dataclass
 class _Row:
-    """A tree of 1 + k nodes at the end of a sequence that had `length` output tokens, and the text's path so far."""
+    """Draft tokens behind a sequence that had `length` output tokens, and the text's path through them so far."""
 
     sequence: Sequence
     length: int
@@ -27,7 +28,10 @@ class _Row:
     @property
     def settled(self) -> bool:
         if self.may_go_on:
-            self.path, self.may_go_on = follow(self.tokens, self.parents, self.sequence.output[self.length :])
+            text = self.sequence.output[self.length :]
+            self.path = follow(self.tokens, self.parents, text)
+            end = self.path[-1] if self.path else ROOT
+            self.may_go_on = len(self.path) == len(text) and end in self.parents
         return not self.may_go_on or self.sequence.ended
 
 
@@ -35,7 +39,7 @@ class Shadows:
     """Shadow drafts whose text has not come yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, list[_Row]]] = []  # the member that drafted, and its trees
+        self._waiting: list[tuple[Ask, list[_Row]]] = []  # what was asked for, and its trees
 
     def add(self, sequences: list[Sequence], ask: Ask, tree: TokenTree, forced: Several[int]) -> None:
         """Keep trees of k draft tokens of the present ends of B sequences, without the `forced` ones at their start."""
@@ -43,50 +47,26 @@ class Shadows:
         for sequence, begun, tokens, parents in zip(
             sequences, forced, tree.tokens.tolist(), tree.parents.tolist(), strict=True
         ):
-            # The forced tokens are a chain, which the others follow.
-            tokens = tokens[begun : begun + 1 + ask.nodes]
-            missing = 1 + ask.nodes - len(tokens)
-            parents = [max(parent - begun, 0) for parent in parents[begun : begun + 1 + ask.nodes]]
-            row = [*tokens, *[PAD_TOKEN] * missing], [*parents, *[0] * missing]
-            rows.append(_Row(sequence, len(sequence.output) + begun, *row))
-        self._waiting.append((ask.member, rows))
+            # The forced tokens are a chain, which the others follow: its last one is their root.
+            own = slice(begun + 1, min(begun + 1 + ask.nodes, sum(token >= 0 for token in tokens)))
+            above = [max(parent - begun - 1, ROOT) for parent in parents[own]]
+            rows.append(_Row(sequence, len(sequence.output) + begun, tokens[own], above))
+        self._waiting.append((ask, rows))
 
     def scored(self) -> tuple[ScoredTrees, ...]:
         """Take the drafts of which the text shows by now what it contains."""
         found, waiting = [], []
-        for member, rows in self._waiting:
+        for ask, rows in self._waiting:
             if all(row.settled for row in rows):
-                found.append(_scored(member, rows))
+                found.append(_scored(ask, rows))
             else:
-                waiting.append((member, rows))
+                waiting.append((ask, rows))
         self._waiting = waiting
         return tuple(found)
 
 
-def _scored(member: int, rows: list[_Row]) -> ScoredTrees:
-    accepted = np.zeros((len(rows), len(rows[0].tokens)), np.bool_)
+def _scored(ask: Ask, rows: list[_Row]) -> ScoredTrees:
+    accepted = np.zeros((len(rows), ask.nodes), np.bool_)
     for place, row in enumerate(rows):
         accepted[place, row.path] = True
-    drafted = np.array([sum(token >= 0 for token in row.tokens[1:]) for row in rows])
-    return ScoredTrees(member, drafted, accepted[:, 1:])
-
-
-def follow(tokens: Several[int], parents: Several[int], text: Several[int]) -> tuple[list[int], bool]:
-    """Follow a text through a tree of N nodes.
-
-    Args:
-        tokens: `[N]` of the nodes, the root first; negative in padding.
-        parents: `[N]` index of each node's parent.
-        text: Tokens after the root's.
-
-    Returns:
-        The nodes on the text's path, and whether a longer text could have more.
-    """
-    path, node = list[int](), 0
-    for token in text:
-        below = (one for one in range(1, len(tokens)) if parents[one] == node and tokens[one] == token)
-        if (found := next(below, None)) is None:
-            return path, False
-        node = found
-        path.append(node)
-    return path, any(parents[one] == node and tokens[one] >= 0 for one in range(1, len(tokens)))
+    return ScoredTrees(ask.member, np.array([len(row.tokens) for row in rows]), accepted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -16,12 +17,12 @@ from torch import Tensor
 from drafter import devices
 from drafter.acceptance.choices import are_sound
 from drafter.acceptance.contract import PathLogprobs, Verified, Verifier, token_logprobs
-from drafter.acceptance.guide import Guide
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Handling, Sequence
 from drafter.engine.shadows import Shadows
+from drafter.parts.contract import NewTokens, Steering
 from drafter.requests import TokenLogprob
 from drafter.target_model.attention import Packing
 from drafter.target_model.model import BaseModel
@@ -57,18 +58,32 @@ class StepTensors:
 
 @dataclass
 class Clock:
-    """Times the parts of a step for the host that follows it, in seconds."""
+    """Times the parts of a step, in seconds: on the host that follows it, or on a `device` that works behind it."""
 
     since: float = field(default_factory=time.perf_counter)  # when the present part began
     reading: float = 0.0  # the drafter's prefill
     drafting: float = 0.0
     rest: float | None = None  # all else; None where the host does not know
+    device: devices.DeviceTimer | None = None
     shadow: StepSeconds | None = None  # a shadow draft, beside these; None without one
 
     def lap(self) -> float:
         """Begin the next part; return the seconds of the last one."""
         before, self.since = self.since, time.perf_counter()
         return self.since - before
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a `with` block for a part that the device does."""
+        return nullcontext() if self.device is None else self.device.part()
+
+    def seconds(self) -> StepSeconds | None:
+        """Return the times of a step that has landed; None if they are not known.
+
+        On a device drafting is a part of the step, as in the table of latencies there.
+        """
+        if self.device is not None:
+            return StepSeconds(0.0, 0.0, self.device.seconds)
+        return None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +119,7 @@ class StepPlan:
         for row, sequence in enumerate(sequences):
             if sequence.handling is Handling.PLAIN:
                 deepest[row] = 0
-        wanted = state.wanted_logprobs(slice(slot, slot + len(sequences)))
+        wanted = {row: count for row, one in enumerate(sequences) if (count := one.sampling.logprobs) is not None}
         stays = [sequence.stay for sequence in sequences]
         return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, load, follows)
 
@@ -113,14 +128,14 @@ class StepPlan:
         return slice(self.slot, self.slot + len(self.sequences))
 
     @property
-    def guides(self) -> list[Guide | None]:
-        """`[B]` guides of the rows."""
-        return [sequence.guide for sequence in self.sequences]
+    def steering(self) -> list[Steering | None]:
+        """`[B]` what says which tokens may come."""
+        return [sequence.steering for sequence in self.sequences]
 
     @property
-    def drafting_guides(self) -> list[Guide | None]:
+    def drafted_steering(self) -> list[Steering | None]:
         """`[B]` the same, of rows that may have drafts."""
-        return [None if one.handling is Handling.PLAIN else one.guide for one in self.sequences]
+        return [None if one.handling is Handling.PLAIN else one.steering for one in self.sequences]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +145,7 @@ class Step:
     plan: StepPlan
     clock: Clock
     version: int | None  # of the weights that have drafted
-    forced: list[int]  # draft tokens at the start of each row's tree that a guide forces; nobody drafted them
+    forced: list[int]  # draft tokens at the start of each row's tree that must come; nobody drafted them
 
     @property
     def alive(self) -> list[int]:
@@ -188,10 +203,9 @@ class Outcome:
 
     def hand_out(self, row: int) -> int:
         """Give a row's sequence its tokens; return how many it takes."""
-        sequence, drafted, version = self.step.plan.sequences[row], self.drafted[row], self.step.version
-        if drafted and version is not None and version not in sequence.versions[-1:]:
-            sequence.versions.append(version)
-        return sequence.take(self.tokens[row], self.accepted[row], drafted, self.logprobs.get(row), self.lenient[row])
+        logprobs, version = self.logprobs.get(row), self.step.version
+        new = NewTokens(self.tokens[row], self.accepted[row], self.drafted[row], logprobs, version)
+        return self.step.plan.sequences[row].take(new, self.lenient[row])
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
@@ -209,9 +223,7 @@ class Outcome:
                 accepted[place, : len(own)] = own
             drafted = np.array([self.drafted[row] - forced[row] for row in rows])
             trees = ScoredTrees(ask.member, drafted, accepted)
-        seconds = None
-        if clock.rest is not None and not any(forced) and not ask.brought:
-            seconds = StepSeconds(clock.reading, clock.drafting, clock.rest)
+        seconds = None if any(forced) or ask.brought else clock.seconds()
         tokens = sum(emitted[row] for row in rows)
         return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
 

@@ -164,6 +164,8 @@ _SAMPLE_ROUNDS = 3
 """Times that each of two steps is sampled. The least time counts."""
 _FASTER = 1.5
 """A machine that is so many times as fast as when latencies were measured was busy then, and measures them again."""
+_BUSY = 0.1
+"""Share of the processors that others may have while latencies are measured. With more, the ratios are theirs."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
 """Tokens of a probed text that the target model generates itself, and number of different texts."""
 
@@ -202,6 +204,8 @@ def compile_base(step: DeviceStep) -> None:
 def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> LatencyTable:
     """Return the table of `measure_steps`; if it was measured here before, that of the cache folder, corrected.
 
+    A table that was measured while others used the machine is measured again once they do not.
+
     Args:
         drafter: Name of the drafter, for the cache; None does without. Steps that are queued as a whole are measured at
             each start, because that also records them.
@@ -209,14 +213,17 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
     if drafter is None or graphs is not None:
         return measure_steps(step, graphs)
     subject = _subject(step, drafter)
+    others = devices.watch_others()
     if (kept := load_costs(subject)) is not None:
         table, then = kept
         # A machine that others share is faster at one time than at another, and its memory more so than its processor.
         # While it is slow, whatever is measured is of the others, too: what is known from a better time is corrected.
         plain, full = (now / before for now, before in zip(_samples(step), then, strict=True))
-        if min(plain, full) > 1 / _FASTER:
-            return table.changed(plain, full)
+        if min(plain, full) > 1 / _FASTER and (table.sure or others() > _BUSY):
+            return replace(table.changed(plain, full), sure=False)
+    others = devices.watch_others()
     table = measure_steps(step, graphs)
+    table = replace(table, sure=others() <= _BUSY)
     save_costs(subject, table, _samples(step))
     return table
 

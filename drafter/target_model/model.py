@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafter import devices
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.native.build import BuildError, UnsuitableError
 from drafter.prompt import Prompt
@@ -28,16 +27,8 @@ from drafter.target_model.architecture import (
     state_layers,
 )
 from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
-from drafter.target_model.cache import (
-    BLOCK,
-    SPARE,
-    Blocks,
-    CacheBytes,
-    GrowingBlocks,
-    LayerCache,
-    TargetCache,
-    blocks_of,
-)
+from drafter.target_model.cache import Blocks, CacheBytes, TargetCache
+from drafter.target_model.cache_factory import CacheFactory
 from drafter.target_model.forward import DecoderLayers, Executor, ModelCode
 from drafter.target_model.kv_cache import KVCache
 from drafter.target_model.mixers import find_mixers
@@ -54,7 +45,6 @@ from drafter.target_model.proof import (
     run_plainly,
 )
 from drafter.target_model.sight import Features, Sight
-from drafter.target_model.state_cache import StateCache
 
 _log = logging.getLogger(__name__)
 
@@ -101,13 +91,13 @@ class BaseModel:
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
-        texts, logits, self._layer_shapes, self._states = run_plainly(self)
-        self._node_bytes, self._reads_on = 0, True
+        texts, logits, shapes, states = run_plainly(self)
+        self.caches = CacheFactory(self.name, self.num_layers, shapes, states)
         if recurrent:
-            self._node_bytes, self._reads_on = find_mixers(
-                self.decoder, self._states, recurrent, self.hidden_size, self.name, model.config.model_type
+            self.caches.node_bytes, self.caches.reads_on = find_mixers(
+                self.decoder, states, recurrent, self.hidden_size, self.name, model.config.model_type
             )
-        self.cache_bytes: CacheBytes = self._cache_on(Blocks(1, 1, self.device), None).bytes
+        self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
         self.sight: Sight | None = None
         self.blind = f"{self.name} reads text alone"
         try:
@@ -188,7 +178,7 @@ class BaseModel:
     @property
     def kv_bytes_per_token(self) -> list[int]:
         """Bytes of keys and values per position of each layer; 0 for one that caches none."""
-        return [0 if shape is None else shape.bytes_per_token for shape in self._layer_shapes]
+        return [0 if shape is None else shape.bytes_per_token for shape in self.caches.shapes]
 
     @property
     def copies_of_kv(self) -> int:
@@ -241,7 +231,7 @@ class BaseModel:
 
     def compile(self) -> None:
         """Switch to the model's own code and compile it; raise `LoadError` for a model with recurrent layers."""
-        if self._states:
+        if self.caches.states:
             raise LoadError(f"{self.name} has recurrent layers and cannot be compiled: leave compile out")
         self.leave_native()
         self._model_code.compile()
@@ -261,7 +251,7 @@ class BaseModel:
     def _read_in_parts(self) -> None:
         """Read committed positions to each row's own length, if a kernel here gives the same numbers."""
         attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
-        if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
+        if attend is None or not code.whole or len(self.devices) > 1 or None in self.caches.shapes:
             return
         if not attention_agrees(self, partial(setattr, code, "prefix_attention", attend), LONG):
             _log.warning("%s reads all rows to one length, as flash attention gives other numbers", self.name)
@@ -298,58 +288,13 @@ class BaseModel:
         Raises:
             LoadError: A device has no room for it, or `memory` does not hold one row.
         """
-        by_device: dict[torch.device, int] = {}
-        for shape in self._layer_shapes[:layers]:
-            if shape is not None:
-                by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
-        in_all = sum(by_device.values())
-        if memory is not None and (states := slots * self.cache_bytes.slot):
-            if states > memory:
-                raise LoadError(
-                    f"the recurrent states of {slots:,} slots of {self.name} take {states / 2**30:,.2f} GiB, more than "
-                    "the KV cache may: raise kv_gib or lower max_num_seqs"
-                )
-            memory -= states
-        if memory is None or memory >= slots * length * in_all:
-            self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
-            return self._cache_on(Blocks(slots, length, self.device), layers)
-        blocks = memory // (in_all * BLOCK) - SPARE
-        if blocks < blocks_of(length):
-            raise LoadError(
-                f"a KV cache of {memory / 2**30:,.2f} GiB holds {max(blocks, 0) * BLOCK:,} positions of {self.name}, "
-                f"and one request may need {length:,}: raise kv_gib or lower max_model_len"
-            )
-        positions = (blocks + SPARE) * BLOCK
-        self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
-        return self._cache_on(GrowingBlocks(slots, length, self.device, blocks), layers)
+        return self.caches.make(slots, length, self.device, memory, layers)
 
     def first_layers(self, cache: TargetCache, count: int) -> TargetCache:
         """Return a view of a cache with which a forward runs only the first layers, none of them recurrent."""
         kv = cache.layers[0]
         assert isinstance(kv, KVCache)
         return TargetCache(cache.blocks, [kv.first(count)], count)
-
-    def _cache_on(self, blocks: Blocks, layers: int | None) -> TargetCache:
-        depth = self.num_layers if layers is None else layers
-        return TargetCache(blocks, self._layer_caches(blocks, depth), depth)
-
-    def _layer_caches(self, blocks: Blocks, depth: int) -> Sequence[LayerCache]:
-        """Return what the first `depth` layers keep; the first is of keys and values."""
-        keys_and_values = KVCache(self._layer_shapes[:depth], blocks)
-        states = {layer: shapes for layer, shapes in self._states.items() if layer < depth}
-        if not states:
-            return [keys_and_values]
-        kept = StateCache(states, blocks.slots, self.device, depth, self._node_bytes, self._reads_on)
-        return [keys_and_values, kept]
-
-    def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
-        for device, size in sizes.items():
-            free, wanted = devices.free_bytes(device), size * positions
-            if free is not None and wanted > free:
-                raise LoadError(
-                    f"a KV cache of {what} takes {wanted / 2**30:,.1f} GiB beside {self.name}, and {device} has "
-                    f"{free / 2**30:,.1f} GiB left: lower max_num_seqs or max_model_len, or kv_gib where it is set"
-                )
 
     def forward(self, cache: TargetCache, nodes: PromptNodes | TreeNodes) -> tuple[Tensor | None, Tensor]:
         """Run nodes by the present executor, and features by the model's own code; see `Executor.forward`."""

@@ -100,8 +100,8 @@ def move_to_gpus(base: BaseModel, count: int) -> None:
     for layer, gpu in zip(layers, of_layer, strict=True):
         _pin(layer, gpu)
     add_hook_to_module(base.model, AlignDevicesHook(gpus[0], io_same_device=True))
-    base._layer_shapes = [
-        replace(shape, device=gpu) if shape else None for shape, gpu in zip(base._layer_shapes, of_layer, strict=True)
+    base.caches.shapes = [
+        replace(shape, device=gpu) if shape else None for shape, gpu in zip(base.caches.shapes, of_layer, strict=True)
     ]
     base._model_code._device = gpus[0]
     if count > 1:  # as `BaseModel` decides it

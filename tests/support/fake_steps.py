@@ -19,8 +19,9 @@ from drafter.drafters.contract import Drafter
 from drafter.engine.batch import BatchState
 from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
-from drafter.engine.guiding import guided, masks
 from drafter.engine.step import DeviceStep, StepTensors
+from drafter.parts.guide import GuidePart
+from drafter.parts.steering import masks, steered
 from drafter.requests import SamplingParams
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
@@ -105,11 +106,11 @@ class FakeStep:
 
     def _guided(self, step: DeviceStep, guide: Guide) -> Callable[[], StepTensors]:
         """Return a step that the host follows: it has made trees and masks, and the step begins as they are sent."""
-        guides, depth = [guide] * self.rows, self.drafter.spec.max_depth
+        parts, depth = [GuidePart(guide)] * self.rows, self.drafter.spec.max_depth
         with unset_fake_temporarily():  # the host reads numbers
             bare = root_only(torch.zeros(self.rows, dtype=torch.long))
-            tree, _ = guided(bare, guides, 0, self.nodes, depth)
-            allowed = masks(tree, guides, self.base.vocab_size)
+            tree, _ = steered(bare, parts, 0, self.nodes, depth)
+            allowed = masks(tree, parts, self.base.vocab_size)
         tree = TokenTree(*(fake(part, self.base.device) for part in vars(tree).values()))
         allowed = fake(allowed, self.base.device)
         context = step.state.bounded_context(self.rows, self.kv_length - self.nodes - 1)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.settings import LearnerSettings
+from drafter.parts.learning import EndedRow
 from drafter.training.targets import RegeneratedText
 
 Row = TypeVar("Row")

@@ -72,10 +72,14 @@ def test_a_cache_that_cannot_be_written_to_costs_nothing_but_time(cache: Path) -
 
 @dataclass
 class Machine:
-    """Its clock is virtual: plain steps of one row and those of the largest tree take what they are said to."""
+    """Its clock is virtual: plain steps of one row and those of the largest tree take what they are said to.
+
+    Others have `busy` of its processors.
+    """
 
     seconds: tuple[float, float]
     measured: int = 0
+    busy: float = 0.0
 
     def timed(self, device: object, work: Any) -> tuple[None, float]:
         return None, self.seconds[work.args[2] > 0]
@@ -90,6 +94,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(SAMPLES)
     monkeypatch.setattr(warm_up, "measure_steps", made.measure)
     monkeypatch.setattr("drafter.devices.timed", made.timed)
+    monkeypatch.setattr("drafter.devices.watch_others", lambda: lambda: made.busy)
     return made
 
 
@@ -100,7 +105,8 @@ def start(base: BaseModel, name: str | None = "ngram", slots: int = 4) -> Latenc
 
 def test_a_second_start_measures_nothing(tiny_base: BaseModel, machine: Machine) -> None:
     first = start(tiny_base)
-    assert_equal(start(tiny_base), first)
+    assert first.sure
+    assert_equal(start(tiny_base), replace(first, sure=False))
     assert machine.measured == 1
     start(tiny_base, slots=5)
     start(tiny_base, "ngram+memory")
@@ -115,8 +121,23 @@ def test_starts_beside_load_correct_what_was_measured_without(tiny_base: BaseMod
         found = start(tiny_base, slots=256)
         np.testing.assert_allclose(found.verify[0], machine.seconds)
         np.testing.assert_allclose(found.verify[1, -1], 2 * machine.seconds[1])
-        assert_equal(replace(found, verify=first.verify), first)
+        assert_equal(replace(found, verify=first.verify, sure=True), first)
     assert machine.measured == 1
+
+
+def test_what_was_measured_while_others_used_the_machine_is_measured_again(
+    tiny_base: BaseModel, machine: Machine
+) -> None:
+    machine.busy = 0.5
+    assert not start(tiny_base).sure
+    assert not start(tiny_base).sure
+    assert machine.measured == 1
+    machine.busy = 0.02
+    assert start(tiny_base).sure
+    assert machine.measured == 2
+    machine.busy = 0.5
+    assert not start(tiny_base).sure
+    assert machine.measured == 2
 
 
 def test_what_was_measured_beside_load_is_measured_again_without(tiny_base: BaseModel, machine: Machine) -> None:

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from drafter.acceptance.contract import ExactVerifier
 from drafter.engine import scheduler as row_limit
 from drafter.engine.handle import Handle
 from drafter.engine.scheduler import RowLimit
@@ -21,7 +20,7 @@ def waiting(queue: WaitingQueue, *timeouts: float | None, salt: str = "") -> lis
     slots = []
     for timeout in timeouts:
         handle = Handle(Request([5], timeout=timeout, salt=salt), stream=False, on_change=queue.look_again)
-        slots.append(Sequence(handle, frozenset(), None, ExactVerifier(), max_length=8))
+        slots.append(Sequence(handle, frozenset(), None, max_length=8))
         queue.put(slots[-1])
     return slots
 

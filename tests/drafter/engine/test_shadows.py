@@ -7,22 +7,11 @@ import torch
 
 from drafter.drafters.contract import Ask
 from drafter.engine.sequence import Sequence
-from drafter.engine.shadows import Shadows, follow
+from drafter.engine.shadows import Shadows
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 
 # The root 9 has the children 4 and 5; 4 has 6, and 6 has 7. The last node is padding.
 TOKENS, PARENTS = [9, 4, 5, 6, 7, PAD_TOKEN], [0, 0, 0, 1, 3, 0]
-
-
-def test_a_text_is_followed_through_a_tree() -> None:
-    tokens, parents = TOKENS, PARENTS
-    assert follow(tokens, parents, []) == ([], True)
-    assert follow(tokens, parents, [4]) == ([1], True)
-    assert follow(tokens, parents, [4, 6, 7]) == ([1, 3, 4], False)
-    assert follow(tokens, parents, [4, 6, 7, 1]) == ([1, 3, 4], False)
-    assert follow(tokens, parents, [5]) == ([2], False)
-    assert follow(tokens, parents, [6]) == ([], False)
-    assert follow(tokens[:1], parents[:1], []) == ([], False)
 
 
 @dataclass

@@ -159,7 +159,7 @@ def test_images_are_looked_at_in_pieces_while_others_go_on(family: str, monkeypa
     handles = [engine.submit(rows[number]) for number in (3, 4)]
     assert all(looked_at(handle) > 1 for handle in handles)  # the two layers of each tower
     gone = engine.submit(rows[0])
-    while engine._reader._looking is None:
+    while not [one for one in threading.enumerate() if one.name == "in-pieces"]:
         engine.step()
     gone.cancel()
     engine.step()

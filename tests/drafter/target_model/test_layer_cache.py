@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.memory import plan_memory, slot_length
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import Blocks, CacheBytes, LayerCache, TargetCache
+from drafter.target_model.cache_factory import CacheFactory
 from drafter.target_model.kv_cache import cache_name
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import Nodes, PromptNodes, TreeNodes
@@ -154,9 +156,9 @@ class SummingAttention(nn.Module):
         return mixed + sums / 8, weights
 
 
-class SummingModel(BaseModel):
-    def _layer_caches(self, blocks: Blocks, depth: int) -> Sequence[LayerCache]:
-        return [*super()._layer_caches(blocks, depth), RunningSums(blocks.slots)]
+class SummingCaches(CacheFactory):
+    def layer_caches(self, blocks: Blocks, device: torch.device, depth: int) -> Sequence[LayerCache]:
+        return [*super().layer_caches(blocks, device, depth), RunningSums(blocks.slots)]
 
 
 @cache
@@ -165,7 +167,8 @@ def summing_model() -> BaseModel:
     with torch.inference_mode(False):
         model = random_model("llama")
         model.model.layers[1].self_attn = SummingAttention(model.model.layers[1].self_attn)
-    return SummingModel(model, native=False)
+    with mock.patch("drafter.target_model.model.CacheFactory", SummingCaches):
+        return BaseModel(model, native=False)
 
 
 def requests_of(count: int) -> list[Request]:

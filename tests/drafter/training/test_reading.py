@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import EndedRow
 from drafter.errors import RequestError
+from drafter.parts.learning import EndedRow
 from drafter.prompt import Prompt
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import LM_HEAD_INPUT

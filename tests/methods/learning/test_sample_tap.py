@@ -9,9 +9,9 @@ import torch
 
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.rows import RowSample, SampleTap
 from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.parts.learning import EndedRow
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.training.targets import base_hidden_states

@@ -13,10 +13,10 @@ import ray
 import torch
 from torch import Tensor
 
-from drafter.engine.sequence import EndedRow
 from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
 from drafter.methods.learning.rows import SampleTap
+from drafter.parts.learning import EndedRow
 from pipeline.learning.feed import Answer, LearningFeed
 from tests.support.waiting import wait_until
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from openai import OpenAI
 from torch import Tensor
 
 from drafter import EngineConfig, SpeculativeLM
-from drafter.engine.sequence import EndedRow
 from drafter.methods.learning.drafter import Learning
 from drafter.methods.learning.settings import StartingHead
+from drafter.parts.learning import EndedRow
 from pipeline.serving.keys import Agreement, Keys
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
@@ -39,13 +40,20 @@ class Watched:
         self.hidden.append(hidden)
 
 
+@dataclass(frozen=True)
+class Watching(Learning):
+    watched: Watched
+
+    def tap(self) -> Watched:  # type: ignore[override]
+        return self.watched
+
+
 @pytest.fixture(scope="module")
 def learning(model: Path) -> Iterator[tuple[SpeculativeLM, Watched, str]]:
     """An engine whose rows are watched, and the address of an endpoint with it."""
     digests = tuple(hashlib.sha256(key.encode()).digest() for key in (AGREED, OTHER))
     config, tap = EngineConfig(max_num_seqs=4), Watched()
-    with SpeculativeLM.from_pretrained(model, "auto", config=config, learning=Learning(StartingHead())) as lm:
-        lm.engine._tap = tap
+    with SpeculativeLM.from_pretrained(model, "auto", config=config, learning=Watching(StartingHead(), tap)) as lm:
         answers = {NAME: Answers(lm, "replica", seconds=PATIENCE)}
         with served(answers, Keys(digests), agreement=Agreement(digests=digests[:1])) as address:
             yield lm, tap, address

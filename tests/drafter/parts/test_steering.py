@@ -1,4 +1,4 @@
-"""Draft trees under guides."""
+"""Draft trees of rows that are steered, by guides."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.guiding import guided, masks, under_guides
 from drafter.engine.sequence import Handling
 from drafter.errors import RequestError
+from drafter.parts.guide import GuidePart
+from drafter.parts.steering import masks, steered, with_masks
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
@@ -52,15 +53,19 @@ def guide_of(*allowed: tuple[int, ...]) -> RuleGuide:
     return RuleGuide(phrases(*allowed), WORDS, EOS)
 
 
+def part_of(*allowed: tuple[int, ...]) -> GuidePart:
+    return GuidePart(guide_of(*allowed))
+
+
 def test_what_is_forbidden_is_cut_with_all_below_it() -> None:
     """5 is forbidden, and so is 4, which is below it."""
-    tree, forced = guided(FORK, [guide_of((3, 8), (3, 9), (6,))], most=3, size=8, depth=4)
+    tree, forced = steered(FORK, [part_of((3, 8), (3, 9), (6,))], most=3, size=8, depth=4)
     assert (tree.tokens.tolist(), tree.parents.tolist(), forced) == ([[7, 3]], [[0, 0]], [0])
 
 
 def test_what_must_come_is_drafted_where_nobody_drafted_it() -> None:
     """After 5 and 4 come 6 and 8 whatever the model says, and they are as probable as 4."""
-    tree, forced = guided(FORK, [guide_of((3, 1), (3, 2), (5, 4, 6, 8), (5, 9))], most=5, size=8, depth=8)
+    tree, forced = steered(FORK, [part_of((3, 1), (3, 2), (5, 4, 6, 8), (5, 9))], most=5, size=8, depth=8)
     assert tree.tokens.tolist() == [[7, 3, 5, 4, 6, 8]]
     assert tree.parents.tolist() == [[0, 0, 0, 2, 3, 4]]
     assert tree.log_probs.tolist() == [[0.0, -0.5, -1.0, -2.0, -2.0, -2.0]]
@@ -69,23 +74,23 @@ def test_what_must_come_is_drafted_where_nobody_drafted_it() -> None:
 
 def test_a_forced_beginning_comes_first_and_beside_the_budget() -> None:
     """5 and 4 must come. What was drafted as these is not drafted twice; 3 cannot be."""
-    tree, forced = guided(FORK, [guide_of((5, 4, 6, 1), (5, 4, 6, 2))], most=0, size=8, depth=8)
+    tree, forced = steered(FORK, [part_of((5, 4, 6, 1), (5, 4, 6, 2))], most=0, size=8, depth=8)
     assert (tree.tokens.tolist(), tree.depths.tolist(), forced) == ([[7, 5, 4, 6]], [[0, 1, 2, 3]], [3])
-    tree, forced = guided(FORK, [guide_of((5, 4, 6, 1), (5, 4, 6, 2))], most=0, size=2, depth=8)
+    tree, forced = steered(FORK, [part_of((5, 4, 6, 1), (5, 4, 6, 2))], most=0, size=2, depth=8)
     assert (tree.tokens.tolist(), forced) == ([[7, 5, 4]], [2])
-    tree, forced = guided(FORK, [guide_of((5, 4, 6, 1), (5, 4, 6, 2))], most=0, size=8, depth=1)
+    tree, forced = steered(FORK, [part_of((5, 4, 6, 1), (5, 4, 6, 2))], most=0, size=8, depth=1)
     assert (tree.tokens.tolist(), forced) == ([[7, 5]], [1])
 
 
 def test_rows_without_a_guide_keep_their_trees() -> None:
     two = TokenTree(*(part.repeat(2, 1) for part in vars(FORK).values()))
-    tree, forced = guided(two, [None, guide_of((3, 1), (3, 2))], most=3, size=8, depth=4)
+    tree, forced = steered(two, [None, part_of((3, 1), (3, 2))], most=3, size=8, depth=4)
     assert tree.tokens.tolist() == [[7, 3, 5, 4], [7, 3, -1, -1]]
     assert forced == [0, 1]
 
 
 def test_each_node_has_a_mask_of_its_own() -> None:
-    found = masks(FORK, [guide_of((3, 69), (3, 31), (5, 4, 32), (5, 2))], WORDS)
+    found = masks(FORK, [part_of((3, 69), (3, 31), (5, 4, 32), (5, 2))], WORDS)
     allowed = [set(row.nonzero()[:, 0].tolist()) for row in bits(found[0], WORDS)]
     assert allowed == [{3, 5}, {69, 31}, {4, 2}, {32}]
     assert bool(bits(masks(FORK, [None], WORDS)[0], WORDS).all())
@@ -97,14 +102,14 @@ def test_masks_are_made_of_what_the_host_knows(tree: TokenTree | None) -> None:
     meta = TokenTree(*(part.to("meta") for part in vars(FORK).values()))
     logits, hidden = (torch.empty(1, 4, width, device="meta") for width in (WORDS, 0))
     verified = Verified(meta, meta.ancestors(), 2, logits, hidden)
-    assert under_guides([None], tree, verified) is verified
+    assert with_masks([None], tree, verified) is verified
     filled: list[list[int]] = []
 
     class Noting(RuleGuide):
         def fill(self, mask: Tensor) -> None:
             filled.append(list(self.output))
 
-    allowed = under_guides([Noting(phrases((3,), (5, 4)), WORDS, EOS)], tree, verified).allowed
+    allowed = with_masks([GuidePart(Noting(phrases((3,), (5, 4)), WORDS, EOS))], tree, verified).allowed
     assert allowed is not None
     assert (allowed.shape, allowed.device.type) == ((1, 4, 3), "meta")
     assert filled == ([[], [3], [5], [5, 4]] if tree is FORK else [[]])
@@ -132,7 +137,7 @@ def test_only_what_may_follow_is_left(
     tree: TokenTree, texts: list[tuple[int, ...]], most: int, size: int, depth: int
 ) -> None:
     guide = guide_of(*texts)
-    found, (begun,) = guided(tree, [guide], most, size, depth)
+    found, (begun,) = steered(tree, [GuidePart(guide)], most, size, depth)
     check_slice_contract(found)
     assert guide.output == []
     paths = set(nodes(found, 0, depth))
@@ -246,7 +251,7 @@ def test_rows_that_must_not_have_drafts_follow_their_guides(base: BaseModel, pla
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
-        for sequence in [one for one in engine.scheduler.active if one.guide is not None][:plain]:
+        for sequence in [one for one in engine.scheduler.active if one.steering is not None][:plain]:
             sequence.handling = Handling.PLAIN
     found = [handle.result(0) for handle in handles]
     assert tokens_of(found) == expected

@@ -1,0 +1,25 @@
+"""The rooms of an engine: a new one is a line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafter.acceptance.guide import Guides
+from drafter.engine.batch import BatchState
+from drafter.parts.contract import Room
+from drafter.parts.guide import guide_room
+from drafter.parts.images import image_room
+from drafter.parts.learning import RowTap, learning_room
+from drafter.parts.logprobs import logprob_room
+from drafter.parts.text import text_room
+
+
+def rooms(tokenizer: Any, guides: Guides, state: BatchState, tap: RowTap | None) -> tuple[Room, ...]:
+    """Return the rooms in the order in which a row calls its parts: the text comes last, which tells the caller."""
+    return (
+        image_room(state.base, state.set_shift),
+        logprob_room,
+        learning_room(tap, state.hidden_bytes, state.fetch_hidden),
+        guide_room(guides),
+        text_room(tokenizer),
+    )

@@ -1,0 +1,99 @@
+"""Draft trees of rows that are steered: what may not come is cut, what must is drafted, and each node gets its mask.
+
+Nothing is put into an output but by the verifier, so the tokens are those of plain decoding under the same masks.
+
+A forced token is drafted whatever the budget says: it adds one position to a forward, and on average a row's token
+costs no less than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from drafter.acceptance.contract import Verified
+from drafter.devices import send
+from drafter.drafters.contract import Ask, DraftSpec
+from drafter.parts.contract import RowDrafts, Steering
+from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+
+_EVERYTHING = -1  # a word of a mask with all its bits
+
+
+def _rows(tree: TokenTree) -> Iterator[RowDrafts]:
+    """Yield the draft tokens of each row of a tree on the host, without root and padding."""
+    for tokens, parents, depths, log_probs in zip(*(part.tolist() for part in vars(tree).values()), strict=True):
+        real = slice(1, sum(token >= 0 for token in tokens))
+        yield RowDrafts(tokens[real], [parent - 1 for parent in parents[real]], depths[real], log_probs[real])
+
+
+def steered(
+    tree: TokenTree, steering: Sequence[Steering | None], most: int, size: int, depth: int
+) -> tuple[TokenTree, list[int]]:
+    """Return the trees of what may come, and the number of forced tokens at the start of each, which come first.
+
+    Args:
+        tree: `[B, N]`, on the host; rows without steering stay as they are, up to `most` draft tokens.
+        most: Draft tokens of a row beside those that are forced at its start.
+        size: Draft tokens of a row at most, and `depth` the deepest.
+    """
+    rows, forced = [], []
+    for drafts, part in zip(_rows(tree), steering, strict=True):
+        drafts, begun = (drafts, 0) if part is None else part.before_step(drafts, depth)
+        rows.append(drafts)
+        forced.append(min(begun, size))
+    width = max(len(drafts.tokens) for drafts in rows)
+    tokens, parents, depths, log_probs = (  # one tensor of all rows: making many, as `pad_sequence` needs, takes longer
+        torch.tensor([[*one, *[missing] * (width - len(one))] for one in values], dtype=like.dtype)
+        for values, like, missing in zip(
+            zip(*(vars(drafts).values() for drafts in rows), strict=True),
+            vars(tree).values(),
+            (0, -1, 1, -torch.inf),
+            strict=True,
+        )
+    )
+    sizes = [1 + min(len(drafts.tokens), begun + most, size) for drafts, begun in zip(rows, forced, strict=True)]
+    made = from_nodes(tree.tokens[:, 0], tokens, parents, depths, log_probs, 1 + width)
+    return made.trimmed(torch.tensor(sizes)), forced
+
+
+def steered_drafts(
+    tree: TokenTree, steering: Sequence[Steering | None], ask: Ask, spec: DraftSpec
+) -> tuple[TokenTree, list[int]] | None:
+    """Return what `steered` does, of trees that a drafter was asked for; None where no row is steered."""
+    size = ask.most if ask.fixed else spec.largest
+    if not size or not any(steering):
+        return None
+    on_host = TokenTree(*(part.cpu() for part in vars(tree).values()))
+    return steered(on_host, steering, ask.most, size, spec.max_depth)
+
+
+def masks(tree: TokenTree, steering: Sequence[Steering | None], vocabulary: int) -> Tensor:
+    """Return the tokens that may follow each node of a tree on the host, `[B, N, ceil(V / 32)]` int32, there.
+
+    See `Steering.allow`. Rows without steering have all bits.
+    """
+    words = (vocabulary + 31) // 32
+    found = torch.full((*tree.tokens.shape, words), _EVERYTHING, dtype=torch.int32)
+    for of_row, drafts, part in zip(found, _rows(tree), steering, strict=True):
+        if part is not None:
+            part.allow(of_row, drafts)
+    return found
+
+
+def with_masks(steering: Sequence[Steering | None], tree: TokenTree | None, verified: Verified) -> Verified:
+    """Add what may follow each node, if a row is steered.
+
+    Args:
+        tree: The verified trees on the host, since a GPU is busy with their forward and would have to be waited for;
+            None if steered rows have no draft tokens.
+    """
+    if not any(steering):
+        return verified
+    if tree is None:
+        tree = root_only(torch.zeros(len(steering), dtype=torch.long)).padded(verified.tree.size)
+    allowed = masks(tree, steering, verified.logits.shape[-1])
+    return replace(verified, allowed=send(allowed, verified.tree.tokens.device))
