@@ -23,11 +23,10 @@ from drafter.requests import Request, SamplingParams, sample_seed
 from jobs.compare import main as compare
 from jobs.report import main as report
 from pipeline.generate.rollout import Program, ProgramRow, Rollout
-from tests.pipeline.conftest import Run, job_arguments, write_jsonl
+from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
 from tests.pipeline.generate.test_chaos import committed, kill_engines
 from tests.support import programs
 from tests.support.faults import FragileEngine
-from tests.support.prepared_workers import driver
 from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAMS = "tests.support.programs"
@@ -115,14 +114,14 @@ def test_as_many_valid_rows_as_are_asked_for(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_five_hundred_programs_with_drivers_killed(run: Run, model: Path, tmp_path: Path) -> None:
+def test_five_hundred_programs_with_drivers_killed(run: Run, driver: Driver, model: Path, tmp_path: Path) -> None:
     """First so many valid rows as are asked for, then all of them: none is lost, none is there twice."""
     source, out = write_jsonl(tmp_path / "in.jsonl", rows(500, tmp_path)), tmp_path / "out"
     settings: list[Any] = ["--rollout", f"{PROGRAMS}:write_judge_mend", "--writing.rows_per_file", 10]
     settings += ["--sampling.max_new_tokens", 4]
     for _ in range(2):
         before, command = committed(out), job_arguments(source, out, model, *settings, "--stop_after_valid", 300)
-        with driver("-m", "jobs.generate", *command) as job:
+        with driver("jobs.generate", *command) as job:
             wait_until(lambda: job.poll() is not None or committed(out) >= before + 3, "three more files")  # noqa: B023
             assert job.poll() is None
             job.kill()
