@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
 _SHOWN = 3
+_AT_START = 128  # engines to ask for at the start, where `resources.max_actors` does not say how many
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Work:
         """Most engines: one without a part would only hold its node."""
         most = min(self.resources.max_actors or len(self.missing), len(self.missing))
         return max(most, self.resources.min_actors)
+
+    @property
+    def engines_at_start(self) -> int:
+        """Engines to ask for at the start: all that the job may have, or many where nothing says how many."""
+        unlimited = self.resources.max_actors is None
+        return min(self.most_engines, max(_AT_START, self.resources.min_actors)) if unlimited else self.most_engines
 
 
 def generate(config: GenerateConfig) -> None:
@@ -279,7 +286,8 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
     engines = (resources.min_actors, work.most_engines)
-    engine_stage(requests, EngineActor, engine, engines, resources, rows=longest, batch_size=1).materialize()
+    stage = {"rows": longest, "batch_size": 1, "at_start": work.engines_at_start}
+    engine_stage(requests, EngineActor, engine, engines, resources, **stage).materialize()
 
 
 def _learner(job: Job) -> LearnerSpec:
