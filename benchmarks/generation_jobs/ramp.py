@@ -2,9 +2,9 @@
 
     python -m benchmarks.generation_jobs.ramp --nodes 8 --start-seconds 60 --output benchmarks/results/ramp
 
-A real autoscaler starts nodes on this machine, each with one logical GPU. Engines sleep for the time that models take to
-load, and then for each row; everything else is the job's own. The time begins with the job's command and so has Ray
-Data's start and the nodes' start in it.
+A real autoscaler starts nodes on this machine, each with one logical GPU. Engines sleep for the time that models take
+to load, and then for each row; everything else is the job's own. The time begins with the job's command, and so has the
+nodes' start in it.
 """
 
 from __future__ import annotations
