@@ -35,7 +35,7 @@ _ROWS_PER_PART = 64
 _PARTS_PER_ENGINE = 4
 _LOOK_SECONDS = 5.0
 _LEFT = 0.25  # share of the rows that are left when the measurement ends: then the first engines run out of parts
-_HELPERS = 4  # logical cores for reading and tokenising
+_HELPERS = 1  # logical cores for reading and tokenising: four processes
 
 
 class Counted:

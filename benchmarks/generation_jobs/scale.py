@@ -47,12 +47,12 @@ from pipeline.io.parts import PROBLEM_TYPE, Part, StagedInput, StagedParts
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
-from pipeline.settings import ReadingConfig, WritingConfig
+from pipeline.settings import ReadingConfig
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"
 SUMMARY_FILE = "summary.json"
-ROWS_PER_PART = WritingConfig().rows_per_file
+ROWS_PER_PART = 128  # as a job of few rows has
 _PROMPT = "Tom has 3 boxes of 12 pens and gives 5 pens to each of his 4 friends. How many pens are left? " * 4
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 256
 _JOB_ROWS_PER_PART = 2

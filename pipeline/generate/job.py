@@ -19,6 +19,7 @@ from pipeline.cluster.ray_cluster import (
     ActorResources,
     Cluster,
     connect,
+    nodes_ahead,
     quiet_ray_data,
     share_out,
     start_beside_driver,
@@ -31,7 +32,7 @@ from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
-from pipeline.generate.staging import StagingPlan, stage
+from pipeline.generate.staging import StagingPlan, rows_per_part, stage
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
 from pipeline.output.batch_results import batch_bytes, write_batch
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: no check waits for it
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
 _SHOWN = 3
+_PART_BYTES = 1 << 20  # of the input: rows of 8 KB, more than most have
 _AT_START = 128  # engines to ask for at the start, where `resources.max_actors` does not say how many
 
 
@@ -172,7 +174,8 @@ def _on_cluster(
         cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
     resources = share_out(job.config.resources, cluster)
     status.takes(resources)
-    staged = _stage(job, staged)
+    with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
+        staged = _stage(job, staged)
     work = Work(staged, staged.without(job.output.committed()), resources, learner)
     if not work.missing:
         return staged, Progress()
@@ -180,9 +183,17 @@ def _on_cluster(
     return staged, _generate_missing(job, work, stopping, status)
 
 
+def _engines_ahead(job: Job, resources: ActorResources, cluster: Cluster) -> int:
+    # Engines to ask for before the input is staged, which may take minutes, as a node does: fewer than it has parts.
+    if not (cluster.may_grow and resources.gpus and resources.max_actors):
+        return 0
+    return min(resources.max_actors, sum(file.size for file in job.listing.files) // _PART_BYTES)
+
+
 def _stage(job: Job, before: StagedInput | None) -> StagedInput:
     # The input is staged if it is not yet, is damaged, or has changed.
-    rows, source = job.config.writing.rows_per_file, job.source
+    source = job.source
+    rows = job.config.writing.rows_per_file or rows_per_part(job.listing, job.config.reading)
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.images)
     if before is None:
         staged = stage(job.listing, plan)

@@ -27,7 +27,7 @@ from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES
 from pipeline.generate.row_keys import Keys, Places, pair, places_of, text_keys
-from pipeline.generate.staging import StagingPlan, equal_before, read_rows, refuse_shared_ids
+from pipeline.generate.staging import StagingPlan, equal_before, read_rows, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type
@@ -356,8 +356,8 @@ def dry_run(job: Job) -> Changes:
 
     Images are not opened.
     """
-    rows_per_part = job.config.writing.rows_per_file
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows_per_part, images=job.images)
+    rows = job.config.writing.rows_per_file or rows_per_part(job.listing, job.config.reading)
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, images=job.images)
     read_apart(job.listing)
     pieces: list[AskedRows] = []
     broken: list[str] = []
@@ -375,10 +375,10 @@ def dry_run(job: Job) -> Changes:
         return replace(compare(none, now, np.full(len(now), -1), np.empty(0, bool)), broken=tuple(broken))
     if before.format != STAGED_FORMAT:
         raise _older(job)
-    rows = staged_rows(before, several=job.several)
-    matched = match(rows, now, drawn=job.drawn)
-    done = Results(job.output, before, rows.names).done
-    return replace(compare(rows, now, matched, done), broken=tuple(broken))
+    old = staged_rows(before, several=job.several)
+    matched = match(old, now, drawn=job.drawn)
+    done = Results(job.output, before, old.names).done
+    return replace(compare(old, now, matched, done), broken=tuple(broken))
 
 
 def _refused(job: Job, table: pa.Table) -> Iterator[str]:

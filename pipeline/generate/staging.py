@@ -57,6 +57,9 @@ _GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
 _TASK_RETRIES = 3  # a file that kills its reader does so each time
 _EXAMPLES = 3
+_ROWS_PER_PART, _MOST_ROWS_PER_PART = 128, 1024
+_ROW_BYTES = 500  # of an input, by guess
+_PARTS = 20_000  # so many cost a driver some minutes in all, and engines of a large cluster finish 20 a second
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,20 @@ class StagingPlan:
     revision: int = 0
     part_bytes: int = PART_BYTES
     images: ImageReading | None = None
+
+
+def rows_per_part(listing: InputListing, reading: ReadingConfig) -> int:
+    """Return the rows of a part where settings do not say: more for a large input, of which the list becomes long.
+
+    An engine's loss costs no more for it. But the ledger has the finished rows of all open parts in memory, and the
+    last parts keep the last engines.
+    """
+    rows = sum(file.size for file in listing.files) // _ROW_BYTES
+    rows = min(rows, reading.limit or rows) * reading.samples
+    found = _ROWS_PER_PART
+    while found < _MOST_ROWS_PER_PART and found * _PARTS < rows:
+        found *= 2
+    return found
 
 
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
