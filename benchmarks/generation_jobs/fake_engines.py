@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,12 +139,15 @@ class _HostedLedger(RemoteLedger):
 class EngineHost:
     """Several whole `EngineActor` in one process, where a process for each would not fit into memory.
 
-    A call goes to the engine with the fewest calls. Each makes its own calls to board and ledger.
+    A call goes to the engine with the fewest calls. Each makes its own calls to board and ledger. The spec's slots
+    are those of all together, from which the job concludes how many calls the process takes.
     """
 
     def __init__(self, **arguments: Any) -> None:
         engine_actor.RemoteLedger = _HostedLedger  # type: ignore[misc]
-        self._engines = [EngineActor(**arguments) for _ in range(arguments["spec"].hosted)]
+        spec: FakeSpec = arguments["spec"]
+        own = replace(spec, config=replace(spec.config, max_num_seqs=spec.slots))
+        self._engines = [EngineActor(**{**arguments, "spec": own}) for _ in range(spec.hosted)]
         self._calls = [0] * len(self._engines)
         self._lock = threading.Lock()
 

@@ -25,7 +25,8 @@ import ray
 from benchmarks.generation_jobs.fake_engines import EngineHost, FakeSpec
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
-from pipeline.command_line import run_job
+from drafter.errors import one_line
+from pipeline.command_line import run_job, say
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
 
@@ -50,8 +51,14 @@ def counted(kind: type, *methods: str) -> type:
 
     def counting(name: str) -> Any:
         def call(self: Any, *arguments: Any) -> Any:
-            self.__dict__.setdefault("_calls", Counter())[name] += 1
-            return getattr(kind, name)(self, *arguments)
+            outer = not self.__dict__.get("_inside")  # a call, and not one that another makes in turn
+            if outer:
+                self.__dict__.setdefault("_calls", Counter())[name] += 1
+            self._inside = True
+            try:
+                return getattr(kind, name)(self, *arguments)
+            finally:
+                self._inside = not outer
 
         return call
 
@@ -102,8 +109,9 @@ class Watch:
                 continue
             try:
                 used = ray.get([actor.used.remote() for actor in self._actors.values()], timeout=60)
-            except ray.exceptions.RayError:
-                return  # the job is over
+            except ray.exceptions.RayError as error:  # the machine is busy, or the job over
+                say(f"no look at the job's actors: {one_line(error)}")
+                continue
             state = json.loads(status.read_text())
             calls, seconds = (
                 {name: one[place] for name, one in zip(self._actors, used, strict=True)} for place in (0, 1)
@@ -175,7 +183,8 @@ def summary(looks: Sequence[Look], engines: int, processes: int, rows: int) -> d
     """Return rates between the first look at all engines and the last one before they run out of parts."""
     steady = [look for look in looks if look.engines == engines and look.rows < (1 - _LEFT) * rows]
     if len(steady) < 2:
-        raise SystemExit("error: there was no time with all engines at work: look at the job's output")
+        seen = ", ".join(f"{look.engines} engines after {look.rows} rows" for look in looks)
+        raise SystemExit(f"error: there was no time with all {engines} engines at work: {seen}")
     first, last = steady[0], steady[-1]
     seconds = last.time - first.time
 
