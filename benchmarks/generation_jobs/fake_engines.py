@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import torch
@@ -23,7 +24,6 @@ import torch
 from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts, EngineState
-from pipeline.engines import engine_actor
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.ledger import RemoteLedger
 from pipeline.engines.models import EngineSpec
@@ -144,7 +144,7 @@ class EngineHost:
     """
 
     def __init__(self, **arguments: Any) -> None:
-        engine_actor.RemoteLedger = _HostedLedger  # type: ignore[misc]
+        patch("pipeline.engines.engine_actor.RemoteLedger", _HostedLedger).start()  # for as long as the process lives
         spec: FakeSpec = arguments["spec"]
         own = replace(spec, config=replace(spec.config, max_num_seqs=spec.slots))
         self._engines = [EngineActor(**{**arguments, "spec": own}) for _ in range(spec.hosted)]

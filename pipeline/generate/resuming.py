@@ -228,8 +228,8 @@ class Results:
     @property
     def done(self) -> npt.NDArray[np.bool_]:
         """Which rows are finished, [N]."""
-        left = np.append(self._ended, False)[self._left_of]
-        return (self._result_of >= 0) | (self._problem_of >= 0) | left
+        left: npt.NDArray[np.bool_] = np.append(self._ended, False)[self._left_of]
+        return left | (self._result_of >= 0) | (self._problem_of >= 0)
 
     def problem(self, index: int) -> dict[str, Any] | None:
         """Return the problem of a row; None for -1."""
