@@ -38,6 +38,9 @@ _ROWS_PER_PART, _PARTS_PER_ENGINE = 4, 12
 _ROW_SECONDS = 10.0  # long enough that the first engines do not take all rows before the last ones are there
 _BACK_SECONDS = 120.0  # to wait for the nodes to be given back
 _NODE_CPUS = 1
+_IDLE_SECONDS = 30.0  # until an idle node ends; on a busy machine, an engine's process takes some seconds to begin
+_PATIENCE = {"RAY_raylet_start_wait_time_s": "300"}  # nodes that start together on few cores
+_ROW_BYTES = 32 << 10  # so that the input is one for which a job asks for all nodes while it is staged
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,9 +68,12 @@ def measure(folder: Path, nodes: int, start_seconds: float) -> dict[str, Any]:
     """Run the job on a cluster that grows to `nodes` nodes, and return when which engine decoded its first row."""
     (folder / "marks").mkdir()
     rows = nodes * _PARTS_PER_ENGINE * _ROWS_PER_PART
-    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(rows)))
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}", "beside": "x" * _ROW_BYTES}) + "\n" for n in range(rows))
+    )
     load_before = os.getloadavg()[0]
-    with LocalCluster(growing={"gpu": NodeType(cpus=_NODE_CPUS, gpus=1, most=nodes)}) as cluster:
+    growing = {"gpu": NodeType(cpus=_NODE_CPUS, gpus=1, most=nodes)}
+    with LocalCluster(growing=growing, idle_seconds=_IDLE_SECONDS, head_environment=_PATIENCE) as cluster:
         begun = time.time()
         driver = [
             sys.executable,

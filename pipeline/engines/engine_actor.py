@@ -25,7 +25,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line
+from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line, without_secrets
 from drafter.requests import Generation, Request, SamplingParams
 from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
@@ -155,7 +155,7 @@ class EngineActor(EngineProcess):
         self._facts = EngineFacts(base.fingerprint, verifier.name, verifier.lossless, dict(verifier.settings))
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
-        tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
+        tags = {"run": run, "model": without_secrets(spec.model or "embedded"), "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
         self._pulse = Pulse(BEAT_SECONDS, self._beat)

@@ -134,7 +134,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     before = staged.rows - last.rows
     status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
     if job.prompts.kind == "openai":
-        write_batch(output, staged, model_name(job.config.model))
+        write_batch(output, staged, without_secrets(job.config.model or model_name(None)))
     output.delete_temporary()
     output.drop_temporary()
     output.unfinished.delete()
@@ -305,7 +305,7 @@ def _learner(job: Job) -> LearnerSpec:
     from pipeline.learning.config import learner_spec
 
     config, loading = job.config, job.config.loading
-    run, model = without_secrets(config.output), model_name(config.model)
+    run, model = without_secrets(config.output), config.model or model_name(None)
     return learner_spec(
         config.learning, job.output, run, model, loading.dtype, trust_remote_code=loading.trust_remote_code
     )
