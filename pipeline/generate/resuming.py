@@ -26,7 +26,7 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES
-from pipeline.generate.row_keys import Keys, Places, pair, places_of, text_keys
+from pipeline.generate.row_keys import Keys, Places, mixed, pair, places_of, text_keys
 from pipeline.generate.staging import StagingPlan, equal_before, read_rows, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
@@ -117,7 +117,7 @@ class AskedRows:
 
     Args:
         names: Of the rows' names, [N, 2].
-        seeds: Of what their seeds follow from, and how many equal ones come before, [N, 3]; zero for a problem.
+        seeds: Of what their seeds follow from, and how many equal ones come before, [N, 2].
         requests: Of their prompts, their own settings and their sample numbers, [N, 2].
     """
 
@@ -161,14 +161,19 @@ def asked_rows(rows: pa.Table, repeats: Sequence[int] = (), *, several: bool) ->
         f"{name.rpartition('#')[2] if several else ''} {json.dumps(problem) if text is None else text}"
         for name, text, problem in zip(names, asked, problems, strict=True)
     )
-    numbers = np.array(repeats or [0] * len(names), np.uint64)
-    return AskedRows(
-        text_keys(names), np.column_stack([text_keys(rows["seed_name"].to_pylist()), numbers]), text_keys(texts)
-    )
+    seeds = text_keys(rows["seed_name"].to_pylist())
+    if repeats:
+        seeds = numbered_seeds(seeds, np.array(repeats))
+    return AskedRows(text_keys(names), seeds, text_keys(texts))
+
+
+def numbered_seeds(seed_names: Keys, repeats: Places) -> Keys:
+    """Return the keys of what seeds follow from, of rows with so many equal ones before them."""
+    return mixed(seed_names, repeats.astype(np.uint64)[:, None])
 
 
 def joined(pieces: Sequence[AskedRows]) -> AskedRows:
-    empty = AskedRows(*(np.empty((0, width), np.uint64) for width in (2, 3, 2)))
+    empty = AskedRows(*(np.empty((0, 2), np.uint64) for _ in range(3)))
     columns = zip(*((one.names, one.seeds, one.requests) for one in [empty, *pieces]), strict=True)
     return AskedRows(*map(np.concatenate, columns))
 
@@ -179,7 +184,7 @@ def match(before: AskedRows, now: AskedRows, *, drawn: bool) -> Places:
     Where tokens are `drawn`, another seed would give others, so that only a row of the same seed matches.
     """
     found, free = np.full(len(now), -1), np.arange(len(before))
-    exact = [np.hstack([rows.seeds, rows.requests]) for rows in (before, now)]
+    exact = [mixed(rows.requests, rows.seeds) for rows in (before, now)]
     for theirs, ours in [exact] if drawn else [exact, [before.requests, now.requests]]:
         left = np.flatnonzero(found < 0)
         first, second = pair(theirs[free], ours[left])
@@ -368,7 +373,7 @@ def dry_run(job: Job) -> Changes:
     if job.prompts.id_column is not None:
         refuse_shared_ids(now.names, lambda: read_rows(job.listing, plan), plan)
     else:
-        now.seeds[:, 2] = equal_before(now.seeds[:, :2])
+        now = replace(now, seeds=numbered_seeds(now.seeds, equal_before(now.seeds)))
     before = StagedInput.load(job.output.staged)
     if before is None:
         none = joined([])

@@ -1,7 +1,7 @@
 """Comparison of very many rows by hashes of their names and requests, in a few dozen bytes a row.
 
-Keys are arrays of 64-bit integers, [N, C]: rows are equal where all columns are. A text is two columns, a hash of 128
-bits, so that two texts of a hundred million rows share one with a probability of 1e-23.
+Keys are arrays of 64-bit integers, [N, 2]: rows are equal where both columns are. Those of a text are a hash of 128 bits,
+so that two texts of a hundred million rows share one with a probability of 1e-23.
 """
 
 from __future__ import annotations
@@ -29,13 +29,23 @@ def text_keys(texts: Iterable[str | None]) -> Keys:
     return np.frombuffer(b"".join(hashed), np.uint64).reshape(-1, 2)
 
 
+def mixed(keys: Keys, more: npt.NDArray[np.uint64]) -> Keys:
+    """Return keys of rows that are equal where `keys` and `more` ([N, 2] or [N, 1]) are, in the two columns of one.
+
+    What is multiplied by an odd number keeps all of its bits.
+    """
+    return keys ^ (more * np.uint64(0x9E3779B97F4A7C15))
+
+
 def numbered(*keys: Keys) -> list[Places]:
     """Return a number for each row of each array: the same where their keys are equal, here and across arrays."""
     together = np.concatenate(keys)
     order = np.lexsort(together.T)
-    ordered = together[order]
-    begins = np.ones(len(ordered), bool)
-    begins[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    begins = np.zeros(len(order), bool)
+    begins[:1] = True
+    for column in together.T:
+        ordered = column[order]
+        begins[1:] |= ordered[1:] != ordered[:-1]
     numbers = np.empty(len(together), np.int64)
     numbers[order] = np.cumsum(begins) - 1
     return np.split(numbers, np.cumsum([len(one) for one in keys])[:-1])

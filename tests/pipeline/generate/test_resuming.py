@@ -25,7 +25,7 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
-from pipeline.generate.resuming import AskedRows, compare, delete_strays, dry_run, grow, match
+from pipeline.generate.resuming import AskedRows, compare, delete_strays, dry_run, grow, match, numbered_seeds
 from pipeline.generate.row_keys import text_keys
 from pipeline.generate.staging import StagingPlan, equal_before, stage_files, told_apart
 from pipeline.io.column_types import unify
@@ -46,8 +46,7 @@ TRAITS = RunTraits(SamplingParams(), rows_have_settings=False, drafter="first")
 def asked(*rows: tuple[str, str], seeds: npt.NDArray[np.int64] | None = None) -> AskedRows:
     """Rows with ids, and what they ask for; with `seeds`, what their seeds follow from is that and this number."""
     names, requests = (text_keys(row[place] for row in rows) for place in (0, 1))
-    numbers = np.zeros(len(rows), np.uint64) if seeds is None else seeds.astype(np.uint64)
-    return AskedRows(names, np.column_stack([names if seeds is None else requests, numbers]), requests)
+    return AskedRows(names, names if seeds is None else numbered_seeds(requests, seeds), requests)
 
 
 def are(done: str, before: AskedRows) -> npt.NDArray[np.bool_]:
