@@ -39,7 +39,7 @@ _ROW_SECONDS = 10.0  # long enough that the first engines do not take all rows b
 _BACK_SECONDS = 120.0  # to wait for the nodes to be given back
 _NODE_CPUS = 1
 _IDLE_SECONDS = 30.0  # until an idle node ends; on a busy machine, an engine's process takes some seconds to begin
-_PATIENCE = {"RAY_raylet_start_wait_time_s": "300"}  # nodes that start together on few cores
+_PATIENCE = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # nodes start together
 _ROW_BYTES = 32 << 10  # so that the input is one for which a job asks for all nodes while it is staged
 
 

@@ -1,7 +1,7 @@
 """Comparison of very many rows by hashes of their names and requests, in a few dozen bytes a row.
 
-Keys are arrays of 64-bit integers, [N, 2]: rows are equal where both columns are. Those of a text are a hash of 128 bits,
-so that two texts of a hundred million rows share one with a probability of 1e-23.
+Keys are arrays of 64-bit integers, [N, 2]: rows are equal where both columns are. Those of a text are a hash of 128
+bits, so that two texts of a hundred million rows share one with a probability of 1e-23.
 """
 
 from __future__ import annotations

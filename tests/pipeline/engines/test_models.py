@@ -232,7 +232,12 @@ def test_a_model_in_a_bucket_is_copied_once_for_a_machine(
     bucket = Path(shutil.copytree(model, tmp_path / "bucket"))
     copied: list[Path] = []
     copy = Location.copy_to
-    monkeypatch.setattr(Location, "copy_to", lambda place, file: (copied.append(file), copy(place, file))[1])
+
+    def counted(place: Location, file: Path) -> None:
+        copied.append(file)
+        copy(place, file)
+
+    monkeypatch.setattr(Location, "copy_to", counted)
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(model_name, [f"file://{bucket}"] * 4))
     (folder,) = found
