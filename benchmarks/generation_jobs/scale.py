@@ -1,15 +1,18 @@
 """What a generation job costs beside its engines: seconds and bytes for each part, as the number of parts grows.
 
     python -m benchmarks.generation_jobs.scale --output benchmarks/results/scale
+    python -m benchmarks.generation_jobs.scale --fake-engines 800 --output benchmarks/results/fleet
 
 Everything is measured with the job's own code, on local disk and in one driver. A second table multiplies it up to a
-job of many rows on many GPUs, to show on paper what would break first.
+job of many rows on many GPUs, to show on paper what would break first. With `--fake-engines`, a job of so many engines
+that sleep runs in place of these; see `fleet`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shlex
 import sys
@@ -23,9 +26,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import ray
+import torch
 
+from benchmarks.generation_jobs.fleet import measure_fleet
 from drafter.embedded import EMBEDDED_BASE
-from drafter.evaluation.environment import environment
+from drafter.evaluation.environment import environment, surroundings
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
@@ -42,11 +47,12 @@ from pipeline.io.parts import PROBLEM_TYPE, Part, StagedInput, StagedParts
 from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
-from pipeline.settings import ReadingConfig, WritingConfig
+from pipeline.settings import ReadingConfig
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"
-ROWS_PER_PART = WritingConfig().rows_per_file
+SUMMARY_FILE = "summary.json"
+ROWS_PER_PART = 128  # as a job of few rows has
 _PROMPT = "Tom has 3 boxes of 12 pens and gives 5 pens to each of his 4 friends. How many pens are left? " * 4
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 256
 _JOB_ROWS_PER_PART = 2
@@ -99,14 +105,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the job on paper")
     parser.add_argument("--gpus", type=int, default=100, help="GPUs of the job on paper")
     parser.add_argument("--rate", type=float, default=5.0, help="rows/s of a GPU of the job on paper")
+    parser.add_argument("--fake-engines", type=int, help="run so many sleeping engines, and measure nothing else")
+    parser.add_argument("--fake-rate", type=float, default=1.0, help="rows/s of each of them (default: %(default)s)")
     args = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.generation_jobs.scale", *given])
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.fake_engines is not None:
+        load = {"load_average_before": round(os.getloadavg()[0], 2)}
+        fleet = measure_fleet(args.fake_engines, args.fake_rate)
+        write_json(args.output / SUMMARY_FILE, surroundings(torch.device("cpu"), command) | load | fleet)
+        print(json.dumps(fleet, indent=1))
+        return
     with tempfile.TemporaryDirectory() as name:
         costs = measure(Path(name), args)
     record = {
-        "environment": environment(
-            load_base(EMBEDDED_BASE), shlex.join(["python", "-m", "benchmarks.generation_jobs.scale", *given])
-        ),
+        "environment": environment(load_base(EMBEDDED_BASE), command),
         "rows_per_part": ROWS_PER_PART,
         "parts": {
             "staged": args.staged_parts,
@@ -117,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "costs": asdict(costs),
         "on_paper": on_paper(costs, args.rows, args.gpus, args.rate),
     }
-    args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / SCALE_FILE, record)
     write_table(args.output)
 

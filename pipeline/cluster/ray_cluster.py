@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 from ray._private.services import find_bootstrap_address
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drafter.errors import one_line
@@ -212,6 +213,20 @@ def start_beside_driver(actor: type, *arguments: Any) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": here, "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(**options)(actor).remote(*arguments)
+
+
+@contextmanager
+def nodes_ahead(gpus: float, count: int) -> Iterator[None]:
+    """Have an autoscaler start nodes during the block for `count` actors of so many GPUs that come after it.
+
+    What asks for the nodes holds GPUs alone, so that the block's own tasks find cores.
+    """
+    places = [placement_group([{"GPU": gpus}]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for place in places:
+            remove_placement_group(place)
 
 
 def share_out(

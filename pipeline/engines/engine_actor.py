@@ -25,7 +25,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line
+from drafter.errors import LoadError, NotFiniteError, RequestError, RequestTimeoutError, one_line, without_secrets
 from drafter.requests import Generation, Request, SamplingParams
 from pipeline.cluster.ray_cluster import ActorResources
 from pipeline.engines.ledger import ALONE_FROM, RemoteLedger, RowKey, RowOutcome
@@ -45,9 +45,8 @@ from pipeline.settings import LimitsConfig
 if TYPE_CHECKING:  # a driver imports this module, too, without the code of models
     from drafter.llm import SpeculativeLM
 
-_PULSE_SECONDS = 0.01
-"""Wait of the feeder while the engine is full, so that one ledger call covers several rows."""
-_REPORT_SECONDS = 0.25
+_PULSE_SECONDS = 1.0
+"""Longest wait of the feeder while the engine has rows to go on with, so that one ledger call covers many rows."""
 _LOOKS = 10  # of the watchdog per time limit
 _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5
@@ -151,6 +150,8 @@ class EngineActor(EngineProcess):
 
         self._progress, self._commit = progress, commit
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
+        self._unsent: dict[str, PartReport] = {}  # of parts with news since the last beat
+        self._unsent_lock = threading.Lock()
         super().__init__(spec, limits, ledger)
         if self.failure is not None:
             return
@@ -166,7 +167,7 @@ class EngineActor(EngineProcess):
             self.failure = error
             self._tell("failure", one_line(error))
             return
-        tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
+        tags = {"run": run, "model": without_secrets(spec.model or "embedded"), "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
         self._pulse = Pulse(BEAT_SECONDS, self._beat)
@@ -203,11 +204,11 @@ class EngineActor(EngineProcess):
         for problem in filter(None, problems):
             self._row_metrics.failed(problem["type"])
         generated = pa.array([one.generated if one else None for one in found], columns_type(self._columns))
-        self._beat()  # the job may end before the next one
         used = [name for name in (*PROMPT_COLUMNS, "asked", "sampling") if name in rows.column_names]
         rows = with_problems(rows, problems).drop_columns(used)
         self._commit(part, rows.append_column("generated", generated))
         report(outcomes)
+        self._beat()  # the job may end before the next one
         self._ledger.commit(part)  # last: then this process may end, and the next one has nothing to do or report
 
     def _submit(self, work: Work) -> UnderWay:
@@ -239,17 +240,24 @@ class EngineActor(EngineProcess):
         return values
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:
-        """Report a part's progress, the whole part once it is committed; `errors` are rows no engine ever sees."""
+        """Note a part's progress for the next beat, the whole part once it is committed.
+
+        `errors` are rows that no engine ever sees.
+        """
         generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
         rows = errors + len(outcomes)
         tokens, steps = (sum(row[name] for row in generated) for name in ("num_output_tokens", "num_decode_steps"))
-        self._tell("part", PartReport(rows, rows - len(generated), tokens, steps), part)
+        with self._unsent_lock:
+            self._unsent[part] = PartReport(rows, rows - len(generated), tokens, steps)
 
     def _beat(self) -> None:
+        # One call for an engine and all of its parts: hundreds of engines report to one actor.
         state = self._lm.engine.state()
         self._metrics.show(state)
         report = EngineReport(time.monotonic() - self._begun, self._device, self._facts, state)
-        self._tell("engine", report, self._name)
+        with self._unsent_lock:  # and sent in order: of two reports of a part the later one counts
+            parts, self._unsent = self._unsent, {}
+            self._progress.beat.remote(self._name, report, parts)
 
     def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:
         call = self._progress.put.remote(kind, report, sender)
@@ -266,21 +274,27 @@ def engine_stage(
     *,
     rows: int,
     batch_size: int | None = None,
+    at_start: int | None = None,
 ) -> ray.data.Dataset:
     """Add a stage of engines of a `kind`, made with `arguments`, the fewest and the most of them, to a dataset.
 
-    A call has up to `rows` rows, in `batch_size` rows of the dataset; by default these are a block.
+    A call has up to `rows` rows, in `batch_size` rows of the dataset; by default these are a block. So many engines as
+    `at_start` says are asked for at once, by default the fewest, and the first one that is there begins.
     """
     fewest, most = engines
+    first = at_start or fewest
     # While one call's last rows are decoded, rows of the next ones must fill the other slots.
     calls = 2 + math.ceil(arguments["spec"].config.max_num_seqs / rows)
     pool = ray.data.ActorPoolStrategy(
         min_size=fewest,
         max_size=most,
+        # Engines that wait for a node are what makes Ray start nodes. Ray alone would ask for a second engine when the
+        # first has finished parts, and then for at most twice as many again and again.
+        initial_size=first,
         enable_true_multi_threading=True,
         max_concurrent_calls_per_actor=calls,
         # Ray adds actors when more than 1.75 calls wait for each that can run.
-        max_tasks_in_flight_per_actor=2 * calls if most > fewest else calls + 1,
+        max_tasks_in_flight_per_actor=2 * calls if most > first else calls + 1,
     )
     return dataset.map_batches(
         kind,
@@ -365,7 +379,7 @@ class Feeder:
         """Generate a part, and return outcomes by `request_id`. Thread-safe.
 
         Args:
-            report: Called now and then with the outcomes so far, but not with all of them.
+            report: Called with the outcomes so far when there are new ones, once a beat, but not with all of them.
 
         Raises:
             JobError: The part is being generated already: its rows would never all come back to both calls.
@@ -398,15 +412,18 @@ class Feeder:
             self._changed.notify_all()
 
     def _wait(self, opened: _OpenPart, report: Report) -> dict[str, RowOutcome]:
+        reported = -1
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: opened.done or self._failure is not None, _REPORT_SECONDS)
+                self._changed.wait_for(lambda: opened.done or self._failure is not None, BEAT_SECONDS)
                 if self._failure is not None:
                     raise self._failure
                 outcomes, done = dict(opened.outcomes), opened.done
             if done:
                 return outcomes
-            report(outcomes)
+            if len(outcomes) != reported:
+                reported = len(outcomes)
+                report(outcomes)
 
     def _run(self) -> None:
         try:
@@ -420,10 +437,7 @@ class Feeder:
     def _exchange(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._may_enter())
-            full = self._inside >= self._slots
-        if full:
-            time.sleep(_PULSE_SECONDS)
-        with self._changed:
+            self._changed.wait_for(self._runs_short, _PULSE_SECONDS)
             left, self._left = self._left, []
             entering = self._take()
         outcomes = {row.key: self._outcome(row, result) for row, result in left}
@@ -436,6 +450,10 @@ class Feeder:
         if may_enter:
             for row in entering:
                 self._enter(row)
+
+    def _runs_short(self) -> bool:
+        """Return whether half of the rows that wait for a slot inside the engine are gone."""
+        return self._inside - self._slots <= (self._capacity - self._slots) // 2
 
     def _may_enter(self) -> int:
         if self._closed or (self._suspect_inside and self._inside):

@@ -92,7 +92,7 @@ class Job:
 def checked_job(config: GenerateConfig) -> Job:
     """Check a job, or raise `InputError`. Its output's folder is created, or opened if a submission has begun it."""
     say(f"checking {config.input} and the model")
-    if config.model is not None:  # as absolute paths, because other jobs read them in run.json
+    if config.model is not None and "://" not in config.model:  # absolute: other jobs read it in run.json
         config = replace(config, model=model_name(config.model))
     if config.images.folders:
         folders = [local_path(one) for one in config.images.folders]

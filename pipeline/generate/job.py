@@ -21,6 +21,7 @@ from pipeline.cluster.ray_cluster import (
     ActorResources,
     Cluster,
     connect,
+    nodes_ahead,
     quiet_ray_data,
     share_out,
     start_beside_driver,
@@ -34,7 +35,7 @@ from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.enough import keep_finished
 from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
-from pipeline.generate.staging import StagingPlan, stage
+from pipeline.generate.staging import StagingPlan, rows_per_part, stage
 from pipeline.generate.user_functions import PartCalls
 from pipeline.io.files import partials
 from pipeline.io.parts import Part, StagedInput, StagedParts
@@ -58,6 +59,8 @@ _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60
 _TELL_SECONDS = 1.0
 _SHOWN = 3
+_PART_BYTES = 1 << 20  # of the input: rows of 8 KB, more than most have
+_AT_START = 128  # engines to ask for at the start, where `resources.max_actors` does not say how many
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,12 @@ class Work:
         """Most engines: one without a part would only hold its node."""
         most = min(self.resources.max_actors or len(self.missing), len(self.missing))
         return max(most, self.resources.min_actors)
+
+    @property
+    def engines_at_start(self) -> int:
+        """Engines to ask for at the start: all that the job may have, or many where nothing says how many."""
+        unlimited = self.resources.max_actors is None
+        return min(self.most_engines, max(_AT_START, self.resources.min_actors)) if unlimited else self.most_engines
 
 
 def generate(config: GenerateConfig) -> None:
@@ -135,7 +144,7 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
     before = staged.rows - last.rows
     status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
     if job.prompts.kind == "openai":
-        write_batch(output, staged, model_name(job.config.model))
+        write_batch(output, staged, without_secrets(job.config.model or model_name(None)))
     output.delete_temporary()
     output.drop_temporary()
     output.unfinished.delete()
@@ -180,7 +189,8 @@ def _on_cluster(
         cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
     resources = share_out(job.config.resources, cluster)
     status.takes(resources)
-    staged = _stage(job, staged)
+    with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
+        staged = _stage(job, staged)
     work = Work(staged, staged.without(job.output.committed()), resources, learner)
     if not work.missing:
         return staged, Progress()
@@ -188,9 +198,17 @@ def _on_cluster(
     return _generate_missing(job, work, stopping, status)
 
 
+def _engines_ahead(job: Job, resources: ActorResources, cluster: Cluster) -> int:
+    # Engines to ask for before the input is staged, which may take minutes, as a node does: fewer than it has parts.
+    if not (cluster.may_grow and resources.gpus and resources.max_actors):
+        return 0
+    return min(resources.max_actors, sum(file.size for file in job.listing.files) // _PART_BYTES)
+
+
 def _stage(job: Job, before: StagedInput | None) -> StagedInput:
     # The input is staged if it is not yet, is damaged, or has changed.
-    rows, source = job.config.writing.rows_per_file, job.source
+    source = job.source
+    rows = job.config.writing.rows_per_file or rows_per_part(job.listing, job.config.reading)
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source, images=job.staged_images)
     if before is None:
         staged = stage(job.listing, plan)
@@ -349,14 +367,15 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
     )
     # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
     engines = (resources.min_actors, work.most_engines)
-    engine_stage(requests, EngineActor, engine, engines, resources, rows=longest, batch_size=1).materialize()
+    stage = {"rows": longest, "batch_size": 1, "at_start": work.engines_at_start}
+    engine_stage(requests, EngineActor, engine, engines, resources, **stage).materialize()
 
 
 def _learner(job: Job) -> LearnerSpec:
     from pipeline.learning.config import learner_spec
 
     config, loading = job.config, job.config.loading
-    run, model = without_secrets(config.output), model_name(config.model)
+    run, model = without_secrets(config.output), config.model or model_name(None)
     return learner_spec(
         config.learning, job.output, run, model, loading.dtype, trust_remote_code=loading.trust_remote_code
     )

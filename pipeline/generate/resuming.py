@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,14 +26,15 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES
-from pipeline.generate.staging import StagingPlan, content_hash, read_rows, refuse_shared_ids, repeats
-from pipeline.io.files import Location
+from pipeline.generate.row_keys import Keys, Places, mixed, pair, places_of, text_keys
+from pipeline.generate.staging import StagingPlan, equal_before, read_rows, refuse_shared_ids, rows_per_part
+from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
-from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
+from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type
 from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
-from pipeline.output.part_files import commit_part, discard_torn, is_whole
+from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, is_whole
 
 _SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
@@ -110,17 +112,21 @@ def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
 
 
 @dataclass(frozen=True)
-class AskedRow:
-    """A row's request.
+class AskedRows:
+    """Requests of N rows, as keys.
 
     Args:
-        seed_name: What its seed follows from; None where it has a problem.
-        key: A hash of its prompt, its own settings and its sample number.
+        names: Of the rows' names, [N, 2].
+        seeds: Of what their seeds follow from, and how many equal ones come before, [N, 2].
+        requests: Of their prompts, their own settings and their sample numbers, [N, 2].
     """
 
-    name: str
-    seed_name: str | None
-    key: bytes
+    names: Keys
+    seeds: Keys
+    requests: Keys
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -145,94 +151,120 @@ class Changes:
         return f"{self.rows:,} rows: {said}{broken}"
 
 
-def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
-    """Yield the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, …."""
-    columns = (rows[name].to_pylist() for name in ("request_id", "seed_name", "asked", "problem"))
-    for name, seed_name, asked, problem in zip(*columns, strict=True):
-        sample = name.rpartition("#")[2] if several else ""
-        text = f"{sample} {json.dumps(problem) if asked is None else asked}"
-        yield AskedRow(name, seed_name, content_hash(text))
+def asked_rows(rows: pa.Table, repeats: Sequence[int] = (), *, several: bool) -> AskedRows:
+    """Return the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, ….
+
+    `repeats` are those of a `Part`.
+    """
+    names, asked, problems = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
+    texts = (
+        f"{name.rpartition('#')[2] if several else ''} {json.dumps(problem) if text is None else text}"
+        for name, text, problem in zip(names, asked, problems, strict=True)
+    )
+    seeds = text_keys(rows["seed_name"].to_pylist())
+    if repeats:
+        seeds = numbered_seeds(seeds, np.array(repeats))
+    return AskedRows(text_keys(names), seeds, text_keys(texts))
 
 
-def match(before: Sequence[AskedRow], now: Sequence[AskedRow], *, drawn: bool) -> list[int | None]:
+def numbered_seeds(seed_names: Keys, repeats: Places) -> Keys:
+    """Return the keys of what seeds follow from, of rows with so many equal ones before them."""
+    return mixed(seed_names, repeats.astype(np.uint64)[:, None])
+
+
+def joined(pieces: Sequence[AskedRows]) -> AskedRows:
+    empty = AskedRows(*(np.empty((0, 2), np.uint64) for _ in range(3)))
+    columns = zip(*((one.names, one.seeds, one.requests) for one in [empty, *pieces]), strict=True)
+    return AskedRows(*map(np.concatenate, columns))
+
+
+def match(before: AskedRows, now: AskedRows, *, drawn: bool) -> Places:
     """Match each current row to an old one with the same request, at best of the same seed. Each index is used once.
 
     Where tokens are `drawn`, another seed would give others, so that only a row of the same seed matches.
     """
-    found: list[int | None] = [None] * len(now)
-    identities: list[Callable[[AskedRow], Hashable]] = [lambda row: (row.seed_name, row.key), lambda row: row.key]
-    for identity in identities[:1] if drawn else identities:
-        taken, free = set(found), defaultdict[Hashable, deque[int]](deque)
-        for index, row in enumerate(before):
-            if index not in taken:
-                free[identity(row)].append(index)
-        for place, row in enumerate(now):
-            if found[place] is None and free.get(identity(row)):
-                found[place] = free[identity(row)].popleft()
+    found, free = np.full(len(now), -1), np.arange(len(before))
+    exact = [mixed(rows.requests, rows.seeds) for rows in (before, now)]
+    for theirs, ours in [exact] if drawn else [exact, [before.requests, now.requests]]:
+        left = np.flatnonzero(found < 0)
+        first, second = pair(theirs[free], ours[left])
+        found[left[second]] = free[first]
+        free = np.delete(free, first)
     return found
 
 
-def compare(
-    before: Sequence[AskedRow], now: Sequence[AskedRow], found: Sequence[int | None], done: Collection[str]
-) -> Changes:
-    """Count changed rows, given the result of `match` and the names of finished rows."""
-    same = [index for index in found if index is not None]
-    kept = sum(before[index].name in done for index in same)
-    left = {row.name for row in before} - {before[index].name for index in same}
-    changed = sum(index is None and row.name in left for row, index in zip(now, found, strict=True))
+def compare(before: AskedRows, now: AskedRows, found: Places, done: npt.NDArray[np.bool_]) -> Changes:
+    """Count changed rows, given the result of `match` and which old rows are finished."""
+    same = found[found >= 0]
+    kept = int(done[same].sum())
+    changed = int((places_of(now.names[found < 0], np.delete(before.names, same, axis=0)) >= 0).sum())
     return Changes(len(now), kept, len(same) - kept, changed, len(before) - len(same) - changed)
 
 
 class Results:
-    """Results of an output, by row name."""
+    """Results of an output, by the index of their row among `names`, the keys of the staged rows' names."""
 
-    def __init__(self, output: OutputFolder, staged: StagedInput) -> None:
+    def __init__(self, output: OutputFolder, staged: StagedInput, names: Keys) -> None:
         self._given = staged.row_type.num_fields
         self.unfinished = read_unfinished(output)
-        self._problems: dict[str, dict[str, Any]] = {}
-        for info in output.errors.parquets().values():
-            file = Location(output.root.filesystem, info.path)
-            for row in file.read_parquet(["request_id", "error_type", "message", "attempts"]).to_pylist():
-                problem = {"type": row["error_type"], "message": row["message"], "attempts": row["attempts"]}
-                self._problems[row["request_id"]] = problem
-        self._places: dict[str, tuple[str, int]] = {}
-        for info in output.data.parquets().values():
-            file = Location(output.root.filesystem, info.path)
-            names = file.read_parquet(["request_id"])["request_id"].to_pylist()
-            self._places |= {name: (info.path, number) for number, name in enumerate(names)}
-        self._left = {row.request_id: row for row in self.unfinished if row.request_id not in self._places}
         self._files = output.root.filesystem
         self._generated = lru_cache(_OPEN_FILES)(self._read_generated)
+        failed = pa.concat_tables([ERROR_SCHEMA.empty_table(), *self._read(output.errors, ERROR_SCHEMA.names)])
+        self._problems = failed.select(["error_type", "message", "attempts"])
+        self._problem_of = places_of(names, text_keys(failed["request_id"].to_pylist()))
+        self._paths = [info.path for info in output.data.parquets().values()]
+        there = in_parallel(self._names, self._paths)
+        self._begins = np.cumsum([0, *map(len, there)])
+        self._result_of = places_of(names, np.concatenate([np.empty((0, 2), np.uint64), *there]))
+        self._left_of = places_of(names, text_keys(row.request_id for row in self.unfinished))
+        self._left_of[self._result_of >= 0] = -1
+        self._ended = np.array([row.generated is not None or row.problem is not None for row in self.unfinished], bool)
+
+    def _read(self, folder: Location, columns: list[str]) -> list[pa.Table]:
+        return [Location(self._files, info.path).read_parquet(columns) for info in folder.parquets().values()]
+
+    def _names(self, path: str) -> Keys:
+        return text_keys(Location(self._files, path).read_parquet(["request_id"])["request_id"].to_pylist())
 
     @property
-    def done(self) -> set[str]:
-        left = (name for name, row in self._left.items() if row.generated is not None or row.problem is not None)
-        return {*self._places, *self._problems, *left}
+    def any(self) -> bool:
+        return bool(self._begins[-1] or self._problems.num_rows or self._ended.any())
 
-    def problem(self, name: str | None) -> dict[str, Any] | None:
-        if name is None:
+    @property
+    def done(self) -> npt.NDArray[np.bool_]:
+        """Which rows are finished, [N]."""
+        left: npt.NDArray[np.bool_] = np.append(self._ended, False)[self._left_of]
+        return left | (self._result_of >= 0) | (self._problem_of >= 0)
+
+    def problem(self, index: int) -> dict[str, Any] | None:
+        """Return the problem of a row; None for -1."""
+        if index < 0:
             return None
-        found = self._problems.get(name) or (self._left[name].problem if name in self._left else None)
+        if (place := int(self._problem_of[index])) >= 0:
+            kind, message, attempts = (column[place].as_py() for column in self._problems.columns)
+            return {"type": kind, "message": message, "attempts": attempts, "input": None}
+        left = int(self._left_of[index])
+        found = self.unfinished[left].problem if left >= 0 else None
         return None if found is None else {**found, "input": None}
 
-    def generated(self, names: Sequence[str | None], columns: Sequence[OutputColumn]) -> pa.StructArray:
-        """Return the generated columns of rows; null where there are none."""
+    def generated(self, indices: Places, columns: Sequence[OutputColumn]) -> pa.StructArray:
+        """Return the generated columns of rows; null where there are none, and for -1."""
         kind = columns_type(columns)
         numbers: dict[str, list[tuple[int, int]]] = {}
-        order: list[int | None] = [None] * len(names)
+        order: list[int | None] = [None] * len(indices)
         left: list[dict[str, Any]] = []
-        for position, name in enumerate(names):
-            unfinished = self._left.get(name) if name is not None else None
-            if name in self._places:
-                file, number = self._places[name]
-                numbers.setdefault(file, []).append((number, position))
-            elif unfinished is not None and unfinished.generated is not None:
+        for position, index in enumerate(indices.tolist()):
+            place, unfinished = (self._result_of[index], self._left_of[index]) if index >= 0 else (-1, -1)
+            if place >= 0:
+                file = int(np.searchsorted(self._begins, place, side="right")) - 1
+                numbers.setdefault(self._paths[file], []).append((int(place - self._begins[file]), position))
+            elif unfinished >= 0 and (generated := self.unfinished[unfinished].generated) is not None:
                 order[position] = len(left)
-                left.append(unfinished.generated)
+                left.append(generated)
         pieces = [pa.array(left, kind)]
         at = len(left)
-        for file, some in numbers.items():
-            table = self._generated(file).take(pa.array([number for number, _ in some]))
+        for path, some in numbers.items():
+            table = self._generated(path).take(pa.array([number for number, _ in some]))
             pieces.append(_struct(with_program_text(table, kind.names), kind))
             for _, position in some:
                 order[position], at = at, at + 1
@@ -254,14 +286,15 @@ def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
     return pa.StructArray.from_arrays(arrays, fields=list(kind))
 
 
-def staged_rows(staged: StagedInput, *, several: bool) -> list[AskedRow]:
+def staged_rows(staged: StagedInput, *, several: bool) -> AskedRows:
     """Read the requests of all staged rows, without those of damaged parts."""
     damaged = {part.name for part in staged.damaged(staged.parts)}
     columns = ["request_id", "seed_name", "asked", "problem"]
-    tables = (
-        with_repeats(staged.file(part).read_parquet(columns), part) for part in staged.parts if part.name not in damaged
-    )
-    return [row for table in tables for row in asked_rows(table, several=several)]
+
+    def read(part: Part) -> AskedRows:
+        return asked_rows(staged.file(part).read_parquet(columns), part.repeats, several=several)
+
+    return joined(in_parallel(read, [part for part in staged.parts if part.name not in damaged]))
 
 
 def grow(job: Job, before: StagedInput, now: StagedInput, columns: Sequence[OutputColumn]) -> None:
@@ -274,24 +307,24 @@ def grow(job: Job, before: StagedInput, now: StagedInput, columns: Sequence[Outp
     Raises:
         InputError: No row's result can be kept.
     """
-    output, results = job.output, Results(job.output, before)
+    output = job.output
     rows_before, rows_now = (staged_rows(one, several=job.several) for one in (before, now))
+    results = Results(output, before, rows_before.names)
     found = match(rows_before, rows_now, drawn=job.drawn)
     changes = compare(rows_before, rows_now, found, results.done)
-    if not changes.kept and results.done:
+    if not changes.kept and results.any:
         raise InputError(
             f"output {job.config.output} belongs to another input: it has no result for any row of "
             f"{job.config.input}: choose another output"
         )
     print(f"the input has changed: {changes}", file=sys.stderr, flush=True)
-    sources = [None if index is None else rows_before[index].name for index in found]
     carried: list[SavedRow] = []
     begin = 0
     for part in now.parts:
-        names = sources[begin : begin + part.rows]
+        indices = found[begin : begin + part.rows]
         begin += part.rows
-        if any(name is not None for name in names):
-            carried += _carry(output, now, part, names, results, columns)
+        if (indices >= 0).any():
+            carried += _carry(output, now, part, indices, results, columns)
     write_unfinished(output, [*results.unfinished, *carried])
     now.save()
     delete_strays(output, now)
@@ -301,15 +334,15 @@ def _carry(
     output: OutputFolder,
     staged: StagedInput,
     part: Part,
-    names: Sequence[str | None],
+    indices: Places,
     results: Results,
     columns: Sequence[OutputColumn],
 ) -> list[SavedRow]:
-    """Commit a part if all of its rows have results under their old names; otherwise return the rows that have."""
+    """Commit a part if all of its rows have results, by their old indices; otherwise return the rows that have."""
     rows = with_row_type(staged.file(part).read_parquet(["request_id", "row", "problem"]), staged.row_type)
-    generated = results.generated(names, columns)
+    generated = results.generated(indices, columns)
     own = rows["problem"].to_pylist()
-    problems = [problem or results.problem(name) for problem, name in zip(own, names, strict=True)]
+    problems = [problem or results.problem(index) for problem, index in zip(own, indices.tolist(), strict=True)]
     done = [problem is not None or one.is_valid for problem, one in zip(problems, generated, strict=True)]
     if all(done):
         rows = with_problems(rows, problems).append_column("generated", generated)
@@ -328,44 +361,41 @@ def dry_run(job: Job) -> Changes:
 
     Images are not opened.
     """
-    rows_per_part = job.config.writing.rows_per_file
-    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows_per_part, images=job.staged_images)
+    rows = job.config.writing.rows_per_file or rows_per_part(job.listing, job.config.reading)
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, images=job.staged_images)
     read_apart(job.listing)
-    tables = list(read_rows(job.listing, plan))
-    now, broken = _asked_of(job, plan, tables), tuple(_refused(job, tables))
+    pieces: list[AskedRows] = []
+    broken: list[str] = []
+    for table in read_rows(job.listing, plan):
+        pieces.append(asked_rows(table, several=job.several))
+        broken += _refused(job, table)
+    now = joined(pieces)
+    if job.prompts.id_column is not None:
+        refuse_shared_ids(now.names, lambda: read_rows(job.listing, plan), plan)
+    else:
+        now = replace(now, seeds=numbered_seeds(now.seeds, equal_before(now.seeds)))
     before = StagedInput.load(job.output.staged)
     if before is None:
-        return replace(compare([], now, [None] * len(now), ()), broken=broken)
+        none = joined([])
+        return replace(compare(none, now, np.full(len(now), -1), np.empty(0, bool)), broken=tuple(broken))
     if before.format != STAGED_FORMAT:
         raise _older(job)
-    rows = staged_rows(before, several=job.several)
-    matched = match(rows, now, drawn=job.drawn)
-    return replace(compare(rows, now, matched, Results(job.output, before).done), broken=broken)
+    old = staged_rows(before, several=job.several)
+    matched = match(old, now, drawn=job.drawn)
+    done = Results(job.output, before, old.names).done
+    return replace(compare(old, now, matched, done), broken=tuple(broken))
 
 
-def _refused(job: Job, tables: Sequence[pa.Table]) -> Iterator[str]:
+def _refused(job: Job, table: pa.Table) -> Iterator[str]:
     """Yield the names of rows of which no request can be made, with the reasons."""
     from pipeline.generate.rollout import make_programs  # late: they import torch
     from pipeline.generate.row_requests import make_requests, settings_of
 
-    settings, make = settings_of(job), make_programs if job.prompts.kind == "program" else make_requests
-    for table in tables:
-        if IMAGES in table.column_names:
-            readable, seen = pc.is_null(table["problem"]), pc.is_valid(table[IMAGES])
-            table = table.filter(pc.invert(pc.and_(readable, seen)))
-        found = make(table.combine_chunks(), settings)
-        for name, problem in zip(found["request_id"].to_pylist(), found["problem"].to_pylist(), strict=True):
-            if problem is not None:
-                yield f"{name}: {one_line(problem['message'])}"
-
-
-def _asked_of(job: Job, plan: StagingPlan, tables: Sequence[pa.Table]) -> list[AskedRow]:
-    asked = [row for table in tables for row in asked_rows(table, several=job.several)]
-    if job.prompts.id_column is not None:
-        refuse_shared_ids(pa.concat_tables(table.select(["request_id", "place"]) for table in tables), plan)
-        return asked
-    numbered = zip(asked, repeats(row.seed_name for row in asked), strict=True)
-    return [
-        replace(row, seed_name=f"{row.seed_name}+{number}") if number and row.seed_name else row
-        for row, number in numbered
-    ]
+    if IMAGES in table.column_names:
+        readable, seen = pc.is_null(table["problem"]), pc.is_valid(table[IMAGES])
+        table = table.filter(pc.invert(pc.and_(readable, seen)))
+    make = make_programs if job.prompts.kind == "program" else make_requests
+    found = make(table.combine_chunks(), settings_of(job))
+    for name, problem in zip(found["request_id"].to_pylist(), found["problem"].to_pylist(), strict=True):
+        if problem is not None:
+            yield f"{name}: {one_line(problem['message'])}"

@@ -125,7 +125,7 @@ def settings_of(job: Job) -> PromptSettings:
     config, date = job.config, job.meaning["reading"]["date"]
     name, trusted = model_name(config.model), config.loading.trust_remote_code
     return PromptSettings(
-        name,
+        config.model or name,  # by which each machine finds its own copy
         trusted,
         job.prompts,
         config.reading,
@@ -378,6 +378,7 @@ class Encoder:
 @lru_cache(maxsize=2)
 def encoder_of(name: str, trust_remote_code: bool, sees: bool) -> Encoder:
     """Return the encoder of a target model, loaded once in a process."""
+    name = model_name(name)
     if sees:
         from drafter.images.processor import load_processor  # late, as it imports transformers' models
 

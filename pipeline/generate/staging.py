@@ -9,8 +9,7 @@ import base64
 import hashlib
 import json
 import sys
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +30,7 @@ from pipeline.generate.row_images import (
     StagedImage,
     take_row_images,
 )
+from pipeline.generate.row_keys import Keys, Places, numbered, occurrences, text_keys
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
@@ -42,7 +42,7 @@ from pipeline.io.column_types import (
     unify,
     whole,
 )
-from pipeline.io.files import Location, batches
+from pipeline.io.files import Location, batches, in_parallel
 from pipeline.io.listing import NAME_ROWS, InputListing, PromptSource, check_types, read_apart
 from pipeline.io.parts import Part, StagedInput, problem_column, row_name, with_problems, with_row_type
 from pipeline.io.reading import Chunk, InputFile, UnreadableValueError, read_file
@@ -60,6 +60,9 @@ _GROUP_BYTES = 256 << 20  # of the input, for one task
 _TASK_CPUS = 0.5
 _TASK_RETRIES = 3  # a file that kills its reader does so each time
 _EXAMPLES = 3
+_ROWS_PER_PART, _MOST_ROWS_PER_PART = 128, 1024
+_ROW_BYTES = 500  # of an input, by guess
+_PARTS = 20_000  # so many cost a driver some minutes in all, and engines of a large cluster finish 20 a second
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,20 @@ class StagingPlan:
     revision: int = 0
     part_bytes: int = PART_BYTES
     images: ImageReading | None = None
+
+
+def rows_per_part(listing: InputListing, reading: ReadingConfig) -> int:
+    """Return the rows of a part where settings do not say: more for a large input, of which the list becomes long.
+
+    An engine's loss costs no more for it. But the ledger has the finished rows of all open parts in memory, and the
+    last parts keep the last engines.
+    """
+    rows = sum(file.size for file in listing.files) // _ROW_BYTES
+    rows = min(rows, reading.limit or rows) * reading.samples
+    found = _ROWS_PER_PART
+    while found < _MOST_ROWS_PER_PART and found * _PARTS < rows:
+        found *= 2
+    return found
 
 
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
@@ -393,52 +410,52 @@ def _say_what_chats_are(staged: StagedInput, column: str) -> None:
 
 def told_apart(staged: StagedInput, plan: StagingPlan) -> StagedInput:
     """Return an input with its equal rows counted, where rows have no ids; `InputError` where two share one."""
-    named = pa.parquet.read_table(
-        [staged.file(part).path for part in staged.parts],
-        columns=["seed_name"] if plan.prompts.id_column is None else ["request_id", "place"],
-        filesystem=plan.folder.filesystem,
+    by_content = plan.prompts.id_column is None
+    column = "seed_name" if by_content else "request_id"
+
+    def read(part: Part) -> Keys:
+        return text_keys(staged.file(part).read_parquet([column])[column].to_pylist())
+
+    keys = np.concatenate(in_parallel(read, staged.parts))
+    if not by_content:
+        columns = ["request_id", "place"]
+        refuse_shared_ids(keys, lambda: (staged.file(part).read_parquet(columns) for part in staged.parts), plan)
+        return staged
+    each = np.split(equal_before(keys), np.cumsum([part.rows for part in staged.parts])[:-1])
+    parts = (
+        replace(part, repeats=tuple(own.tolist()) if own.any() else ())
+        for part, own in zip(staged.parts, each, strict=True)
     )
-    if plan.prompts.id_column is None:
-        return replace(staged, parts=_with_repeats(staged.parts, named["seed_name"]))
-    refuse_shared_ids(named, plan)
-    return staged
+    return replace(staged, parts=tuple(parts))
 
 
-def refuse_shared_ids(named: pa.Table, plan: StagingPlan) -> None:
-    """Raise `InputError` if a `request_id` of staged rows stands for several; their `place` says which."""
-    counts = pa.compute.value_counts(named["request_id"])
-    shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
-    if not len(shared):
+def equal_before(seed_names: Keys) -> Places:
+    """Return how many rows before each have its `seed_name`; 0 for rows with a problem, which have none."""
+    (numbers,) = numbered(seed_names)
+    return np.where(seed_names.any(axis=1), occurrences(numbers), 0)
+
+
+def refuse_shared_ids(keys: Keys, read: Callable[[], Iterable[pa.Table]], plan: StagingPlan) -> None:
+    """Raise `InputError` if a `request_id` stands for several rows.
+
+    Args:
+        keys: Those of the rows' `request_id`.
+        read: Reads the rows, once more, for what to say: with their `request_id` and `place`.
+    """
+    (numbers,) = numbered(keys)
+    shared = np.bincount(numbers, minlength=1)[numbers] > 1
+    if not shared.any():
         return
     expanded = plan.prompts.kind == "openai" or plan.reading.samples > 1
     places: dict[str, dict[str, None]] = {}
-    for row in named.filter(pa.compute.is_in(named["request_id"], shared)).to_pylist():
-        name = row_name(row["request_id"]) if expanded else row["request_id"]
-        places.setdefault(name, {})[row["place"]] = None
+    begin = 0
+    for table in read():
+        theirs = pa.array(shared[begin : begin + table.num_rows])
+        begin += table.num_rows
+        for row in table.select(["request_id", "place"]).filter(theirs).to_pylist():
+            name = row_name(row["request_id"]) if expanded else row["request_id"]
+            places.setdefault(name, {})[row["place"]] = None
     examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
     column = plan.prompts.id_column
     problem = f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})"
     raise InputError(f"{problem}: make them unique" if plan.prompts.kind == "openai" else f"{problem}: {NAME_ROWS}")
-
-
-def repeats(values: Iterable[Hashable]) -> list[int]:
-    """Return for each value how many equal ones come before it."""
-    seen = Counter[Hashable]()
-    found = []
-    for value in values:
-        found.append(seen[value])
-        seen[value] += 1
-    return found
-
-
-def _with_repeats(parts: Sequence[Part], names: pa.ChunkedArray) -> tuple[Part, ...]:
-    # Most inputs have few equal rows, and only these become Python's objects.
-    counts = pa.compute.value_counts(names.drop_null())
-    shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
-    equal = pa.compute.is_in(names, shared).combine_chunks().to_numpy(zero_copy_only=False)
-    numbers = np.zeros(len(names), np.int64)
-    numbers[equal] = repeats(names.filter(pa.array(equal)).to_pylist())
-    each = np.split(numbers, np.cumsum([part.rows for part in parts])[:-1])
-    return tuple(
-        replace(part, repeats=tuple(own.tolist()) if own.any() else ()) for part, own in zip(parts, each, strict=True)
-    )

@@ -69,7 +69,7 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
 _GOOGLE = ("gs://", "gcs://")
 _RETRY_SECONDS = 10
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-_READERS = 16
+_READERS = 64  # an object store answers after some tens of milliseconds, and a large job has ten thousands of footers
 _COPY_BYTES = 8 << 20
 _COPY = ".copy"
 _PARTIAL = ".partial"
@@ -323,6 +323,8 @@ def locate(uri: str) -> Location:
     """Find a local path, or a URI such as `s3://bucket/folder`; `InputError` if pyarrow cannot open it."""
     if "://" not in uri:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
+    # By default pyarrow has 25 connections to a store at most.
+    pa.set_io_thread_count(max(pa.io_thread_count(), _READERS))
     try:
         path, query = split_query(uri)
         if uri.startswith(_GOOGLE) and "retry_limit_seconds" not in query:  # by default, a quarter of an hour

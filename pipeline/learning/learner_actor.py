@@ -28,6 +28,7 @@ from drafter.methods.learning.drafter import found_start
 from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, LearnerProgress, rest_after
 from drafter.methods.learning.rows import RowSample
 from drafter.target_model.loading import load_base
+from pipeline.engines.models import model_name
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import Answer
 from pipeline.output.folder import put_head
@@ -117,7 +118,9 @@ class LearnerActor:
         """Return the learner; `folder` is for temporary copies only."""
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
-        base = load_base(spec.model, dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code)
+        base = load_base(
+            model_name(spec.model), dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code
+        )
         start = found_start(spec.beginning.here(folder), base)
         if spec.output.learner_state.exists:
             try:

@@ -176,6 +176,12 @@ class StatusBoard:
         self._last[kind] = time.time()
         self._first.setdefault(kind, self._last[kind])
 
+    def beat(self, engine: str, report: EngineReport, parts: Mapping[str, PartReport]) -> None:
+        """Record an engine's report, and those of its parts with news since its last one."""
+        self.put("engine", report, engine)
+        for part, progress in parts.items():
+            self.put("part", progress, part)
+
     def mail(self, life: str, number: int) -> Mail:
         """Return the reports after `number`, or all if `number` is from another `life`."""
         arrived = number if life == self._life else 0

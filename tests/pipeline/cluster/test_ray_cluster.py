@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
+from ray.util import placement_group_table
 
-from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, share_out
+from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, nodes_ahead, share_out
 from pipeline.errors import InputError
 from pipeline.settings import ResourcesConfig
+from tests.support.waiting import wait_until
 
 HEAD = Node(0, 0)
 
@@ -81,3 +84,15 @@ def test_who_waits_for_a_node_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_threads_are_whole() -> None:
     assert [ActorResources(cpus, 1.0, 1, 1).threads for cpus in (0.0, 0.5, 1.0, 7.5)] == [1, 1, 1, 8]
+
+
+def test_nodes_are_asked_for_as_long_as_the_input_is_staged(local_ray: None) -> None:
+    """Ray starts a node for a placement group that has no place yet."""
+
+    def waiting() -> list[Any]:
+        return [one for one in placement_group_table().values() if one["state"] == "PENDING"]
+
+    with nodes_ahead(0.5, 3):
+        wait_until(lambda: len(waiting()) == 3, "three places are wanted")
+        assert [one["bundles"] for one in waiting()] == [{0: {"GPU": 0.5}}] * 3
+    wait_until(lambda: not waiting(), "none is wanted any more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -22,7 +23,7 @@ from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
-from pipeline.progress.board import StatusBoard
+from pipeline.progress.board import Kind, StatusBoard
 from pipeline.settings import LimitsConfig
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
@@ -126,6 +127,44 @@ def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> 
     rows = generated(result)
     assert [row is None for row in rows] == [False, True, True, True, False]
     assert rows[0] == rows[4]
+
+
+class CountingBoard(StatusBoard):
+    """A board that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: Counter[str] = Counter()
+
+    def beat(self, *report: Any) -> None:
+        self._calls["beat"] += 1
+        super().beat(*report)
+
+    def put(self, kind: Kind, report: Any, sender: str | None = None) -> None:
+        self._calls[kind] += 1
+        super().put(kind, report, sender)
+
+    def calls(self) -> Counter[str]:
+        return self._calls
+
+
+def test_parts_that_are_open_together_make_no_calls_of_their_own(
+    actor: EngineActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished part makes the engine's report due, which has the news of all parts; no beat falls into this."""
+    board = ray.remote(num_cpus=0)(CountingBoard).remote()
+    monkeypatch.setattr(actor, "_progress", board)
+    monkeypatch.setattr(actor._pulse, "_work", lambda: None)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda n: actor(request_part([[7, 8, 9]] * 2, f"counted{n}", tokens=20)), range(3)))
+    calls = ray.get(board.calls.remote())
+    assert calls == {"beat": 3, "engine": 3, "part": 3}
+    mail = ray.get(board.mail.remote("", 0))
+    assert {name: mail.reports["part", name].rows for name in ("counted0", "counted1", "counted2")} == {
+        "counted0": 2,
+        "counted1": 2,
+        "counted2": 2,
+    }
 
 
 class LossyVerifier(ExactVerifier):

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter.engine.config import EngineSettings
+from pipeline.engines import models
 from pipeline.engines.models import (
     engine_spec,
     folder_fingerprint,
@@ -27,6 +29,7 @@ from pipeline.engines.models import (
     tensor_spans,
 )
 from pipeline.errors import InputError
+from pipeline.io.files import Location
 from pipeline.settings import LoadingConfig
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
 from tests.support.paths import ROOT
@@ -219,3 +222,29 @@ def test_a_request_may_be_as_long_as_the_model_has_positions() -> None:
     embedded = model_name(None)
     assert longest_request(embedded, 2048, trust_remote_code=False) == 1024
     assert longest_request(embedded, 500, trust_remote_code=False) == 500
+
+
+def test_a_model_in_a_bucket_is_copied_once_for_a_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that start together share one copy; a changed folder has another, with another fingerprint."""
+    monkeypatch.setattr(models, "_COPIES", tmp_path / "copies")
+    bucket = Path(shutil.copytree(model, tmp_path / "bucket"))
+    copied: list[Path] = []
+    copy = Location.copy_to
+
+    def counted(place: Location, file: Path) -> None:
+        copied.append(file)
+        copy(place, file)
+
+    monkeypatch.setattr(Location, "copy_to", counted)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(model_name, [f"file://{bucket}"] * 4))
+    (folder,) = found
+    assert sorted(file.name for file in copied) == sorted(file.name for file in bucket.iterdir() if file.is_file())
+    assert model_fingerprint(folder) == model_fingerprint(str(bucket))
+    (bucket / "config.json").write_text((bucket / "config.json").read_text() + " ")
+    assert model_fingerprint(model_name(f"file://{bucket}")) != model_fingerprint(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty is no folder with files: give that of its config\.json"):
+        model_name(f"file://{tmp_path}/empty")

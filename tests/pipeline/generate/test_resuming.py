@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -23,8 +25,9 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
-from pipeline.generate.resuming import AskedRow, compare, delete_strays, dry_run, grow, match
-from pipeline.generate.staging import StagingPlan, repeats, stage_files, told_apart
+from pipeline.generate.resuming import AskedRows, compare, delete_strays, dry_run, grow, match, numbered_seeds
+from pipeline.generate.row_keys import text_keys
+from pipeline.generate.staging import StagingPlan, equal_before, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import find_prompts, list_input
@@ -39,25 +42,30 @@ from tests.support.waiting import wait_until
 TRAITS = RunTraits(SamplingParams(), rows_have_settings=False, drafter="first")
 
 
-def asked(name: str, what: str) -> AskedRow:
-    """A row with an id."""
-    return AskedRow(name, name, what.encode())
+def asked(*rows: tuple[str, str], seeds: npt.NDArray[np.int64] | None = None) -> AskedRows:
+    """Rows with ids, and what they ask for; with `seeds`, what their seeds follow from is that and this number."""
+    names, requests = (text_keys(row[place] for row in rows) for place in (0, 1))
+    return AskedRows(names, names if seeds is None else numbered_seeds(requests, seeds), requests)
+
+
+def are(done: str, before: AskedRows) -> npt.NDArray[np.bool_]:
+    """Which rows have one of the names in `done`."""
+    names = {tuple(key) for key in text_keys(done).tolist()}
+    return np.array([tuple(key) in names for key in before.names.tolist()], bool)
 
 
 def test_a_row_takes_the_result_of_its_seed_and_otherwise_of_what_it_asks_for() -> None:
-    before = [asked("1", "x"), asked("2", "y"), asked("3", "x"), asked("4", "z")]
-    now = [asked("1", "y"), asked("2", "x"), asked("3", "x"), asked("5", "x"), asked("6", "n")]
+    before = asked(("1", "x"), ("2", "y"), ("3", "x"), ("4", "z"))
+    now = asked(("1", "y"), ("2", "x"), ("3", "x"), ("5", "x"), ("6", "n"))
     found = match(before, now, drawn=False)
     # The third keeps its own; the second and the fourth share what is left of `x`, and the first finds `y`.
-    assert found == [1, 0, 2, None, None]
-    assert match(before, now, drawn=True) == [None, None, 2, None, None]
-    assert str(compare(before, now, found, {"1", "2", "3", "4"})) == (
-        "5 rows: 3 kept, 2 new, 1 removed, whose results go"
-    )
-    changed = [asked("4", "other")]
-    counts = compare(before, changed, match(before, changed, drawn=False), {"1"})
+    assert found.tolist() == [1, 0, 2, -1, -1]
+    assert match(before, now, drawn=True).tolist() == [-1, -1, 2, -1, -1]
+    assert str(compare(before, now, found, are("1234", before))) == "5 rows: 3 kept, 2 new, 1 removed, whose results go"
+    changed = asked(("4", "other"))
+    counts = compare(before, changed, match(before, changed, drawn=False), are("1", before))
     assert (counts.kept, counts.changed, counts.removed) == (0, 1, 3)
-    some = compare(before, before, match(before, before, drawn=True), {"1", "3"})
+    some = compare(before, before, match(before, before, drawn=True), are("13", before))
     assert str(some) == "4 rows: 2 kept, 2 still to generate"
 
 
@@ -66,30 +74,38 @@ ROWS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc")), unique_by
 
 @given(ROWS, ROWS)
 def test_no_result_is_lost_or_used_twice(before: list[tuple[int, str]], now: list[tuple[int, str]]) -> None:
-    old, new = ([asked(str(name), what) for name, what in rows] for rows in (before, now))
+    old, new = (asked(*((str(name), what) for name, what in rows)) for rows in (before, now))
     found = match(old, new, drawn=False)
-    used = [index for index in found if index is not None]
+    used = [index for index in found.tolist() if index >= 0]
     assert len(used) == len(set(used))
-    for row, index in zip(new, found, strict=True):
-        assert index is None or old[index].key == row.key
+    for (name, what), index in zip(now, found.tolist(), strict=True):
+        assert index < 0 or before[index][1] == what
+        # Of several old rows the one of its own name comes first.
+        assert (name, what) not in before or before[index] == (name, what)
     # As many as there can be: for each key the smaller of both numbers.
-    assert len(used) == (Counter(row.key for row in old) & Counter(row.key for row in new)).total()
-    counts = compare(old, new, found, {row.name for row in old})
+    both = Counter(what for _, what in before) & Counter(what for _, what in now)
+    assert len(used) == both.total()
+    counts = compare(old, new, found, np.ones(len(old), bool))
     assert counts.kept == len(used)
     assert counts.kept + counts.changed + counts.removed == len(old)
+    left = {name for index, (name, _) in enumerate(before) if index not in used}
+    assert counts.changed == sum(index < 0 and name in left for (name, _), index in zip(now, found, strict=True))
 
 
 @given(st.lists(st.text("ab", max_size=6), max_size=5))
 def test_seeds_of_rows_without_ids_are_those_of_a_new_output_whatever_came_before(inputs: list[str]) -> None:
-    before: list[AskedRow] = []
-    seeds: list[str | None] = []
+    before, old = asked(), list[str]()
+    seeds: list[str] = []
     for text in inputs:
-        rows = zip(text, repeats(text), strict=True)
-        now = [AskedRow(str(n), f"{what}+{number}", what.encode()) for n, (what, number) in enumerate(rows)]
-        found = match(before, now, drawn=True)
-        seeds = [row.seed_name if at is None else seeds[at] for row, at in zip(now, found, strict=True)]
-        before = now
-        assert seeds == [row.seed_name for row in now]
+        numbers = equal_before(text_keys(text))
+        now = asked(*((str(n), what) for n, what in enumerate(text)), seeds=numbers)
+        new = [f"{what}+{number}" for what, number in zip(text, numbers, strict=True)]
+        assert new == [f"{what}+{text[:n].count(what)}" for n, what in enumerate(text)]
+        found = match(before, now, drawn=True).tolist()
+        seeds = [one if at < 0 else seeds[at] for one, at in zip(new, found, strict=True)]
+        assert all(at >= 0 for one, at in zip(new, found, strict=True) if one in old)
+        before, old = now, new
+        assert seeds == new
         assert len(set(seeds)) == len(seeds)
 
 

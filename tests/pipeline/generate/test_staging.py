@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import fs
 from ray.exceptions import WorkerCrashedError
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
@@ -23,14 +24,16 @@ from pipeline.generate.staging import (
     content_hash,
     cut,
     expand,
+    rows_per_part,
     stage_files,
     staged_group,
 )
 from pipeline.io.apart import Apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
-from pipeline.io.listing import find_prompts, list_input
+from pipeline.io.listing import InputListing, find_prompts, list_input
 from pipeline.io.parts import PROBLEM_TYPE, StagedInput
+from pipeline.io.reading import InputFile
 from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.damage import end_reader
@@ -40,6 +43,23 @@ from tests.support.staging import read_parts, staged, staged_input, write_input
 
 
 PROMPTS = [f"prompt {number}" for number in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "reading", "rows"),
+    [
+        (0, ReadingConfig(), 128),
+        (1, ReadingConfig(), 128),
+        (5, ReadingConfig(), 512),
+        (50, ReadingConfig(), 1024),
+        (50, ReadingConfig(limit=1_000_000), 128),
+        (1, ReadingConfig(samples=8), 1024),
+    ],
+)
+def test_parts_of_a_large_input_have_more_rows(gigabytes: int, reading: ReadingConfig, rows: int) -> None:
+    """Small jobs have what they always had, so that all engines get some."""
+    files = tuple(InputFile(f"{n}.jsonl", f"{n}.jsonl", 10**9, "jsonl") for n in range(gigabytes))
+    assert rows_per_part(InputListing(fs.LocalFileSystem(), files), reading) == rows
 
 
 def test_the_limit_counts_rows_over_all_files(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ def test_repeated_work_is_not_counted_twice() -> None:
     assert now.acceptance_length == 2.0
 
 
+def test_an_engine_reports_for_all_of_its_parts_in_one_call() -> None:
+    board, tally = StatusBoard(), Tally(total=9, before=0, errors_before=0)
+    board.beat("e1", engine(active=1), {"p1": PartReport(rows=3, tokens=30), "p2": PartReport(rows=2)})
+    board.beat("e1", engine(active=2), {"p2": PartReport(rows=4)})  # before the driver asks: p1 is not lost
+    now = fetch(board, tally, time.time())
+    assert (now.engines, now.active, now.rows, now.tokens) == (1, 2, 7, 30)
+
+
 def test_a_board_that_died_takes_nothing_along() -> None:
     tally = Tally(total=100, before=0, errors_before=0)
     board = StatusBoard()

@@ -1,0 +1,80 @@
+"""Comparison of very many rows by hashes of their names and requests, in a few dozen bytes a row.
+
+Keys are arrays of 64-bit integers, [N, 2]: rows are equal where both columns are. Those of a text are a hash of 128
+bits, so that two texts of a hundred million rows share one with a probability of 1e-23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
+"""Indices into rows, [N]; -1 is none."""
+_BYTES = 16
+
+
+def text_keys(texts: Iterable[str | None]) -> Keys:
+    """Return the keys of texts, [N, 2]; zero for None."""
+    hashed = (
+        b"\0" * _BYTES
+        if text is None
+        else hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest()
+        for text in texts
+    )
+    return np.frombuffer(b"".join(hashed), np.uint64).reshape(-1, 2)
+
+
+def mixed(keys: Keys, more: npt.NDArray[np.uint64]) -> Keys:
+    """Return keys of rows that are equal where `keys` and `more` ([N, 2] or [N, 1]) are, in the two columns of one.
+
+    What is multiplied by an odd number keeps all of its bits.
+    """
+    return keys ^ (more * np.uint64(0x9E3779B97F4A7C15))
+
+
+def numbered(*keys: Keys) -> list[Places]:
+    """Return a number for each row of each array: the same where their keys are equal, here and across arrays."""
+    together = np.concatenate(keys)
+    order = np.lexsort(together.T)
+    begins = np.zeros(len(order), bool)
+    begins[:1] = True
+    for column in together.T:
+        ordered = column[order]
+        begins[1:] |= ordered[1:] != ordered[:-1]
+    numbers = np.empty(len(together), np.int64)
+    numbers[order] = np.cumsum(begins) - 1
+    return np.split(numbers, np.cumsum([len(one) for one in keys])[:-1])
+
+
+def occurrences(numbers: Places) -> Places:
+    """Return for each number how many equal ones come before it."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    begins = np.ones(len(ordered), bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    at = np.arange(len(ordered))
+    found = np.empty(len(ordered), np.int64)
+    found[order] = at - np.maximum.accumulate(np.where(begins, at, 0))
+    return found
+
+
+def places_of(keys: Keys, among: Keys) -> Places:
+    """Return where each row is `among` others: the last of those with its key."""
+    mine, theirs = numbered(keys, among)
+    place = np.full(len(keys) + len(among), -1)
+    place[theirs] = np.arange(len(among))
+    return place[mine]
+
+
+def pair(before: Keys, now: Keys) -> tuple[Places, Places]:
+    """Pair equal rows, the first with the first, the second with the second: indices of both, in order of `before`."""
+    numbers = numbered(before, now)
+    most = len(before) + len(now)
+    one, other = (number * most + occurrences(number) for number in numbers)
+    _, first, second = np.intersect1d(one, other, assume_unique=True, return_indices=True)
+    return first, second
