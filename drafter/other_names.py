@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 
 _TOOLS = "an endpoint's chats have tools and tool_choice, also in a batch; elsewhere a call is text"
 _BEAMS = "each sample is decoded by itself; ask for several, and choose"
@@ -94,14 +93,6 @@ NOT_SUPPORTED = {
     "truncate_prompt_tokens": "a prompt that is too long is an error: shorten it",
 }
 """Names for which there is nothing, and why, or what to do instead."""
-
-REMOVED: dict[str, tuple[Any, str]] = {
-    "learning.learning_rate": (0.001, "it is 0.001"),
-    "limits.row_attempts": (4, "it is 4"),
-    "reading.sampling_column": ("sampling", "the column is named sampling"),
-    "writing.per_step_accepted": (True, "that column is always written"),
-}
-"""Settings of jobs that there were: the value that now holds for all, and how to say so."""
 
 
 def hint(name: str, known: Iterable[str]) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from jsonargparse import ArgumentParser, Namespace
 
 from drafter.errors import one_line, without_secrets
-from drafter.other_names import NOT_SUPPORTED, OURS, REMOVED
+from drafter.other_names import NOT_SUPPORTED, OURS
 from pipeline.errors import InputError, JobError, JobStopped, NoClusterError
 
 Config = TypeVar("Config")
@@ -352,8 +352,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     last = {one.rpartition(".")[2]: one for one in reversed(known)}
-    if gone := REMOVED.get(name.lstrip("-")):
-        return f": it is no setting any more: {gone[1]}"
     word = name.rpartition(".")[2].lstrip("-")
     if why := NOT_SUPPORTED.get(word):
         return f": not supported: {why}"

@@ -19,7 +19,6 @@ from pyarrow import fs
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import one_line, without_secrets
-from drafter.other_names import REMOVED
 from drafter.source_commit import source_commit
 from pipeline.errors import InputError
 from pipeline.io.files import (
@@ -280,7 +279,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict | None):
             yield from _changes(old, new or {}, f"{prefix}{name}.")
-        elif old != new and REMOVED.get(f"{prefix}{name}", (new,))[0] != old:
+        elif old != new:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")
 

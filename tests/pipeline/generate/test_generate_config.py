@@ -80,7 +80,6 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
         ("--input a --output b --max_num_seq 4", "unknown option --max_num_seq: did you mean --engine.max_num_seqs?"),
         ("--input a --output b --max_tokens=4", "unknown option --max_tokens: did you mean --sampling.max_new_tokens?"),
         ("--input a --output b --sampling.temprature 1", "did you mean --sampling.temperature?"),
-        ("--input a --output b --reading.sampling_column s", "it is no setting any more: the column is named sampling"),
         ("--input a --output b stray", "unexpected argument 'stray': settings are given as --name value"),
         ("--input a --output b --sampling.temperature=-1", "sampling.temperature must be at least 0, not -1"),
         ("--input a --output b --sampling.temperature nan", f"{_TEMPERATURE} a finite number or null, not nan"),

@@ -47,7 +47,6 @@ def test_the_example_is_valid() -> None:
         ("--learning true --learning.gpus 2", "learning.gpus must be at most 1, not 2"),
         ("--learning true --learning.share 0", "learning.share must be more than 0, not 0"),
         ("--learning true --learning.share 1.5", r"learning.share must be at most 1, not 1\.5"),
-        ("--learning true --learning.learning_rate 0.1", "learning_rate: it is no setting any more: it is 0.001"),
         ("--learning true --learning.head new:tree", "learning.head new:tree is not known: new heads .* ctc, .*medusa"),
         ("--learning true --drafter ngram", "drafter ngram has no head that could learn"),
         ("--learning true --verifier typical", "the verifier typical lets other tokens pass"),
