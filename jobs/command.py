@@ -10,7 +10,6 @@ from pipeline.command_line import did_you_mean
 _JOBS = {
     "generate": "generate a text for every row of a dataset",
     "serve": "serve a model by OpenAI's API",
-    "edge": "chat with a model on a server, which verifies what this device drafts",
     "evaluate": "measure what drafters gain",
     "report": "show what a generation job has done as one page",
     "compare": "put two outputs of the same prompts side by side",
