@@ -98,7 +98,6 @@ def measure_speed(base: BaseModel, folder: Path, head: Path, args: argparse.Name
         tuple(batch for batch in BATCHES if batch <= args.prompts),
         rounds=args.rounds,
         max_new_tokens=args.max_new_tokens,
-        transformers=False,
     )
     questions = {"gsm8k": read_questions(DATA / _QUESTIONS, args.prompts)}
     evaluation = Evaluation(base, load_tokenizer(folder), questions, plan)

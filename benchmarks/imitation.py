@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     drafters = (*(f"exit:{layers}" for layers in args.layers), *map(str, names))
     counts: tuple[int | Literal["auto"], ...]
     counts = tuple("auto" if one == "auto" else int(one) for one in args.draft_tokens)
-    plan = Plan(drafters, ("exact",), counts, (1,), max_new_tokens=args.max_new_tokens, transformers=False)
+    plan = Plan(drafters, ("exact",), counts, (1,), max_new_tokens=args.max_new_tokens)
     questions = {
         kind: [replace(one, turns=one.turns[:1]) for one in read_questions(DATA / file, args.prompts)]
         for kind, file in _FILES.items()

@@ -26,13 +26,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from benchmarks.transformers_decoder import padding, transformers_decoder
 from drafter.devices import in_passing_thread, synchronise
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, decode_all, padding, transformers_decoder
+from drafter.evaluation.decoders import Decoder, Run, decode_all
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.questions import QuestionError, encode, read_questions
 from drafter.evaluation.results import write_json

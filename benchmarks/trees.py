@@ -63,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tuple(args.temperatures),
         rounds=args.rounds,
         max_new_tokens=args.max_new_tokens,
-        transformers=False,
     )
     # The second turn of a conversation would follow another answer than the model's.
     questions = {

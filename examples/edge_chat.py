@@ -2,8 +2,8 @@
 
     python -m examples.edge_chat --server http://HOST:8000 --draft_model SMALL_MODEL
 
-The server runs `drafter serve --edge.sessions N`. Its key comes from the environment variable DRAFTER_API_KEY, as a command
-line is seen by all users of a machine. Ctrl-D ends.
+The server runs `drafter serve --edge.sessions N`. Its key comes from the environment variable DRAFTER_API_KEY, as a
+command line is seen by all users of a machine. Ctrl-D ends.
 """
 
 from __future__ import annotations

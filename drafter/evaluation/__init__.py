@@ -1,1 +1,1 @@
-"""Measures a drafter's speed: this project's engine beside plain decoding and `transformers.generate`. No Ray."""
+"""Measures a drafter's speed beside plain decoding in the same engine. No Ray."""

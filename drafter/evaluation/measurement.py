@@ -15,31 +15,10 @@ from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS, embedded_heads
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import (
-    Decoder,
-    Run,
-    decode_all,
-    differing_tokens,
-    in_turns,
-    padding,
-    room_for,
-    transformers_decoder,
-    warm_up,
-)
+from drafter.evaluation.decoders import Decoder, Run, decode_all, differing_tokens, in_turns, room_for, warm_up
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import Prompt, Question, check_batches, prompts_of
-from drafter.evaluation.results import (
-    PLAIN,
-    STAGES,
-    TRANSFORMERS,
-    Arm,
-    Cell,
-    Plan,
-    Results,
-    Setting,
-    Skipped,
-    StageSums,
-)
+from drafter.evaluation.results import PLAIN, STAGES, Arm, Cell, Plan, Results, Setting, Skipped, StageSums
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.requests import Request
@@ -133,9 +112,6 @@ class Evaluation:
     def _decoders(self, batch: int, requests: Sequence[Request]) -> dict[Arm, Decoder]:
         """Return decoders of all arms that can decode `requests`, warmed up."""
         decoders: dict[Arm, Decoder] = {}
-        if self._plan.transformers:
-            ends, pad = self._base.eos_token_ids, padding(self._tokenizer)
-            decoders[TRANSFORMERS] = transformers_decoder(self._base.model, ends, batch, pad)
         for arm in (PLAIN, *self._arms):
             nodes = "auto" if arm.nodes is None else arm.nodes
             config = room_for(requests, batch, num_draft_tokens=nodes, compile=self._plan.compile)
@@ -170,11 +146,9 @@ def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompt
     for runs in rounds:
         outputs = [output for run in runs for output in run.outputs]
         differing += sum(differing_tokens(o, p.answer) for o, p in zip(outputs, prompts, strict=True))
-        # transformers keeps no counts.
         for place, one in enumerate(c for run in runs for c in run.counts):
             counts.setdefault(prompts[place].category, []).append(one)
             by_prompt[place] = total([by_prompt[place], one])
-    same_draws = temperature == 0 or arm != TRANSFORMERS
     return Cell(
         questions,
         batch,
@@ -182,11 +156,11 @@ def _cell_of(setting: Setting, arm: Arm, rounds: Sequence[Sequence[Run]], prompt
         arm,
         tokens=[[run.num_tokens for run in runs] for runs in rounds],
         seconds=[[round(run.seconds, 6) for run in runs] for runs in rounds],
-        differing_tokens=differing if same_draws else None,
+        differing_tokens=differing,
         counts={category: total(some) for category, some in counts.items()},
-        stages=None if arm == TRANSFORMERS else _stage_sums([run for runs in rounds for run in runs]),
-        tokens_by_prompt=[one.num_output_tokens for one in by_prompt if counts],
-        steps_by_prompt=[one.num_decode_steps for one in by_prompt if counts],
+        stages=_stage_sums([run for runs in rounds for run in runs]),
+        tokens_by_prompt=[one.num_output_tokens for one in by_prompt],
+        steps_by_prompt=[one.num_decode_steps for one in by_prompt],
     )
 
 

@@ -51,7 +51,6 @@ class Arm:
         return re.sub(r"[^:>+]*/", "", re.sub(r"(?<=[^:>+/])/head(?=/*(?:[>+]|$))", "", self.drafter).rstrip("/"))
 
 
-TRANSFORMERS = Arm("transformers.generate")
 PLAIN = Arm("none")
 
 
@@ -63,7 +62,6 @@ class Plan:
         drafters: Names as `load_drafter` takes them. A drafter without one of the `trees` is skipped there.
         samples: Answers to each question, each with its own seed, one after another.
         compile: Whether this project's engines compile the target model's forward.
-        transformers: Whether `transformers.generate` is measured as well.
 
     Raises:
         ValueError: A list is empty or has a value twice, or a value is out of range.
@@ -78,7 +76,6 @@ class Plan:
     rounds: int = 1
     max_new_tokens: int = 48
     compile: bool = False
-    transformers: bool = True
 
     def __post_init__(self) -> None:
         for name in ("drafters", "trees", "num_draft_tokens", "batches", "temperatures"):
@@ -98,8 +95,8 @@ class Plan:
             )
         if unknown := [tree for tree in self.trees if tree not in get_args(Tree)]:
             raise ValueError(f"trees must be {' or '.join(get_args(Tree))}, not {unknown[0]}")
-        if {PLAIN.drafter, TRANSFORMERS.drafter} & set(self.drafters):
-            raise ValueError(f"drafters: {PLAIN.drafter} and {TRANSFORMERS.drafter} are no drafters: leave them out")
+        if PLAIN.drafter in self.drafters:
+            raise ValueError(f"drafters: {PLAIN.drafter} is no drafter: leave it out")
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class StageSums:
 class Cell:
     """Record of one arm on one set of questions, at one batch size and temperature.
 
-    A run is one prompt at batch 1, otherwise all prompts. `transformers.generate` has no counts and no stages.
+    A run is one prompt at batch 1, otherwise all prompts.
     """
 
     questions: str
@@ -123,7 +120,7 @@ class Cell:
     arm: Arm
     tokens: list[list[int]]  # new tokens of each run, by round
     seconds: list[list[float]]  # of the same runs
-    differing_tokens: int | None  # from plain decoding's, over all rounds; None if the arm draws other random numbers
+    differing_tokens: int | None  # from plain decoding's, over all rounds; None of older results that drew otherwise
     counts: dict[str, DecodeCounts] = field(default_factory=dict)  # sums over all rounds, by category
     stages: StageSums | None = None
     tokens_by_prompt: list[int] = field(default_factory=list)  # new tokens of each prompt, summed over all rounds
@@ -204,8 +201,7 @@ class Figures:
     plain: Cell  # plain decoding at the same setting
     rate: float  # tokens per second, median over rounds
     gamma: float  # speed relative to plain decoding
-    relative_to_transformers: float | None
-    beta: float | None  # new tokens per decode forward of the target model; None for transformers
+    beta: float | None  # new tokens per decode forward of the target model; None of older results without counts
 
     @property
     def beta_interval(self) -> Interval | None:
@@ -237,14 +233,12 @@ def figures(cells: Sequence[Cell]) -> list[Figures]:
     found = []
     for cell in cells:
         ours, counts = rates[cell.setting, cell.arm], total(cell.counts.values())
-        theirs = rates.get((cell.setting, TRANSFORMERS))
         found.append(
             Figures(
                 cell,
                 plain[cell.setting],
                 rate=median(ours),
                 gamma=speedup(ours, rates[cell.setting, PLAIN]),
-                relative_to_transformers=None if theirs is None else speedup(ours, theirs),
                 beta=mean_acceptance_length(counts) if cell.counts else None,
             )
         )

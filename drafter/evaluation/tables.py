@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drafter.evaluation.environment import machine
 from drafter.evaluation.intervals import Interval, sign_test
-from drafter.evaluation.results import PLAIN, STAGES, TRANSFORMERS, Arm, Cell, Figures, Results, Setting, figures
+from drafter.evaluation.results import PLAIN, STAGES, Arm, Cell, Figures, Results, Setting, figures
 from drafter.statistics import mean_acceptance_length
 
 TABLE_FILE = "table.md"
@@ -20,7 +20,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def speed_table(found: Sequence[Figures]) -> str:
-    """Return β, γ and the ratio to `transformers.generate`, if measured, by arm and set of questions."""
+    """Return β and γ by arm and set of questions."""
     rows = []
     for arm in dict.fromkeys(one.cell.arm for one in found):
         row, cells = _named(arm), [one for one in found if one.cell.arm == arm]
@@ -30,13 +30,10 @@ def speed_table(found: Sequence[Figures]) -> str:
             row[f"{name} γ"] = with_interval(one.gamma, one.gamma_interval)
             faster, runs = one.faster
             row[f"{name} faster"] = "" if arm == PLAIN else f"{faster} of {runs}, p {sign_test(faster, runs):.2g}"
-            if one.relative_to_transformers is not None:
-                row[f"{name} × generate"] = f"{one.relative_to_transformers:.2f}"
         made = sum(sum(map(sum, one.cell.tokens)) for one in cells)
-        differing = [one.cell.differing_tokens for one in cells]
-        known = [number for number in differing if number is not None]
-        same_draws = len(known) == len(differing)
-        rows.append(row | {"differing tokens": f"{sum(known)} of {made}" if same_draws else "draws of its own"})
+        known = [one.cell.differing_tokens for one in cells if one.cell.differing_tokens is not None]
+        differing = f"{sum(known)} of {made}" if len(known) == len(cells) else "draws of its own"
+        rows.append(row | {"differing tokens": differing})
     return markdown_table(rows)
 
 
@@ -126,8 +123,6 @@ def circumstances(results: Results) -> str:
 
 def _heading(results: Results) -> str:
     where = results.environment
-    beside = TRANSFORMERS in {cell.arm for cell in results.cells}
-    theirs = "× generate: speed relative to `transformers.generate`. " if beside else ""
     return (
         f"{circumstances(results)}.\n\n"
         f"`{where['command']}`, commit {where['commit']}{' with changes' if where['uncommitted_changes'] else ''}, "
@@ -136,7 +131,7 @@ def _heading(results: Results) -> str:
         "run. "
         "In brackets are 95 % intervals over prompts, by the bootstrap. Faster: runs in which it was faster than plain "
         "decoding, and how probable so uneven a count is if neither is faster (sign test). "
-        f"{theirs}Differing tokens: tokens that are not plain decoding's at the same positions."
+        "Differing tokens: tokens that are not plain decoding's at the same positions."
     )
 
 

@@ -38,7 +38,6 @@ class EvaluateConfig:
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
         compile: Compile the target model's forward, as `engine.compile` of `drafter generate` does.
-        transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
@@ -56,7 +55,6 @@ class EvaluateConfig:
     rounds: int = Plan.rounds
     max_new_tokens: int = 128
     compile: bool = Plan.compile
-    transformers: bool = False
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     gpus: float | None = None
 
@@ -80,7 +78,7 @@ class EvaluateConfig:
     def plan(self, questions: int = EngineSettings.max_num_seqs) -> Plan:
         """Return the plan of drafters, for files of at least so many questions, or raise `ValueError`."""
         usual = sorted({1, min(questions, EngineSettings.max_num_seqs)})
-        shared = ("samples", "rounds", "max_new_tokens", "compile", "transformers")
+        shared = ("samples", "rounds", "max_new_tokens", "compile")
         return Plan(
             _each(self.drafter),
             _each(self.tree),

@@ -105,10 +105,10 @@ class _Clock:
         return Estimate(f"train-{name}", operations / self._operations / 3600, what)
 
     def evaluation(self) -> Estimate:
-        """The evaluation, each arm at plain decoding's speed, beside plain decoding and transformers."""
+        """The evaluation, each arm at plain decoding's speed, beside plain decoding."""
         hardware, asked = self._hardware, evaluation_of(self._config)
         plan = asked.plan()
-        arms = len(self._config.heads) * len(plan.num_draft_tokens) + 2
+        arms = len(self._config.heads) * len(plan.num_draft_tokens) + 1
         tokens = min(hardware.answer_tokens, plan.max_new_tokens)
         prompts = hardware.measured_prompts
         seconds = sum(self.texts(prompts, hardware.prompt_tokens, tokens, rows) for rows in plan.batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Figures, Results, figures
+from drafter.evaluation.results import PLAIN, Arm, Figures, Results, figures
 from drafter.evaluation.tables import circumstances, markdown_table
 from recipes.paper.published_figures import Published
 
@@ -24,7 +24,7 @@ def paper_page(results: Results, heads: Mapping[str, str], base: str, published:
         published: What others have published for it; figures that no measured setting stands beside are listed by
             themselves.
     """
-    found = [one for one in figures(results.cells) if one.cell.arm != TRANSFORMERS]
+    found = figures(results.cells)
     parts = [f"# {base}: β and γ", _heading(results)]
     settings = sorted({one.cell.setting[:2] for one in found})
     for temperature, batch in settings:

@@ -13,6 +13,5 @@ def test_a_report_is_made_again_from_its_json(tmp_path: Path) -> None:
     results(cells()).save(tmp_path)
     make_again([str(tmp_path)])
     assert (tmp_path / "table.md").read_text() == page(results(cells()))
-    assert (tmp_path / "stage_times.png").is_file()
     with pytest.raises(SystemExit, match=r"none of results.json, heads.json, scale.json"):
         make_again([str(tmp_path / "elsewhere")])

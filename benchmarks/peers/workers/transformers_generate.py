@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.workers.protocol import Decode, Settings, serve
 from benchmarks.peers.workers.this_engine import requests_of
-from drafter.evaluation.decoders import transformers_decoder
+from benchmarks.transformers_decoder import transformers_decoder
 
 
 def load(settings: Settings) -> Decode:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results, Skipped, StageSums, figures
+from drafter.evaluation.results import PLAIN, Arm, Cell, Results, Skipped, StageSums, figures
 from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
 from drafter.statistics import DecodeCounts, speedup
 
@@ -26,7 +26,6 @@ def cells(batch: int = 1) -> list[Cell]:
     tokens = [[10, 20], [10, 20]]
     stages = StageSums({"draft": 0.03, "tree": 0.01, "verify": 0.05, "commit": 0.01, "host": 0.0}, 10)
     return [
-        Cell("chat", batch, 0.0, TRANSFORMERS, tokens, [[2.0, 2.0], [1.0, 1.0]], 1),
         Cell("chat", batch, 0.0, PLAIN, tokens, [[1.0, 1.0], [0.5, 0.5]], 0, {"stem": counts(60, [60])}, stages),
         Cell(
             *("chat", batch, 0.0, HEAD, tokens, [[0.5, 0.5], [0.125, 0.125]], 0),
@@ -54,16 +53,15 @@ def results(some: list[Cell]) -> Results:
 
 
 def test_rates_and_speedups() -> None:
-    assert cells()[1].rates == [[10.0, 20.0], [20.0, 40.0]]
+    assert cells()[0].rates == [[10.0, 20.0], [20.0, 40.0]]
     assert speedup([30.0, 80.0, 10.0], [15.0, 20.0, 10.0]) == 2.0
 
 
 def test_figures_compare_rounds_of_the_same_setting() -> None:
-    theirs, plain, head = figures(cells())
+    plain, head = figures(cells())
     assert (plain.rate, plain.gamma, plain.beta) == (22.5, 1.0, 1.0)
-    assert (theirs.gamma, theirs.beta) == (0.5, None)
     # Twice and four times plain decoding's speed in the two rounds.
-    assert (head.gamma, head.relative_to_transformers) == (3.0, 6.0)
+    assert head.gamma == 3.0
     # 60 tokens in 36 steps, of which 18 accepted a token and 6 two.
     assert head.beta == pytest.approx(60 / 36)
 
@@ -73,16 +71,15 @@ def test_places_are_not_mixed() -> None:
         Cell(one.questions, 8, one.temperature, one.arm, one.tokens, [[9.0, 9.0]] * 2, 0, one.counts) for one in cells()
     ]
     found = figures([*cells(), *slow])
-    assert [one.gamma for one in found] == [0.5, 1.0, 3.0, 1.0, 1.0, 1.0]
+    assert [one.gamma for one in found] == [1.0, 3.0, 1.0, 1.0]
 
 
 def test_the_speed_table() -> None:
     assert speed_table(figures(cells())).split("\n") == [
-        "| method | tree | draft nodes | chat β | chat γ | chat faster | chat × generate | differing tokens |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| transformers.generate |  |  |  | 0.50 | 0 of 4, p 0.12 | 1.00 | 1 of 60 |",
-        "| plain decoding |  |  | 1.00 | 1.00 |  | 2.00 | 0 of 60 |",
-        "| ctc | exact | 16 | 1.67 | 3.00 | 4 of 4, p 0.12 | 6.00 | 0 of 60 |",
+        "| method | tree | draft nodes | chat β | chat γ | chat faster | differing tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| plain decoding |  |  | 1.00 | 1.00 |  | 0 of 60 |",
+        "| ctc | exact | 16 | 1.67 | 3.00 | 4 of 4, p 0.12 | 0 of 60 |",
     ]
 
 
@@ -104,35 +101,19 @@ def test_figures_of_several_prompts_have_intervals() -> None:
     assert figures([replace(plain, batch=8, tokens=[[150]], seconds=[[4.0]]), together])[1].gamma_interval is None
 
 
-def test_transformers_may_be_left_out() -> None:
-    found = figures(cells()[1:])
-    assert [(one.gamma, one.relative_to_transformers) for one in found] == [(1.0, None), (3.0, None)]
-    assert (
-        speed_table(found).split("\n")[0]
-        == "| method | tree | draft nodes | chat β | chat γ | chat faster | differing tokens |"
-    )
-    assert "× generate" not in page(results(cells()[1:]))
-
-
-def test_other_draws_are_not_counted_as_differing() -> None:
-    theirs, plain, _ = cells()
-    drawn = Cell(theirs.questions, 1, 0.0, TRANSFORMERS, theirs.tokens, theirs.seconds, None)
-    assert "| draws of its own |" in speed_table(figures([drawn, plain]))
-
-
 def test_the_tables_by_category_and_stage() -> None:
-    assert category_table(cells()[2:]).split("\n") == [
+    assert category_table(cells()[1:]).split("\n") == [
         "| method | tree | draft nodes | math β | stem β |",
         "| --- | --- | --- | --- | --- |",
         "| ctc | exact | 16 | 1.43 | 2.50 |",
     ]
-    assert stage_table(cells()[2:]).split("\n")[2] == (
+    assert stage_table(cells()[1:]).split("\n")[2] == (
         "| ctc | exact | 16 | 3.00 (30%) | 1.00 (10%) | 5.00 (50%) | 1.00 (10%) | 0.00 (0%) | 10.00 |"
     )
 
 
 def test_a_category_may_be_called_as_a_column_is() -> None:
-    named = replace(cells()[2], counts={"method": counts(20, [2, 0, 6])})
+    named = replace(cells()[1], counts={"method": counts(20, [2, 0, 6])})
     head, _, row = category_table([named]).split("\n")
     assert (head.count("method"), row.startswith("| ctc |")) == (2, True)
 

@@ -38,7 +38,7 @@ def test_estimates_by_hand() -> None:
     assert step(1, 14) == (2 * weights + 14 * kv) / bandwidth
     assert found["questions"] == pytest.approx(texts(8, 0, 6, 8))
     assert found["answers"] == pytest.approx(texts(4 + 24, 10, 20, 8))
-    arms = 10 + 2
+    arms = 10 + 1
     assert found["evaluate"] == pytest.approx(arms * texts(7, 10, 8, 1))
     tokens, positions = 12 * 4 * 30, 12 * 4 * 8 * 4
     medusa = 4 * (64 * 64 + 64) + 4 * 2048 * 64

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.evaluation.results import PLAIN, TRANSFORMERS, Arm, Cell, Results
+from drafter.evaluation.results import PLAIN, Arm, Cell, Results
 from drafter.statistics import DecodeCounts
 from recipes.paper.head_settings import read_recipes
 from recipes.paper.paper_table import paper_page, write_table
@@ -20,8 +20,7 @@ def counts(tokens: int, steps: int) -> DecodeCounts:
 
 
 def cell(questions: str, arm: Arm, tokens: int, seconds: float, steps: int, batch: int = 1) -> Cell:
-    kept = {} if arm == TRANSFORMERS else {"": counts(tokens, steps)}
-    return Cell(questions, batch, 0.0, arm, [[tokens]], [[seconds]], 0, kept)
+    return Cell(questions, batch, 0.0, arm, [[tokens]], [[seconds]], 0, {"": counts(tokens, steps)})
 
 
 def results(*sets: str, batches: tuple[int, ...] = (1,)) -> Results:
@@ -31,7 +30,6 @@ def results(*sets: str, batches: tuple[int, ...] = (1,)) -> Results:
         for batch in batches
         for name in sets
         for made in (
-            cell(name, TRANSFORMERS, 100, 12.0, 0, batch),
             cell(name, PLAIN, 100, 10.0, 100, batch),
             cell(name, medusa, 100, 5.0, 40, batch),
             cell(name, ctc, 100, 4.0, 25, batch),
