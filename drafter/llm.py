@@ -17,7 +17,7 @@ import torch
 from transformers.utils import get_json_schema
 
 from drafter.acceptance.contract import Verifier, make_verifier
-from drafter.acceptance.settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings, verifier_settings
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Drafter
 from drafter.drafters.late import BesideDrafter
@@ -438,15 +438,3 @@ def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapp
         return EngineConfig(**chosen)
     except ValueError as error:
         raise LoadError(str(error)) from error
-
-
-def verifier_settings(verifier: VerifierSettings | Mapping[str, Any] | str | None) -> VerifierSettings:
-    """Return a verifier's settings, given by its name or a mapping; raise `LoadError` for an unknown one."""
-    if isinstance(verifier, VerifierSettings):
-        return verifier
-    given = {"name": verifier} if isinstance(verifier, str) else verifier or {}
-    if not isinstance(given, Mapping):
-        raise LoadError(f"verifier must be a name, VerifierSettings or a mapping of its fields, not {shown(verifier)}")
-    if problem := unknown_setting(given, VerifierSettings):
-        raise LoadError(f"verifier: {problem}")
-    return VerifierSettings(**given)

@@ -13,8 +13,7 @@ import torch
 from drafter import devices
 from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.acceptance.guide import FirstGuides, Guides
-from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import SHADOW_ROWS, Budget, FixedBudget, StepSeconds
+from drafter.budget.contract import SHADOW_ROWS, Budget, StepSeconds
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
 from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
@@ -27,7 +26,7 @@ from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Handling, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
 from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepPlan, StepTensors
-from drafter.engine.warm_up import compile_base, step_costs, try_dearest_step
+from drafter.engine.warm_up import compile_base, make_budget, try_dearest_step
 from drafter.errors import EngineError, LoadError, RequestError
 from drafter.parts.learning import RowTap
 from drafter.parts.rooms import rooms
@@ -113,7 +112,8 @@ class Engine:
             compile_base(device)
         if plan is not None:
             try_dearest_step(device, self._graphs, plan)
-        self.budget = budget or self._make_budget(None if config.compile else drafter_name)
+        queue, kept_by = self._graphs if self._queued else None, None if config.compile else drafter_name
+        self.budget = budget or make_budget(device, queue, config.num_draft_tokens, kept_by)
 
     # ---- from any thread
 
@@ -440,18 +440,6 @@ class Engine:
             sequence.fail()
         elif not sound and sequence.handling is Handling.ALONE:  # until this step it was `COPIED`
             self.scheduler.read_again(sequence)
-
-    def _make_budget(self, drafter_name: str | None) -> Budget:
-        nodes, most = self.config.num_draft_tokens, self.drafter.spec.max_nodes
-        if nodes != "auto" or not most:
-            return FixedBudget(0 if nodes == "auto" else min(nodes, most))
-        return AdaptiveBudget(
-            step_costs(self._device, self._graphs if self._queued else None, drafter_name),
-            self.drafter.members or ("",),
-            withheld=self.drafter.withheld,
-            known=self.drafter.known,
-            shadows=self.verifier.lossless and not self._queued,
-        )
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
-from drafter.budget.contract import Choosing, Floats
+from drafter.budget.adaptive import AdaptiveBudget
+from drafter.budget.contract import Budget, Choosing, FixedBudget, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
 from drafter.devices import timed
 from drafter.drafters.contract import Ask
@@ -201,6 +202,22 @@ def compile_base(step: DeviceStep) -> None:
 
 
 @torch.inference_mode()
+def make_budget(
+    step: DeviceStep, graphs: StepGraphs | None, nodes: int | Literal["auto"], drafter: str | None
+) -> Budget:
+    """Return the budget of a number of draft tokens, `auto` by `step_costs`; `graphs` are None unless steps queue."""
+    drafts = step.state.drafter
+    if nodes != "auto" or not drafts.spec.max_nodes:
+        return FixedBudget(0 if nodes == "auto" else min(nodes, drafts.spec.max_nodes))
+    return AdaptiveBudget(
+        step_costs(step, graphs, drafter),
+        drafts.members or ("",),
+        withheld=drafts.withheld,
+        known=drafts.known,
+        shadows=step.verifier.lossless and graphs is None,
+    )
+
+
 def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> LatencyTable:
     """Return the table of `measure_steps`; if it was measured here before, that of the cache folder, corrected.
 

@@ -26,8 +26,8 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES
-from pipeline.generate.row_keys import Keys, Places, mixed, pair, places_of, text_keys
-from pipeline.generate.staging import StagingPlan, equal_before, read_rows, refuse_shared_ids, rows_per_part
+from pipeline.generate.row_keys import Keys, Places, equal_before, mixed, pair, places_of, text_keys
+from pipeline.generate.staging import StagingPlan, read_rows, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
 from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type

@@ -18,14 +18,14 @@ Places = npt.NDArray[np.int64]
 _BYTES = 16
 
 
+def content_hash(text: str) -> bytes:
+    """Return a hash of a text. Seeds follow from those of requests: another one would change sampled tokens."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest()
+
+
 def text_keys(texts: Iterable[str | None]) -> Keys:
     """Return the keys of texts, [N, 2]; zero for None."""
-    hashed = (
-        b"\0" * _BYTES
-        if text is None
-        else hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest()
-        for text in texts
-    )
+    hashed = (b"\0" * _BYTES if text is None else content_hash(text) for text in texts)
     return np.frombuffer(b"".join(hashed), np.uint64).reshape(-1, 2)
 
 
@@ -61,6 +61,12 @@ def occurrences(numbers: Places) -> Places:
     found = np.empty(len(ordered), np.int64)
     found[order] = at - np.maximum.accumulate(np.where(begins, at, 0))
     return found
+
+
+def equal_before(seed_names: Keys) -> Places:
+    """Return how many rows before each have its `seed_name`; 0 for rows with a problem, which have none."""
+    (numbers,) = numbered(seed_names)
+    return np.where(seed_names.any(axis=1), occurrences(numbers), 0)
 
 
 def places_of(keys: Keys, among: Keys) -> Places:

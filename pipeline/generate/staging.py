@@ -6,7 +6,6 @@ Names and contents of the parts depend on the input alone, so every submission s
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from pipeline.generate.row_images import (
     StagedImage,
     take_row_images,
 )
-from pipeline.generate.row_keys import Keys, Places, numbered, occurrences, text_keys
+from pipeline.generate.row_keys import Keys, content_hash, equal_before, numbered, text_keys
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (
     SeenType,
@@ -225,11 +224,6 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, images: Ima
         values = [None if some is None else [one[place] for one in some] for some in seen]
         columns[name] = pa.array(values, pa.list_(pa.string()))
     return pa.table(columns)
-
-
-def content_hash(text: str) -> bytes:
-    """Return a hash of what a row asks for. Seeds follow from it: another one would change sampled tokens."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _asked(
@@ -427,12 +421,6 @@ def told_apart(staged: StagedInput, plan: StagingPlan) -> StagedInput:
         for part, own in zip(staged.parts, each, strict=True)
     )
     return replace(staged, parts=tuple(parts))
-
-
-def equal_before(seed_names: Keys) -> Places:
-    """Return how many rows before each have its `seed_name`; 0 for rows with a problem, which have none."""
-    (numbers,) = numbered(seed_names)
-    return np.where(seed_names.any(axis=1), occurrences(numbers), 0)
 
 
 def refuse_shared_ids(keys: Keys, read: Callable[[], Iterable[pa.Table]], plan: StagingPlan) -> None:

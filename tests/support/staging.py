@@ -13,7 +13,8 @@ import pyarrow.parquet
 
 from drafter.requests import hashed_seed
 from pipeline.generate.row_images import ImageReading
-from pipeline.generate.staging import StagingPlan, content_hash, stage_files, told_apart
+from pipeline.generate.row_keys import content_hash
+from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import find_prompts, list_input

@@ -13,7 +13,7 @@ from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.engines.engine_actor import Feeder
+from pipeline.engines.feeder import Feeder
 from pipeline.engines.ledger import ALONE_FROM, Ledger, RowKey, RowOutcome
 from pipeline.engines.models import capacity
 from pipeline.errors import JobError

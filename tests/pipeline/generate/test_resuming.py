@@ -26,8 +26,8 @@ from pipeline.errors import InputError
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
 from pipeline.generate.resuming import AskedRows, compare, delete_strays, dry_run, grow, match, numbered_seeds
-from pipeline.generate.row_keys import text_keys
-from pipeline.generate.staging import StagingPlan, equal_before, stage_files, told_apart
+from pipeline.generate.row_keys import equal_before, text_keys
+from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
 from pipeline.io.listing import find_prompts, list_input

@@ -17,11 +17,11 @@ from ray.exceptions import WorkerCrashedError
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.requests import hashed_seed, sample_seed
 from pipeline.errors import InputError, JobError
+from pipeline.generate.row_keys import content_hash
 from pipeline.generate.row_requests import row_sampling
 from pipeline.generate.staging import (
     StagingPlan,
     _say_what_chats_are,
-    content_hash,
     cut,
     expand,
     rows_per_part,
