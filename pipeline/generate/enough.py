@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from pipeline.engines.ledger import SavedRow, write_unfinished
 from pipeline.generate.checks import Job
-from pipeline.generate.resuming import delete_strays
+from pipeline.generate.resuming import delete_strays, problems_of
 from pipeline.io.parts import Part, StagedInput, with_problems, with_repeats, with_row_type
 from pipeline.output.columns import OutputColumn, columns_type
 from pipeline.output.part_files import commit_part
@@ -49,7 +49,7 @@ def _keep(
     file = staged.file(part)
     every = file.read_parquet()
     names = every["request_id"].to_pylist()
-    problems = _problems(job, with_row_type(with_repeats(every, part), staged.row_type))
+    problems = problems_of(job, with_row_type(with_repeats(every, part), staged.row_type))
     whole = all(problem is not None or name in ended for name, problem in zip(names, problems, strict=True))
     kept = [name in ended or (whole and problem is not None) for name, problem in zip(names, problems, strict=True)]
     rows = with_row_type(every, staged.row_type).select(["request_id", "row", "problem"])
@@ -62,13 +62,3 @@ def _keep(
     file.write_parquet(every.filter(pa.array(kept)))
     repeats = tuple(number for number, keep in zip(part.repeats, kept, strict=True) if keep) if part.repeats else ()
     return replace(part, rows=sum(kept), repeats=repeats)
-
-
-def _problems(job: Job, rows: pa.Table) -> list[dict[str, object] | None]:
-    """Return what is wrong with staged rows of which no request can be made; an engine never sees these."""
-    from pipeline.generate.rollout import make_programs  # late: they import torch
-    from pipeline.generate.row_requests import make_requests, settings_of
-
-    make = make_programs if job.prompts.kind == "program" else make_requests
-    problems: list[dict[str, object] | None] = make(rows, settings_of(job))["problem"].to_pylist()
-    return problems

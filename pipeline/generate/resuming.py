@@ -386,16 +386,22 @@ def dry_run(job: Job) -> Changes:
     return replace(compare(old, now, matched, done), broken=tuple(broken))
 
 
-def _refused(job: Job, table: pa.Table) -> Iterator[str]:
-    """Yield the names of rows of which no request can be made, with the reasons."""
+def problems_of(job: Job, rows: pa.Table) -> list[dict[str, Any] | None]:
+    """Return what is wrong with each of some staged rows, of which no request can be made; an engine never sees it."""
     from pipeline.generate.rollout import make_programs  # late: they import torch
     from pipeline.generate.row_requests import make_requests, settings_of
 
+    make = make_programs if job.prompts.kind == "program" else make_requests
+    problems: list[dict[str, Any] | None] = make(rows, settings_of(job))["problem"].to_pylist()
+    return problems
+
+
+def _refused(job: Job, table: pa.Table) -> Iterator[str]:
+    """Yield the names of rows of which no request can be made, with the reasons."""
     if IMAGES in table.column_names:
         readable, seen = pc.is_null(table["problem"]), pc.is_valid(table[IMAGES])
         table = table.filter(pc.invert(pc.and_(readable, seen)))
-    make = make_programs if job.prompts.kind == "program" else make_requests
-    found = make(table.combine_chunks(), settings_of(job))
-    for name, problem in zip(found["request_id"].to_pylist(), found["problem"].to_pylist(), strict=True):
+    table = table.combine_chunks()
+    for name, problem in zip(table["request_id"].to_pylist(), problems_of(job, table), strict=True):
         if problem is not None:
             yield f"{name}: {one_line(problem['message'])}"

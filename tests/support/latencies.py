@@ -39,11 +39,11 @@ class TimelessBudget(AdaptiveBudget):
 
 def give_latencies(patch: pytest.MonkeyPatch) -> None:
     """Have the engines of this process measure nothing."""
-    patch.setattr("drafter.engine.engine.step_costs", given_table)
-    patch.setattr("drafter.engine.engine.AdaptiveBudget", TimelessBudget)
+    patch.setattr("drafter.engine.warm_up.step_costs", given_table)
+    patch.setattr("drafter.engine.warm_up.AdaptiveBudget", TimelessBudget)
 
 
 def measure_latencies(patch: pytest.MonkeyPatch) -> None:
     """Have them do what they do outside of tests."""
-    patch.setattr("drafter.engine.engine.step_costs", step_costs)
-    patch.setattr("drafter.engine.engine.AdaptiveBudget", AdaptiveBudget)
+    patch.setattr("drafter.engine.warm_up.step_costs", step_costs)
+    patch.setattr("drafter.engine.warm_up.AdaptiveBudget", AdaptiveBudget)
