@@ -21,15 +21,7 @@ from drafter.drafters.target import Target
 from drafter.errors import LoadError, first_line
 from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, head_config
 from drafter.heads.contract import DraftHead, Provenance, most_frequent
-from drafter.heads.published import (
-    Json,
-    Layout,
-    TargetOfExport,
-    Weights,
-    public_config,
-    read_public,
-    refuse_other_base,
-)
+from drafter.heads.published import Json, Layout, TargetOfExport, Weights, public_config, read_public, refuse_other_base
 from drafter.hub import hub_file, not_found
 from drafter.json_fields import FieldError, from_json
 from drafter.plugins import resolved

@@ -20,15 +20,7 @@ from pyarrow import fs
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.images.messages import PLACE, take_images
-from drafter.images.opening import (
-    GivenImage,
-    ImageLimits,
-    given_image,
-    image_digest,
-    is_data,
-    open_image,
-    unwrapped,
-)
+from drafter.images.opening import GivenImage, ImageLimits, given_image, image_digest, is_data, open_image, unwrapped
 from pipeline.command_line import say
 from pipeline.errors import InputError, RowProblem
 from pipeline.io.fetching import fetch_web, is_web

@@ -21,14 +21,7 @@ import ray
 from drafter.errors import one_line
 from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, ProblemType, RowError, RowProblem
-from pipeline.generate.row_images import (
-    IMAGE_STATES,
-    IMAGES,
-    PROMPTS_BYTES,
-    ImageReading,
-    StagedImage,
-    take_row_images,
-)
+from pipeline.generate.row_images import IMAGE_STATES, IMAGES, PROMPTS_BYTES, ImageReading, StagedImage, take_row_images
 from pipeline.generate.row_keys import Keys, content_hash, equal_before, numbered, text_keys
 from pipeline.io.column_notes import with_column_notes
 from pipeline.io.column_types import (

@@ -21,16 +21,7 @@ from safetensors import SafetensorError, safe_open
 from drafter.errors import one_line, without_secrets
 from drafter.source_commit import source_commit
 from pipeline.errors import InputError
-from pipeline.io.files import (
-    Location,
-    delete_twice,
-    is_copy,
-    make_folders,
-    mend,
-    partials,
-    read_either,
-    write_twice,
-)
+from pipeline.io.files import Location, delete_twice, is_copy, make_folders, mend, partials, read_either, write_twice
 
 RUN_FILE = "run.json"
 LEASE_FILE = "_lease.json"

@@ -20,13 +20,7 @@ from drafter.drafters.target import Target
 from drafter.errors import shown
 from drafter.heads.config import HeadConfig, Tree, check_sizes
 from drafter.heads.contract import DraftHead, check_hidden_layers
-from drafter.heads.frame_head import (
-    ContextReader,
-    all_hidden_before,
-    rotary_rates,
-    rotate,
-    rotation_table,
-)
+from drafter.heads.frame_head import ContextReader, all_hidden_before, rotary_rates, rotate, rotation_table
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
 from drafter.target_model.prepacked import prepack
 from drafter.tree.token_tree import Frontier, TokenTree, best_first_trie
