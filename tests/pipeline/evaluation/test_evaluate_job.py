@@ -91,7 +91,6 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
         (("--temperature", "-1"), "temperature must be finite and at least 0"),
         (("--drafter", "none"), "none is no drafter"),
         (("--samples", "2"), "at temperature 0 all answers to a question are the same"),
-        (("--samples", "2", "--verifier", "fly", "--scorer", "number"), "samples are of an evaluation of drafters"),
         (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
         (("--colour", "red"), "colour"),
     ],
@@ -110,15 +109,6 @@ def test_a_damaged_output_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> N
     outcome = evaluate()
     assert (outcome.code, "damaged results.json" in outcome.error) == (2, True)
     assert (tmp_path / "out" / "results.json").read_text() == "{"
-
-
-def test_an_output_of_verifiers_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "verifiers.json").write_text("{}")
-    outcome = evaluate()
-    assert outcome.code == 2
-    assert f"output {tmp_path / 'out'} holds an evaluation of verifiers: choose another" in outcome.error
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["verifiers.json"]
 
 
 def test_one_value_or_a_list() -> None:
