@@ -217,6 +217,7 @@ class Scheduler:
         slot, free = self.in_slots.index(sequence), self._free
         if slot == len(self.in_slots) - 1:  # the last of all stays where it is
             self.in_slots.pop()
+            sequence.leave(slot)  # it may lose the slot later, and then enters another one from the beginning
             self._hold(sequence, slot)
             self._update_settings()
         elif free:
