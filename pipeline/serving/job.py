@@ -71,7 +71,8 @@ def serve_until_signal(config: ServeConfig) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
         signal.signal(number, on_signal)
-    stop.wait()
+    while not stop.wait(_POLL_SECONDS):  # the system may give a signal to another thread, which does not wake this one
+        pass
     print("stopping: open requests may end; a second signal ends them", file=sys.stderr, flush=True)
     watch.end_in(
         config.limits.seconds + _MARGIN_SECONDS, "error: the endpoint could not be taken down: Ray does not answer"
