@@ -22,16 +22,17 @@ import torch
 
 from drafter.evaluation.environment import surroundings, without_folders
 from drafter.statistics import DecodeCounts, mean_acceptance_length, speculated_share
+from pipeline.cluster.model_copies import model_name
 from pipeline.command_line import run_job
-from pipeline.engines.models import model_name
 from pipeline.generate.checks import SPECULATION
 from pipeline.generate.config import parse_config
 from pipeline.generate.job import generate
 from pipeline.output.folder import read_status
+from pipeline.output.result import cost_of, times_as_fast
 from pipeline.output.summary import histogram_lines, read_totals
 from pipeline.report.compare import compare_rows
 from pipeline.report.config import parse_report
-from pipeline.report.outputs import cost_of, open_output, read_run_of, rows_of, times_as_fast
+from pipeline.report.outputs import open_output, read_run_of, rows_of
 from pipeline.report.page import Example, make_examples, report
 from recipes.smollm2.__main__ import cache_folder
 from recipes.smollm2.fetch import fetch, is_fetched

@@ -14,7 +14,8 @@ from drafter.methods.cacheback.frozen_table import NgramCounts, read_metadata, t
 from drafter.source_commit import source_commit
 from drafter.text.chat import Chat, encode_chats, render_chat
 from pipeline.cacheback.config import CacheConfig
-from pipeline.engines.models import model_fingerprint, model_name
+from pipeline.cluster.model_copies import model_name
+from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_conversation
 from pipeline.io.files import locate

@@ -22,14 +22,15 @@ from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, naming_mistakes
 from drafter.text.reasoning import Reasoning
 from drafter.text.tokenizers import refuse_half_characters
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import HELPER_CPUS, Cluster, connect, share_out
-from pipeline.dataset.prompt_stage import PROMPTS, TEXT, Made, add_prompts, make_prompts, prompt_kind, take_prompts
+from pipeline.dataset.prompt_stage import Made, add_prompts, make_prompts, prompt_kind, take_prompts
 from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
-from pipeline.engines.models import EngineSpec, engine_spec, longest_request, model_name
+from pipeline.engines.models import EngineSpec, engine_spec, longest_request
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_images import PROMPTS_BYTES, image_reading, seeing_processor
-from pipeline.generate.row_requests import Encoder, PromptSettings, row_sampling
+from pipeline.generate.row_requests import PROMPTS, TEXT, Encoder, PromptSettings, row_sampling
 from pipeline.generate.staging import refuse_schema_of_table
 from pipeline.io.listing import PromptSource
 from pipeline.io.reading import Chunk, UnreadableValueError

@@ -10,28 +10,27 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import ray
 import ray.data
 
 from drafter.errors import LoadError, one_line, without_secrets
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Request, SamplingParams
 from pipeline.cluster.ray_cluster import ActorResources
-from pipeline.engines.feeder import Feeder, Report
+from pipeline.engines.feeder import Feeder, Report, UnderWay, Work
 from pipeline.engines.ledger import RemoteLedger, RowOutcome
 from pipeline.engines.models import EngineSpec
 from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import InputError, JobError
-from pipeline.generate.rollout import ProgramAnswer, ProgramRow, Rollout, UnderWay, Work, program_rows, program_values
 from pipeline.io.parts import unpack, with_problems
 from pipeline.io.prompts import PROMPT_COLUMNS, read_prompts
 from pipeline.learning.job_learner import find_learner
-from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
+from pipeline.output.columns import OutputColumn, RunTraits, column_values, columns_type, wanted_columns
 from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, Kind, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.watch import Pulse
@@ -43,6 +42,19 @@ if TYPE_CHECKING:  # a driver imports this module, too, without the code of mode
 _LOOKS = 10  # of the watchdog per time limit
 _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5
+
+
+class Programs(Protocol):
+    """What makes programs of a job's rows; see `pipeline.generate.rollout.Rollout`."""
+
+    def rows(self, rows: pa.Table) -> Mapping[str, Work]:
+        """Return the programs of a part, by their rows' names."""
+
+    def starter(self, lm: SpeculativeLM) -> Callable[[Any], UnderWay]:
+        """Return what starts a program; `InputError` if that cannot be done on this machine."""
+
+    def values(self, answer: Any, row: Any, traits: RunTraits, columns: Sequence[OutputColumn]) -> dict[str, Any]:
+        """Return the output columns of a program that has ended with this answer, whose `calls` are generations."""
 
 
 class EngineProcess:
@@ -135,7 +147,7 @@ class EngineActor(EngineProcess):
         commit: Callable[[str, pa.Table], None],
         others: OtherTexts,
         learner: str | None = None,
-        rollout: Rollout | None = None,
+        rollout: Programs | None = None,
     ) -> None:
         from drafter.evaluation.environment import device_name
 
@@ -153,7 +165,7 @@ class EngineActor(EngineProcess):
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
         try:
-            self._start = None if rollout is None else rollout.starter(self._lm)
+            self._programs, self._start = rollout, None if rollout is None else rollout.starter(self._lm)
         except InputError as error:  # the driver has the function, and this machine has not
             self.failure = error
             self._tell("failure", one_line(error))
@@ -203,14 +215,11 @@ class EngineActor(EngineProcess):
         self._ledger.commit(part)  # last: then this process may end, and the next one has nothing to do or report
 
     def _submit(self, work: Work) -> UnderWay:
-        if isinstance(work, Request):
-            return super()._submit(work)
-        assert self._start is not None
-        return self._start(work)
+        return super()._submit(work) if self._start is None else self._start(work)
 
     def _requests(self, rows: pa.Table, problems: list[Any]) -> dict[str, Work]:
-        if self._start is not None:
-            return dict(program_rows(rows))
+        if self._programs is not None:
+            return dict(self._programs.rows(rows))
         names, samplings = (rows[name].to_pylist() for name in ("request_id", "sampling"))
         return {
             name: Request(prompt, SamplingParams(**json.loads(sampling)), name, self._row_seconds)
@@ -218,12 +227,10 @@ class EngineActor(EngineProcess):
             if problem is None and prompt is not None
         }
 
-    def _finished(self, result: Generation | ProgramAnswer, work: Work) -> dict[str, Any]:
-        if isinstance(work, ProgramRow):
-            assert isinstance(result, ProgramAnswer)
-            values, calls = program_values(result, work, self._traits, self._columns), result.calls
+    def _finished(self, result: Any, work: Any) -> dict[str, Any]:
+        if self._programs is not None:
+            values, calls = self._programs.values(result, work, self._traits, self._columns), result.calls
         else:
-            assert isinstance(result, Generation)
             values, calls = column_values(result, work, self._traits, self._columns), [(work, result)]
         self._row_metrics.generated(values["finish_reason"], values["generation_seconds"])
         for request, generation in calls:

@@ -9,21 +9,41 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
+from drafter.requests import SamplingParams
 from pipeline.engines.ledger import ALONE_FROM, RowKey, RowOutcome
 from pipeline.engines.models import capacity
 from pipeline.errors import JobError, ProblemType, RowError
-from pipeline.generate.rollout import UnderWay, Work
 from pipeline.progress.board import BEAT_SECONDS
 
 _PULSE_SECONDS = 1.0
 """Longest wait of the feeder while the engine has rows to go on with, so that one ledger call covers many rows."""
 
 Report = Callable[[Mapping[str, RowOutcome]], None]
+
+
+class Work(Protocol):
+    """What a row asks of an engine: a `Request`, or a program that makes several."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+
+class UnderWay(Protocol):
+    """Work inside an engine."""
+
+    @property
+    def future(self) -> Future[Any]: ...
+
+    def result(self) -> Any: ...
 
 
 @dataclass

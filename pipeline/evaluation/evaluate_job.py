@@ -14,9 +14,9 @@ from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.questions import Question, QuestionError, read_questions
 from drafter.evaluation.results import RESULTS_FILE, Cell, Plan, Results, Setting, figures
 from drafter.evaluation.tables import speed_tables, with_interval, write_report
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import connect, share_out
 from pipeline.command_line import say
-from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
 from pipeline.evaluation.measuring import as_job_errors, load_models, measured

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError, RequestError
 from drafter.requests import DRAW, described, sampling_defaults
+from pipeline.cluster.model_copies import model_name
 from pipeline.command_line import say
 from pipeline.engines.models import (
     file_fingerprint,
     generation_settings,
     head_fingerprints,
     model_fingerprint,
-    model_name,
     verifier_fingerprints,
 )
 from pipeline.errors import InputError

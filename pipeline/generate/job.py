@@ -16,6 +16,7 @@ import ray
 
 from drafter.errors import one_line, printable, without_secrets
 from pipeline.cluster.cluster_watch import ClusterWatch
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import (
     HELPER_CPUS,
     ActorResources,
@@ -29,7 +30,7 @@ from pipeline.cluster.ray_cluster import (
 )
 from pipeline.command_line import failure_line, say
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, read_unfinished, write_unfinished
-from pipeline.engines.models import engine_spec, model_name
+from pipeline.engines.models import engine_spec
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
@@ -44,11 +45,11 @@ from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
 from pipeline.output.part_files import commit_part, compact, foreign_files, unify_types
+from pipeline.output.result import job_result
 from pipeline.output.summary import count_rows, read_totals, read_valid_sums, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
 from pipeline.progress.prometheus import job_metrics
 from pipeline.progress.watch import ProgressWatch, Pulse, StatusFile, display
-from pipeline.report.result import job_result
 from pipeline.settings import SAMPLING_COLUMN
 from pipeline.stopping import Stopping
 

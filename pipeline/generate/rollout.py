@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -26,9 +26,8 @@ from drafter.many import with_settings
 from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, Timing, sample_seed
 from drafter.statistics import total
-from pipeline.dataset.prompt_stage import prompt_of
 from pipeline.errors import RowError
-from pipeline.generate.row_requests import Encoder, PromptSettings, row_sampling
+from pipeline.generate.row_requests import Encoder, PromptSettings, call_prompt, row_sampling
 from pipeline.generate.staging import BYTES, SAMPLE_COLUMN
 from pipeline.generate.user_functions import rollout_function
 from pipeline.io.column_types import whole
@@ -79,35 +78,13 @@ class ProgramRow:
     prompt_ids: Sequence[int] = ()  # none is known before the program has run
 
 
-Work = Request | ProgramRow
-
-
-class UnderWay(Protocol):
-    """Work inside an engine: a `Handle` or a `Program`."""
-
-    @property
-    def future(self) -> Future[Any]: ...
-
-    def result(self) -> Any: ...
-
-
-def program_rows(rows: pa.Table) -> dict[str, ProgramRow]:
-    """Return the rows of `make_programs` that have no problem, by name."""
-    columns = (rows[name].to_pylist() for name in ("request_id", "asked", "sampling"))
-    return {
-        name: ProgramRow(name, json.loads(asked, object_hook=_bytes), SamplingParams(**json.loads(sampling)))
-        for name, asked, sampling in zip(*columns, strict=True)
-        if sampling is not None
-    }
-
-
 def _bytes(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What an engine needs of a job's programs.
+    """What an engine needs of a job's programs; see `Programs`.
 
     Args:
         function: `module:function`.
@@ -121,13 +98,28 @@ class Rollout:
     seconds: float
     taken: frozenset[str]
 
+    def rows(self, rows: pa.Table) -> dict[str, ProgramRow]:
+        """Return the rows of `make_programs` that have no problem, by name."""
+        columns = (rows[name].to_pylist() for name in ("request_id", "asked", "sampling"))
+        return {
+            name: ProgramRow(name, json.loads(asked, object_hook=_bytes), SamplingParams(**json.loads(sampling)))
+            for name, asked, sampling in zip(*columns, strict=True)
+            if sampling is not None
+        }
+
+    def values(
+        self, answer: ProgramAnswer, row: ProgramRow, traits: RunTraits, columns: Sequence[OutputColumn]
+    ) -> dict[str, Any]:
+        """Return the output columns of a program: the sums over its calls, and what it returned."""
+        return program_values(answer, row, traits, columns)
+
     def starter(self, lm: SpeculativeLM) -> Callable[[ProgramRow], Program]:
         """Return what starts the program of a row, in this process. The function must be importable here, too."""
         function, sees = rollout_function(self.function), self.prompts.images is not None
         encoder = Encoder(lm.tokenizer, lm.processor if sees else None)
 
         def prompt(asked: Mapping[str, Any]) -> Prompt:
-            return prompt_of(asked, self.prompts, encoder)
+            return call_prompt(asked, self.prompts, encoder)
 
         return lambda row: Program(self, function, row, prompt, lm.submit)
 

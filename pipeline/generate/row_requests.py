@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,39 @@ import pyarrow as pa
 
 from drafter.errors import PromptTooLongError, RequestError, shown, unknown_setting
 from drafter.images.messages import has_images
+from drafter.many import is_tokens, plain
 from drafter.prompt import Prompt as ReadPrompt
 from drafter.requests import SEEDS, SamplingParams, hashed_seed, sample_seed
 from drafter.text.chat import Chat, encode_chats, render_chat
 from drafter.text.conversation import Conversation
-from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_long, tokenise
-from pipeline.engines.models import longest_request, model_name
+from drafter.text.tokenizers import (
+    load_tokenizer,
+    longest_token,
+    refuse_endless,
+    refuse_half_characters,
+    refuse_long,
+    tokenise,
+)
+from pipeline.cluster.model_copies import model_name
+from pipeline.engines.models import longest_request
 from pipeline.errors import RowError
 from pipeline.generate.checks import Job
-from pipeline.generate.row_images import IMAGES, ImageReading, images_key, staged_images, with_marks, with_places
+from pipeline.generate.row_images import (
+    IMAGES,
+    ImageReading,
+    images_key,
+    images_of,
+    row_sources,
+    staged_images,
+    with_marks,
+    with_places,
+)
 from pipeline.generate.staging import SAMPLE_COLUMN, SEED_COLUMN
 from pipeline.io.column_types import whole
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.io.prompts import prompt_columns
+from pipeline.io.reading import UnreadableValueError
 from pipeline.openai.batch import parse_line
 from pipeline.openai.errors import OpenAIError
 from pipeline.openai.requests import SEES_NOTHING, ParsedRequest, Prompt
@@ -42,6 +61,10 @@ if TYPE_CHECKING:
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _EXACT_FLOATS = 2**53  # integers below are exact as floats
+
+MESSAGES, TEXT, IDS = "messages", "prompt", "prompt_token_ids"
+PROMPTS = (MESSAGES, TEXT, IDS)
+"""Columns that have a row's prompt; the first that there is counts."""
 
 
 def row_sampling(
@@ -386,3 +409,48 @@ def encoder_of(name: str, trust_remote_code: bool, sees: bool) -> Encoder:
         assert processor is not None
         return Encoder(processor.tokenizer, processor)
     return Encoder(load_tokenizer(name, trust_remote_code=trust_remote_code))
+
+
+def call_prompt(asked: Mapping[str, Any], settings: PromptSettings, encoder: Encoder) -> ReadPrompt:
+    """Return the prompt of one call: `prompt` are messages, token ids or a text, beside it are `images` and the like.
+
+    Raises:
+        RowError: There is none, or it cannot be read.
+        RequestError: The same, of its images.
+    """
+    prompt = plain(asked[TEXT])
+    kind = IDS if is_tokens(prompt) else MESSAGES if isinstance(prompt, list) else TEXT
+    source = PromptSource(kind, "messages" if kind == MESSAGES else "text")
+    settings = replace(settings, source=source)
+    written = written_call({**asked, kind: prompt}, settings, encoder)
+    ((_, found),) = read_prompts({0: written}, settings, encoder.tokenizer)
+    if isinstance(found, RowError):
+        raise found
+    return found
+
+
+def written_call(row: dict[str, Any], settings: PromptSettings, encoder: Encoder) -> Rendered:
+    """Return the prompt of a row with one column of them, before its texts are token ids; `RowError` if it has none."""
+    for name, value in row.items():
+        if isinstance(value, UnreadableValueError):
+            raise RowError("BadPrompt", f"column {name!r} cannot be read: {value}")
+    refuse_half_characters({name: value for name, value in row.items() if name != IMAGES})
+    images, kind = images_of(row.pop(IMAGES)), settings.source.column
+    if kind == IDS:
+        return _token_ids(row, images)
+    if encoder.processor is not None:
+        assert settings.images is not None
+        images = row_sources(row, settings.source, images)
+        settings.images.refuse_many(len(images))
+    return row_prompt(row, [(one, None) for one in images], settings, encoder)
+
+
+def _token_ids(row: Mapping[str, Any], images: Sequence[Any]) -> list[int]:
+    ids = row[IDS]
+    if ids is None:
+        raise RowError("BadPrompt", f"column {IDS!r} is empty")
+    if images:
+        raise RowError("BadPrompt", f"column {IDS!r} has no places for images: give {MESSAGES} or a {TEXT}")
+    if not is_tokens(ids):
+        raise RowError("BadPrompt", f"column {IDS!r} must be a list of token ids, not {shown(ids)}")
+    return [int(token) for token in ids]

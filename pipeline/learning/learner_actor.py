@@ -28,7 +28,7 @@ from drafter.methods.learning.drafter import found_start
 from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, LearnerProgress, rest_after
 from drafter.methods.learning.rows import RowSample
 from drafter.target_model.loading import load_base
-from pipeline.engines.models import model_name
+from pipeline.cluster.model_copies import model_name
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import Answer
 from pipeline.output.folder import put_head

@@ -30,10 +30,10 @@ from drafter.methods.pad.training import RecordingVerifier, Rejection, is_pivot,
 from drafter.requests import Request, SamplingParams, hashed_seed, sample_seed
 from drafter.text.text_stream import read_output
 from drafter.text.tokenizers import load_tokenizer
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data, share_out
 from pipeline.command_line import say
 from pipeline.dataset.processor import ProcessorConfig, build_processor
-from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_job import output_folder
 from pipeline.evaluation.measuring import as_job_errors, load_models, measured

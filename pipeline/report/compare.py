@@ -14,8 +14,8 @@ from typing import Any
 
 from drafter.errors import without_secrets
 from drafter.statistics import PairedSums
+from pipeline.cluster.model_copies import model_name
 from pipeline.command_line import say
-from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.report.config import CompareConfig

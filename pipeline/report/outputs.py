@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
 from itertools import zip_longest
@@ -16,7 +16,7 @@ import pyarrow.dataset
 from pyarrow import fs
 
 from drafter.errors import one_line
-from drafter.statistics import DecodeCounts, RecordSums, per_second, total
+from drafter.statistics import DecodeCounts, RecordSums, total
 from pipeline.errors import InputError
 from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import locate
@@ -66,52 +66,6 @@ def read_run_of(output: OutputFolder) -> dict[str, Any]:
         return read_run(output.run_file)
     except ValueError as error:
         raise InputError(one_line(error)) from error
-
-
-@dataclass(frozen=True)
-class Cost:
-    unit: str  # `GPU-seconds`, or `CPU-seconds` where there is no GPU
-    seconds: float  # in `unit`, for which engines held their share of the cluster, loading and repeated work included
-    generating: float  # wall-clock seconds in which rows were generated
-    generated: int  # new tokens in that time, those of repeated rows included
-    tokens: int  # new tokens in the output
-    devices: tuple[str, ...]
-
-    @property
-    def per_thousand(self) -> float:
-        return 1000 * self.seconds / self.tokens
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens a second; None where the generation time is unknown. See `per_second`."""
-        return per_second(self.generated, self.generating) if self.generating else None
-
-
-def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
-    """Return the cost of an output, or the reason why it is unknown; `rows` includes errors."""
-    if not submissions:
-        return "status.json, which says how long the engines ran, is missing"
-    if tokens == 0:
-        return "no token was generated"
-    counted = sum(one["rows"] for one in submissions)
-    if counted < rows:
-        return f"status.json has only {counted:,} of the {rows:,} rows"
-    gpu, cpu = (sum(one[unit] for one in submissions) for unit in ("gpu_seconds", "cpu_seconds"))
-    if gpu + cpu == 0:
-        return "status.json does not say how long the engines ran"
-    devices = dict.fromkeys(one["device"] for one in submissions if one["device"])
-    unit, seconds = ("GPU-seconds", gpu) if gpu else ("CPU-seconds", cpu)
-    generating, generated = (sum(one[name] for one in submissions) for name in ("seconds", "tokens"))
-    return Cost(unit, seconds, generating, generated, tokens, tuple(devices))
-
-
-def times_as_fast(mine: Cost | str, theirs: Cost | str) -> float | None:
-    """Return how many times as many new tokens a second an output has as another; None where one is unknown.
-
-    Loading is left out, of which a short job has as much as a long one.
-    """
-    rates = [None if isinstance(one, str) else one.tokens_per_second for one in (mine, theirs)]
-    return rates[0] / rates[1] if rates[0] is not None and rates[1] else None
 
 
 def open_rows(output: OutputFolder, *, programs: bool = False) -> pyarrow.dataset.Dataset:

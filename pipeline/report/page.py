@@ -22,28 +22,26 @@ from drafter.statistics import (
 )
 from drafter.text.detokenizer import Detokenizer
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.engines.models import model_name
+from pipeline.cluster.model_copies import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import read_status
+from pipeline.output.result import Cost, cost_of, times_as_fast
 from pipeline.output.summary import RECORDS, time_span
 from pipeline.report.config import CATEGORY, ReportConfig
 from pipeline.report.images import pictures_of
 from pipeline.report.outputs import (
     TOKENS,
     Category,
-    Cost,
     Row,
     RowSummary,
-    cost_of,
     open_output,
     open_rows,
     read_errors,
     read_full,
     read_rows,
     read_run_of,
-    times_as_fast,
 )
 
 _COMPARED_ROWS = 100  # rows drawn from both outputs for the comparison token by token

@@ -8,8 +8,9 @@ from typing import Any
 from ray import serve
 
 from drafter.acceptance.settings import VerifierSettings
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
-from pipeline.engines.models import engine_spec, model_name
+from pipeline.engines.models import engine_spec
 from pipeline.io.files import locate
 from pipeline.learning.config import LearnerSpec, learner_spec
 from pipeline.learning.job_learner import beside_learner

@@ -18,9 +18,10 @@ from drafter.errors import LoadError, one_line
 from drafter.requests import sampling_defaults
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.cluster_watch import ClusterWatch
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
-from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint, model_name
+from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import local_path, locate, make_folders
 from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig

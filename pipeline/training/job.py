@@ -18,9 +18,10 @@ from drafter.heads.checkpoint import HEADS, exportable
 from drafter.heads.config import head_config
 from drafter.heads.published import TargetOfExport, base_embeddings
 from drafter.target_model.loading import load_config
+from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import ActorResources, connect, quiet_ray_data, share_out, start_beside_driver
 from pipeline.command_line import say
-from pipeline.engines.models import model_fingerprint, model_name
+from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.io.files import locate
 from pipeline.output.folder import check_output, mend_run, read_run, save_run, take_output, versions

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter.engine.config import EngineSettings
+from pipeline.cluster.model_copies import model_name
 from pipeline.engines import models
 from pipeline.engines.models import (
     engine_spec,
@@ -25,7 +26,6 @@ from pipeline.engines.models import (
     head_fingerprints,
     longest_request,
     model_fingerprint,
-    model_name,
     tensor_spans,
 )
 from pipeline.errors import InputError

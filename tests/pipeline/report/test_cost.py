@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.outputs import Cost, cost_of
+from pipeline.output.result import Cost, cost_of
 
 
 def submission(**facts: Any) -> dict[str, Any]:

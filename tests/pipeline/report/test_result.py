@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.output.result import job_result
 from pipeline.output.summary import ValidSums
-from pipeline.report.result import job_result
 from tests.pipeline.report.test_cost import submission
 
 SUMS = ValidSums(valid=15, others=3, valid_tokens=5000, other_tokens=1000)
