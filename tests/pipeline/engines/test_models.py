@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter.engine.config import EngineSettings
+from pipeline.cluster import model_copies
 from pipeline.cluster.model_copies import model_name
-from pipeline.engines import models
 from pipeline.engines.models import (
     engine_spec,
     folder_fingerprint,
@@ -228,7 +228,7 @@ def test_a_model_in_a_bucket_is_copied_once_for_a_machine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines that start together share one copy; a changed folder has another, with another fingerprint."""
-    monkeypatch.setattr(models, "_COPIES", tmp_path / "copies")
+    monkeypatch.setattr(model_copies, "_COPIES", tmp_path / "copies")
     bucket = Path(shutil.copytree(model, tmp_path / "bucket"))
     copied: list[Path] = []
     copy = Location.copy_to
