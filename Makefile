@@ -43,8 +43,8 @@ serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.
 cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
 	$(BIN)/python -m examples.cluster_demo
 
-# Three processes on two cores: tests that share a Ray cluster are one group, which runs in one of them and often waits. tests/conftest.py says
-# what belongs together and what comes first.
+# Three processes on two cores: those tests that share a Ray cluster are one group, which runs in one of them and often
+# waits. tests/conftest.py says what belongs together and what comes first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadgroup --no-loadscope-reorder
 
 # Files of tests whose subject has threads, without those of jobs.
