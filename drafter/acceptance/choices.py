@@ -204,8 +204,8 @@ class NodeChoices:
             forbidden = (table.limits.next_forbidden(slots, *before, size), table.limits.allowed[slots])
         scores = kernels.scores(self._logits, rows, nodes, biases, penalties, forbidden, self._allowed)
         filters = (table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots])
-        draw_settings = kernels.Draw.of(*filters, table.keys[slots], self._places(rows, nodes, slots))
-        chosen: Tensor = kernels.choose(scores, draw_settings)
+        how = kernels.Draw(*filters, table.keys[slots], self._places(rows, nodes, slots))
+        chosen: Tensor = kernels.choose(scores, how)
         return chosen
 
     def with_log_probs(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,20 +40,16 @@ class Draw:
 
     Args:
         top_k: int64, 0 keeps all.
-        start: int64, the hash that a row's key and the token's position begin with.
+        keys: int64, of the rows' seeds; see `draw`.
+        positions: int64, of the tokens in their outputs.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    start: Tensor
-
-    @classmethod
-    def of(
-        cls, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor, positions: Tensor
-    ) -> Draw:
-        return cls(temperature, top_k, top_p, min_p, keys + positions * signed(POSITION_STEP))
+    keys: Tensor
+    positions: Tensor
 
 
 def scores(
@@ -97,7 +93,8 @@ def choose(scores: Tensor, draw: Draw) -> Tensor:
     """Return the tokens `[R]` int64 that rows draw from `scores` `[R, V]` float64."""
     size, chosen = scores.shape[-1], torch.empty(len(scores), dtype=torch.long, device=scores.device)
     scale = 2.0 ** (MASS_BITS - size.bit_length())
-    settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p.log(), draw.start)
+    starts = draw.keys + draw.positions * signed(POSITION_STEP)
+    settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p.log(), starts)
     _choose[(len(scores),)](scores, chosen, *settings, size, scale, _BLOCK, num_warps=_WARPS)
     return chosen
 

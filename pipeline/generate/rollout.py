@@ -111,7 +111,11 @@ class Rollout:
         self, answer: ProgramAnswer, row: ProgramRow, traits: RunTraits, columns: Sequence[OutputColumn]
     ) -> dict[str, Any]:
         """Return the output columns of a program: the sums over its calls, and what it returned."""
-        return program_values(answer, row, traits, columns)
+        generation = summed(row.request_id, [one for _, one in answer.calls])
+        if answer.valid is not None:
+            generation = replace(generation, valid=answer.valid)
+        values = column_values(generation, Request((), row.sampling, row.request_id), traits, columns)
+        return values | {"num_calls": len(answer.calls), PROGRAM: answer.columns}
 
     def starter(self, lm: SpeculativeLM) -> Callable[[ProgramRow], Program]:
         """Return what starts the program of a row, in this process. The function must be importable here, too."""
@@ -286,17 +290,6 @@ class Program:
             except (TypeError, ValueError, RecursionError) as error:
                 raise self._failed(f"returned a column {name!r} that JSON cannot hold: {one_line(error)}") from error
         return json.dumps(columns, ensure_ascii=False), valid
-
-
-def program_values(
-    answer: ProgramAnswer, row: ProgramRow, traits: RunTraits, columns: Sequence[OutputColumn]
-) -> dict[str, Any]:
-    """Return the output columns of a program: the sums over its calls, and what it returned."""
-    generation = summed(row.request_id, [one for _, one in answer.calls])
-    if answer.valid is not None:
-        generation = replace(generation, valid=answer.valid)
-    values = column_values(generation, Request((), row.sampling, row.request_id), traits, columns)
-    return values | {"num_calls": len(answer.calls), PROGRAM: answer.columns}
 
 
 def summed(name: str, calls: Sequence[Generation]) -> Generation:

@@ -85,10 +85,18 @@ def _kept(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
 
 
 def _parked(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
-    """Rows wait for a while, in their slots or out of them."""
-    chosen, parked = random.Random(engine.config.max_num_seqs), 0
+    found, parked = decode_parked(engine, requests, steps=40, seed=engine.config.max_num_seqs)
+    assert parked > 0
+    return found
+
+
+def decode_parked(
+    engine: Engine, requests: Sequence[Request], *, steps: int, seed: int
+) -> tuple[list[Generation], int]:
+    """Decode rows that wait for a while, in their slots or out of them; and say how many did, summed over `steps`."""
+    chosen, parked = random.Random(seed), 0
     handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
-    for _ in range(40):
+    for _ in range(steps):
         for handle in handles:
             if chosen.random() < 0.2:
                 handle.park()
@@ -96,10 +104,9 @@ def _parked(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
                 handle.unpark()
         engine.step()
         parked += len(engine.scheduler.parked)
-    assert parked > 0
     for handle in handles:
         handle.unpark()
-    return finish(engine, handles)
+    return finish(engine, handles), parked
 
 
 def _preempted(engine: Engine, requests: Sequence[Request]) -> list[Generation]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from drafter.drafters.contract import Drafter, PlainDecoding
@@ -14,6 +12,7 @@ from drafter.errors import RequestTimeoutError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
+from tests.support.identity import decode_parked
 from tests.support.models import (
     AdversarialDrafter,
     SpellingTokenizer,
@@ -42,24 +41,14 @@ def test_rows_come_back_where_memory_is_short(
         Request(prompt, SamplingParams(80 - 6 * row, temperature=0.7 * (row % 2), seed=row, ignore_eos=True))
         for row, prompt in enumerate(random_prompts(9, seed=2))
     ]
-    expected, chosen, parked = plainly(tiny_base, requests), random.Random(3), 0
+    expected = plainly(tiny_base, requests)
     if behind:
         queue_steps(monkeypatch)
     # With few blocks, rows grow at the cost of those that are parked.
     kv_bytes = (8 + SPARE) * BLOCK * sum(tiny_base.kv_bytes_per_token)
     engine = engine_of(tiny_base, AdversarialDrafter(3, nodes=4), 3, kv_bytes / 2**30)
-    handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
-    for _ in range(90):
-        for handle in handles:
-            if chosen.random() < 0.2:
-                handle.park()
-            elif chosen.random() < 0.3:
-                handle.unpark()
-        engine.step()
-        parked += len(engine.scheduler.parked)
-    for handle in handles:
-        handle.unpark()
-    assert tokens_of(finish(engine, handles)) == tokens_of(expected)
+    found, parked = decode_parked(engine, requests, steps=90, seed=3)
+    assert tokens_of(found) == tokens_of(expected)
     assert parked > 20
 
 
