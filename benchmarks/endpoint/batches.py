@@ -3,7 +3,7 @@
     python -m benchmarks.endpoint.batches --output benchmarks/results/batches --model MODEL
 
 One server. In each round one client first asks with nobody else there, and then the same questions beside a batch,
-which is cancelled at the end of the round; between two questions it rests for a random time, in which the batch goes on.
+which is cancelled at the end of the round; between two questions it rests for a random time, while the batch goes on.
 The ratios are of the same question in the same round. The answers must be the same, too.
 """
 

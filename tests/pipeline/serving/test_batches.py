@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
-FILE_BYTES = 300_000
+FILE_BYTES = 2_000_000
 
 
 @pytest.fixture(scope="module")
