@@ -44,7 +44,7 @@ from pipeline.output.batch_results import batch_bytes, write_batch
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
-from pipeline.output.part_files import commit_part, compact, foreign_files, unify_types
+from pipeline.output.part_files import commit_part, foreign_files, unify_types
 from pipeline.output.result import job_result
 from pipeline.output.summary import count_rows, read_totals, read_valid_sums, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
@@ -132,8 +132,6 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
         PartCalls(job.config.on_part, job.config.output, output).end()
     if job.config.rollout is not None:
         unify_types(output)
-    compact_mb = job.config.writing.compact_mb
-    compact(output, None if compact_mb is None else int(compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
         foreign = ", ".join(map(printable, foreign_files(output, staged.parts)[:_SHOWN]))

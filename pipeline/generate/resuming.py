@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,7 @@ from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, 
 _SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
-_PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
-_RESULT_FILE = re.compile(rf"{_PART}(?:-to-{_PART})?\.parquet")
+_PART_FILE = re.compile(r"(?:\d{3,}-)?\d{5}-\d{6}\.parquet")
 
 
 def is_finished(job: Job) -> bool:
@@ -95,17 +93,11 @@ def _older(job: Job) -> InputError:
 def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
     """Delete result and staged files that belong to no listed part, left from an old or an abandoned input."""
     parts = {part.name for part in staged.parts}
-    plan = output.compaction()
-    merged = {} if plan is None else plan.data | plan.errors
-    stale = not parts.issuperset(chain.from_iterable(merged.values()))
     for folder in (output.data, output.errors, output.staged):
         for info in folder.children():
             name = info.base_name
-            part = name.removesuffix(".parquet")
-            if _RESULT_FILE.fullmatch(name) and part not in parts and (stale or part not in merged):
+            if _PART_FILE.fullmatch(name) and name.removesuffix(".parquet") not in parts:
                 (folder / name).delete()
-    if stale:
-        output.forget_compaction()
 
 
 # A changed input.
