@@ -17,7 +17,7 @@ from pipeline.cacheback.config import CacheConfig
 from pipeline.cluster.model_copies import model_name
 from pipeline.engines.models import model_fingerprint
 from pipeline.errors import InputError, RowError
-from pipeline.generate.row_requests import row_conversation
+from pipeline.generate.prompts import row_conversation
 from pipeline.io.files import locate
 from pipeline.io.listing import InputListing, input_fingerprints, list_input, read_apart
 from pipeline.io.reading import read_file

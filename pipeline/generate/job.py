@@ -34,8 +34,7 @@ from pipeline.engines.models import engine_spec
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.enough import keep_finished
-from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
+from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, keep_finished, reopen
 from pipeline.generate.staging import StagingPlan, rows_per_part, stage
 from pipeline.generate.user_functions import PartCalls
 from pipeline.io.files import partials

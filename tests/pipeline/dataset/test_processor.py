@@ -29,7 +29,7 @@ from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
 from pipeline.dataset.prompt_stage import make_prompts
 from pipeline.engines.ledger import RowOutcome
 from pipeline.errors import InputError
-from pipeline.generate.row_requests import Encoder, PromptSettings
+from pipeline.generate.prompts import Encoder, PromptSettings
 from pipeline.io.listing import PromptSource
 from pipeline.output.columns import COLUMNS
 from pipeline.settings import ReadingConfig
@@ -110,7 +110,7 @@ def test_a_chat_has_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((replace(prompt, chat_template_kwargs=prompt.chat_template_kwargs or None), now))
         return [1]
 
-    monkeypatch.setattr("pipeline.generate.row_requests.render_chat", render)
+    monkeypatch.setattr("pipeline.generate.prompts.render_chat", render)
 
     def chat(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}]

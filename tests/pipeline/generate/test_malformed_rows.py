@@ -18,7 +18,8 @@ import pytest
 
 from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
-from pipeline.generate.row_requests import PromptSettings, make_requests
+from pipeline.generate.prompts import PromptSettings
+from pipeline.generate.row_requests import make_requests
 from pipeline.generate.staging import StagingPlan, stage_files
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate

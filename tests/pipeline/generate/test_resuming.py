@@ -25,8 +25,8 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
-from pipeline.generate.resuming import AskedRows, compare, delete_strays, dry_run, grow, match, numbered_seeds
-from pipeline.generate.row_keys import equal_before, text_keys
+from pipeline.generate.resuming import compare, delete_strays, dry_run, grow
+from pipeline.generate.row_keys import AskedRows, equal_before, match, numbered_seeds, text_keys
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
