@@ -16,7 +16,6 @@ _JOBS = {
     "distill": "let the target model answer prompts, as text that its draft head learns from",
     "train": "train a draft head on distilled text",
     "submit": "run a job on a cluster, and submit it again until it is done",
-    "cache": "count the n-grams of a corpus, as a table for the drafter cacheback",
 }
 _HELP = """\
 usage: drafter JOB [settings]
