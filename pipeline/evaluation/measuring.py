@@ -55,12 +55,8 @@ def as_job_errors(mistakes: Mistakes) -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def load_models(model: str, loading: Mapping[str, Any], threads: int, folder: str = "") -> tuple[BaseModel, Any]:
-    """Load a target model and its tokenizer on a worker that has so many threads, or raise `LoadError`.
-
-    An actor's process has yet to `enter` the driver's `folder`, where drafters may be; that of a task is there.
-    """
-    enter(folder)
+def load_models(model: str, loading: Mapping[str, Any], threads: int) -> tuple[BaseModel, Any]:
+    """Load a target model and its tokenizer on a worker that has so many threads, or raise `LoadError`."""
     torch.set_num_threads(threads)
     base, _ = load_with_processor(model, **loading)
     return base, load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))

@@ -39,7 +39,7 @@ from pipeline.generate.row_keys import (
 from pipeline.generate.staging import StagingPlan, read_rows, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
-from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
+from pipeline.io.parts import Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
 from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
@@ -83,21 +83,10 @@ def reopen(job: Job) -> StagedInput | None:
     mend_list(output.staged)
     delete_strays(output, staged)
     discard_torn(output, staged.parts)
-    if staged.format != STAGED_FORMAT and (staged.source != job.source or staged.without(output.committed())):
-        if output.has_results():
-            raise _older(job)
-        return None  # nothing is lost by staging the input again
     if staged.source != job.source and not output.has_results():
         output.forget_job()
         return None
     return staged
-
-
-def _older(job: Job) -> InputError:
-    return InputError(
-        f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
-        "go on with that release, or choose another output"
-    )
 
 
 def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
@@ -320,8 +309,6 @@ def dry_run(job: Job) -> Changes:
     if before is None:
         none = joined([])
         return replace(compare(none, now, np.full(len(now), -1), np.empty(0, bool)), broken=tuple(broken))
-    if before.format != STAGED_FORMAT:
-        raise _older(job)
     old = staged_rows(before, several=job.several)
     matched = match(old, now, drawn=job.drawn)
     done = Results(job.output, before, old.names).done
