@@ -167,33 +167,27 @@ def _stage_and_generate(
     job.save_run("running", **job.engine_facts())
     cluster = connect()
     stopping.take_over()
+    learner = None
     with ClusterWatch(own_cluster=not cluster.may_grow, last_line=partial(_note_loss, status)):
-        return _on_cluster(job, staged, cluster, stopping, status)
+        if job.config.learning.enabled:
+            from pipeline.learning.job_learner import beside_learner
+
+            cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
+        resources = share_out(job.config.resources, cluster)
+        status.takes(resources)
+        with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
+            staged = _stage(job, staged)
+        work = Work(staged, staged.without(job.output.committed()), resources, learner)
+        if not work.missing:
+            return staged, Progress()
+        job.note_drafter()
+        return _generate_missing(job, work, stopping, status)
 
 
 def _note_loss(status: StatusFile, why: str) -> str:
     error = JobError(why)
     status.end(error)
     return failure_line(error)
-
-
-def _on_cluster(
-    job: Job, staged: StagedInput | None, cluster: Cluster, stopping: Stopping, status: StatusFile
-) -> tuple[StagedInput, Progress]:
-    learner = None
-    if job.config.learning.enabled:
-        from pipeline.learning.job_learner import beside_learner
-
-        cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
-    resources = share_out(job.config.resources, cluster)
-    status.takes(resources)
-    with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
-        staged = _stage(job, staged)
-    work = Work(staged, staged.without(job.output.committed()), resources, learner)
-    if not work.missing:
-        return staged, Progress()
-    job.note_drafter()
-    return _generate_missing(job, work, stopping, status)
 
 
 def _engines_ahead(job: Job, resources: ActorResources, cluster: Cluster) -> int:
