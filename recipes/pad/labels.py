@@ -34,8 +34,7 @@ from pipeline.cluster.ray_cluster import connect, quiet_ray_data, share_out
 from pipeline.command_line import at_least, say
 from pipeline.dataset.processor import ProcessorConfig, build_processor
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_job import output_folder
-from pipeline.evaluation.measuring import as_job_errors, load_models, measured
+from pipeline.evaluation.evaluate_job import as_job_errors, load_models, measured, output_folder
 from pipeline.generate.row_requests import row_sampling
 from pipeline.io.files import locate
 from pipeline.openai.batch import LINE_FIELDS, parse_line
