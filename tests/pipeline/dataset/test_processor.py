@@ -106,9 +106,9 @@ def test_a_chat_has_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> No
     """Ray Data keeps messages as structs, in which each row has the fields of all; and there is one date for all."""
     asked: list[tuple[Any, datetime]] = []
 
-    def render(tokenizer: Any, prompt: Any, now: datetime) -> list[int]:
+    def render(tokenizer: Any, prompt: Any, now: datetime) -> Prompt:
         asked.append((replace(prompt, chat_template_kwargs=prompt.chat_template_kwargs or None), now))
-        return [1]
+        return Prompt([1])
 
     monkeypatch.setattr("pipeline.generate.prompts.render_chat", render)
 
