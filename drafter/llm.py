@@ -117,7 +117,7 @@ class SpeculativeLM:
 
         Args:
             model: Hub id or folder of the target model; None is the embedded demonstration model.
-            drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `cacheback:TABLE` (by `drafter cache`),
+            drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `cacheback:TABLE` (of a corpus),
                 `exit:N` (the target model's first N layers), a draft head's folder or hub id, `ctc` (the embedded
                 head), `model:` and a draft model's folder or hub id, several of them joined by `+`, `long:N:DRAFTER`
                 (N tokens, continued by n-grams), `stack:LOWER>model:A` (levels of draft models), or `auto`: the fastest

@@ -90,15 +90,12 @@ class WritingConfig:
     Args:
         rows_per_file: Rows of an output file; also the unit of commits and retries. By default 128, and up to 1,024 for
             an input of gigabytes.
-        compact_mb: At the end, merge files of results until each has this many megabytes; by default, never.
     """
 
     rows_per_file: int | None = None
-    compact_mb: float | None = None
 
     def __post_init__(self) -> None:
         at_least("writing.rows_per_file", self.rows_per_file, 1)
-        at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
 @dataclass(frozen=True)

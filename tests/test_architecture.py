@@ -194,7 +194,7 @@ def test_the_cores_tests_do_without_methods() -> None:
 
 def test_outputs_are_written_and_reported_without_a_method() -> None:
     """A method's own room may be gone from the pipeline, too."""
-    methods = ("drafter.methods", "pipeline.learning", "pipeline.pad", "pipeline.cacheback")
+    methods = ("drafter.methods", "pipeline.learning")
     for module, imported in import_graph().items():
         if any(within(module, f"pipeline.{room}") for room in ("io", "output", "progress", "report")):
             assert not [one for one in imported if any(within(one, method) for method in methods)], module

@@ -144,6 +144,17 @@ def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
         return tokenizer(texts, verbose=False, **settings)  # which would warn of long texts: they are refused
 
 
+def tokenise_each(tokenizer: Any, texts: list[str], **settings: Any) -> list[list[int] | RequestError]:
+    """Return the tokens of each text, or its error: together, in parallel, unless the tokeniser panics on one."""
+    if not texts:
+        return []
+    try:
+        return list(tokenise(tokenizer, texts, **settings)["input_ids"])
+    except RequestError as error:
+        alone = len(texts) == 1
+        return [error] if alone else [one for text in texts for one in tokenise_each(tokenizer, [text], **settings)]
+
+
 @contextmanager
 def refuse_panics() -> Iterator[None]:
     """Turn a tokeniser's panic in a `with` block into a `RequestError`."""
