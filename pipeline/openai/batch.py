@@ -30,9 +30,15 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
         raise missing("body")
     body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
-    for name, wanted in (("stream", request.stream), ("echo", request.echo)):
+    for name, wanted, allowed in (
+        ("stream", request.stream, "false"),
+        ("echo", request.echo, "false"),
+        ("return_token_ids", request.token_ids, "false"),
+        ("prompt_logprobs", request.prompt_logprobs is not None, "null"),
+    ):
         if wanted:
-            raise bad_request(f"Unsupported value: '{name}' can only be false in a batch.", name, "unsupported_value")
+            message = f"Unsupported value: '{name}' can only be {allowed} in a batch."
+            raise bad_request(message, name, "unsupported_value")
     return request
 
 
