@@ -257,24 +257,19 @@ def _number(logprob: float | None) -> float | None:
 def prompt_logprobs(logprobs: Sequence[TokenLogprob], count: int, token_text: TokenText) -> list[dict[str, Any] | None]:
     """Return vLLM's log-probabilities of a prompt: of each token, and of the `count` most probable ones, by their ids.
 
-    The rank of a token that is none of these is null. So is the first token's entry; raises as `response` does.
+    The first token, which follows nothing, has null. It raises as `response` does.
     """
 
     def described(one: TokenLogprob) -> dict[str, Any] | None:
-        top = one.top[:count]
-        ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
-        return (
-            None
-            if one.logprob is None
-            else {
-                str(token): {
-                    "logprob": _number(logprob),
-                    "rank": ranks.get(token),
-                    "decoded_token": _shown(token_text(token)),
-                }
-                for token, logprob in {one.token_id: one.logprob, **dict(top)}.items()
-            }
-        )
+        if one.logprob is None:
+            return None
+        # Of tokens that are as probable as the last of the best, one of which it may be, that one has its rank.
+        ranked = {one.token_id: (one.logprob, max(one.rank or 1, count + 1))}
+        ranked |= {token: (value, rank) for rank, (token, value) in enumerate(one.top[:count], 1)}
+        return {
+            str(token): {"logprob": _number(value), "rank": rank, "decoded_token": _shown(token_text(token))}
+            for token, (value, rank) in ranked.items()
+        }
 
     return [described(one) for one in logprobs]
 
