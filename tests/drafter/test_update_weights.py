@@ -74,7 +74,8 @@ def test_tokens_are_those_of_a_model_loaded_with_them(
         found = ask(lm)
         assert tokens_of(found) == tokens_of(wanted)
         assert found[0].num_cached_tokens == 0
-        if drafter != "memory":  # which also drafts from texts of before
+        # `memory` also drafts from texts of before, and weights of an EAGLE head begin as its target model's.
+        if drafter not in ("memory", "head eagle3, in part"):
             assert [one.counts for one in found] == [one.counts for one in wanted]
         assert (lm.base.fingerprint, lm.base.executor_name) == (fingerprint, executor)
         assert {one.weights_version for one in before} == {0}
