@@ -199,8 +199,8 @@ class PathLogprobs:
 
     def to_host(self) -> PathLogprobs:
         """Copy to the host; valid once queued work is done."""
-        of = vars(self).values()
-        return PathLogprobs(*(None if one is None else one.to("cpu", non_blocking=True) for one in of))
+        sent = {name: one.to("cpu", non_blocking=True) for name, one in vars(self).items() if one is not None}
+        return PathLogprobs(**sent)
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
         """Return log-probabilities of each row's `tokens`, and of its `counts` ≤ K best; tensors on the host."""

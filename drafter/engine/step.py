@@ -36,7 +36,7 @@ _NOT_FINITE = -1  # token chosen from logits that are not numbers
 class WantedLogprobs(NamedTuple):
     """What a row wants: so many of the most probable tokens beside its own, and whether after all settings."""
 
-    count: int
+    top: int
     drawn: bool
 
 
@@ -130,9 +130,9 @@ class StepPlan:
             if sequence.handling is Handling.PLAIN:
                 deepest[row] = 0
         wanted = {
-            row: WantedLogprobs(count, one.handle.request.drawn_logprobs)
+            row: WantedLogprobs(top, one.handle.request.drawn_logprobs)
             for row, one in enumerate(sequences)
-            if (count := one.sampling.logprobs) is not None
+            if (top := one.sampling.logprobs) is not None
         }
         stays = [sequence.stay for sequence in sequences]
         return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, load, follows)
@@ -211,7 +211,7 @@ class Outcome:
         logprobs: dict[int, list[TokenLogprob]] = {}
         wanted = step.plan.wanted
         if tensors.logprobs is not None:
-            found = tensors.logprobs.read([tokens[row] for row in wanted], [one.count for one in wanted.values()])
+            found = tensors.logprobs.read([tokens[row] for row in wanted], [one.top for one in wanted.values()])
             logprobs = dict(zip(wanted, found, strict=True))
         return Outcome(step, tokens, sound, accepted, drafted, on_path, lenient, logprobs)
 
@@ -337,7 +337,7 @@ class DeviceStep:
                 nodes = row[some][:, None].expand_as(path[some]).flatten(), path[some].flatten()
                 found = verified.choices(sampling).log_probs(*nodes).float().view(len(drawn), *at_path.shape[1:])
                 at_path = at_path.float().index_copy(0, some, found)
-            logprobs = token_logprobs(at_path, accepted.tokens[row], max(one.count for one in wanted.values()))
+            logprobs = token_logprobs(at_path, accepted.tokens[row], max(one.top for one in wanted.values()))
         # One node that is not finite spoils the whole tree.
         sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None

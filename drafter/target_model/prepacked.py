@@ -77,7 +77,7 @@ def prepack(module: nn.Module) -> None:
     for layer in layers:
         if isinstance(layer, PrepackedLinear):  # its weights have changed: the copies of the old ones are freed first
             del layer.few, layer.many
-            layer.__class__ = nn.Linear
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
     free = free_bytes(torch.device("cpu"))
     size = 2 * sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or (free is not None and size > _MEMORY_SHARE * free):

@@ -30,14 +30,12 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
         raise missing("body")
     body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
-    for name, wanted, allowed in (
-        ("stream", request.stream, "false"),
-        ("echo", request.echo, "false"),
-        ("return_token_ids", request.token_ids, "false"),
-        ("prompt_logprobs", request.prompt_logprobs is not None, "null"),
-    ):
+    scored = request.prompt_logprobs is not None
+    flags = {"stream": request.stream, "echo": request.echo, "return_token_ids": request.token_ids}
+    for name, wanted in {**flags, "prompt_logprobs": scored}.items():
         if wanted:
-            message = f"Unsupported value: '{name}' can only be {allowed} in a batch."
+            only = "false" if name in flags else "null"
+            message = f"Unsupported value: '{name}' can only be {only} in a batch."
             raise bad_request(message, name, "unsupported_value")
     return request
 

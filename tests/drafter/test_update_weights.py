@@ -21,6 +21,7 @@ from tests.support.images import example, processor_of, prompts_of
 from tests.support.images import model_of as seeing_model
 from tests.support.marks import pairwise
 from tests.support.models import SpellingTokenizer, random_model, tokens_of
+from tests.support.tapes import queue_steps
 
 NODES = 6
 BEGINNING = [3 + place * 7 % 90 for place in range(30)]
@@ -83,6 +84,24 @@ def test_tokens_are_those_of_a_model_loaded_with_them(
         again = ask(lm)
         assert all(one.num_cached_tokens > 0 for one in again) == bool(kept_rows)
         assert tokens_of(again) == tokens_of(wanted)
+
+
+@pytest.mark.parametrize("drafter", ["none", "head context 1", "head context 2, in part"])
+def test_recorded_steps_have_the_new_weights(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA graphs have, which repeat operations on the tensors that they were recorded with."""
+    recorder = queue_steps(monkeypatch)
+    monkeypatch.setattr("drafter.target_model.prepacked._is_to_do", lambda layer: False)  # as nothing is on a GPU
+    new = model_of("llama", 1, tied=True)
+    with loaded(model_of("llama", 1, tied=True), drafter, kept_rows=0) as fresh:
+        wanted = ask(fresh)
+    with loaded(model_of("llama", 0, tied=True), drafter, kept_rows=0) as lm:
+        before = [ask(lm) for _ in range(3)]
+        recorded, repeated = recorder.recorded, recorder.repeated
+        lm.update_weights(new.named_parameters())
+        found = ask(lm)
+        assert recorder.repeated > repeated > recorded > 0
+    assert tokens_of(found) == tokens_of(wanted) != tokens_of(before[0])
+    assert [one.counts for one in found] == [one.counts for one in wanted]
 
 
 def test_weights_come_in_any_form() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from drafter import EngineConfig, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.handle import Handle
 from drafter.target_model.model import BaseModel
 from drafter.trl import Rollout, make_rollout, sampling_of
 
@@ -32,8 +33,13 @@ class Checked:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         asked: list[Request] = []
         submit = self._lm.submit
+
+        def noted(request: Request) -> Handle:
+            asked.append(request)
+            return submit(request)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self._lm, "submit", lambda request: asked.append(request) or submit(request))
+            patch.setattr(self._lm, "submit", noted)
             found = self._rollout(prompts, trainer)
         self.calls += 1
         self.first = self.first or found["completion_ids"]

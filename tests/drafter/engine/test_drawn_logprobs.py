@@ -27,7 +27,7 @@ def scores_after(base: BaseModel, request: Request, found: Generation) -> Tensor
     text = [*request.prompt_ids, *found.token_ids]
     with torch.no_grad():
         logits: Tensor = base.model(torch.tensor([text])).logits[0, len(request.prompt_ids) - 1 : -1].double()
-    for token, bias in request.sampling.over().logit_bias:
+    for token, bias in dict(request.sampling.logit_bias).items():
         logits[:, token] += bias
     return logits / (request.sampling.over().temperature or 1.0)
 

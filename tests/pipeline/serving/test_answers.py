@@ -347,7 +347,7 @@ def test_what_cannot_be_scored(client: OpenAI, wrong: dict[str, Any], param: str
         (client.chat.completions, {"messages": chat("how")}),
     ):
         with pytest.raises(BadRequestError) as caught:
-            route.create(model=NAME, **asked, extra_body=wrong)  # type: ignore[call-overload]
+            route.create(model=NAME, **asked, extra_body=wrong)
         assert caught.value.param == param
     with pytest.raises(BadRequestError, match="needs 'stream' to be false"):
         client.completions.create(model=NAME, prompt="how", stream=True, extra_body={"prompt_logprobs": 1})
