@@ -57,7 +57,7 @@ _TEMPLATE = "it is an argument of chat, a column of rows, and a field of a chat'
 ELSEWHERE = {
     **dict.fromkeys(("chat_template_kwargs", "continue_final_message", "documents", "tools"), _TEMPLATE),
     "n": "it is an argument of generate and chat, n of an endpoint's body, and reading.samples of a job",
-    "prompt_logprobs": "it is a field of Request, for SpeculativeLM.submit",
+    "prompt_logprobs": "it is an argument of generate and chat, and a field of an endpoint's body",
     "timeout": "it is a field of Request, for SpeculativeLM.submit",
     "use_tqdm": "it is an argument of generate and chat",
 }

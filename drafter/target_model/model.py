@@ -60,6 +60,7 @@ class BaseModel:
 
     Attributes:
         sight: What reads prompts with images; None if the model reads none, for the reason `blind`.
+        weights_version: How often `update_weights` has been called.
 
     Raises:
         LoadError: The model cannot verify draft trees; the message names it and the reason.
@@ -113,9 +114,32 @@ class BaseModel:
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
-        prepack(self.model if self._executor is self._model_code else self._head)
-        sizes = [model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
-        self.fingerprint = fingerprint(self.model, sizes)
+        self._prepacked: nn.Module = self.model if self._executor is self._model_code else self._head
+        prepack(self._prepacked)
+        self.fingerprint = self._fingerprint()
+        self.weights_version = 0
+
+    @torch.no_grad()
+    def update_weights(self, weights: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy weights into place, paired (own, new) by `match_weights`, and make again what was derived from them.
+
+        No forward may run meanwhile. What was proved at load stays proved: it depends on the structure alone.
+        """
+        native = self._executor is not self._model_code
+        self._executor = self._model_code  # the native executor's copies are freed before others are made
+        for own, new in weights:
+            own.copy_(new)
+        if native:
+            self._executor = NativeDecoder(self.model, self.decoder, self.config)
+        prepack(self._prepacked)
+        if self.sight is not None:
+            self.sight.forget()
+        self.fingerprint = self._fingerprint()
+        self.weights_version += 1
+
+    def _fingerprint(self) -> str:
+        sizes = [self.model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
+        return fingerprint(self.model, sizes)
 
     def _prove_long_texts(self) -> None:
         """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length."""
