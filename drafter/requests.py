@@ -284,6 +284,7 @@ class Request:
     drawn_logprobs: bool = False  # `logprobs` are of what tokens are drawn from: after temperature and all else
     may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
     salt: str = ""  # whose it is: prefixes are shared with requests of the same one only, and slots fairly between them
+    background: bool = False  # it enters last and is parked first: no other request waits for it
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Prompt):

@@ -134,7 +134,7 @@ class Engine:
             sequence = Sequence(handle, self.base.eos_token_ids, self.tokenizer, self.max_length, parts)
         if self.idle:
             self.last_step = time.monotonic()
-        self.scheduler.waiting.put(sequence)
+        self.scheduler.queue(background=request.background).put(sequence)
         return handle
 
     def state(self) -> EngineState:
@@ -142,7 +142,7 @@ class Engine:
         memory = self.drafter.memory
         return EngineState(
             active=len(self.scheduler.in_slots),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.background),
             slots=self.scheduler.limit.most,
             stage_seconds=dict(self._times.seconds),
             memory_tokens=memory.tokens,
@@ -153,14 +153,15 @@ class Engine:
         )
 
     def _look_again(self) -> None:
-        self.scheduler.waiting.look_again()
+        self.scheduler.look_again()
         self.wake()
 
     @property
     def idle(self) -> bool:
         """True if a step has nothing to do. Requests may be parked."""
         scheduler = self.scheduler
-        return not (scheduler.in_slots or self.flights or scheduler.waiting or scheduler.parked_to_look_at)
+        waiting = scheduler.waiting or scheduler.background
+        return not (scheduler.in_slots or self.flights or waiting or scheduler.parked_to_look_at)
 
     @property
     def failure(self) -> EngineError | None:
@@ -174,7 +175,7 @@ class Engine:
             failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
         self.flights.clear()
-        for sequence in [*self.scheduler.clear(), *self.scheduler.waiting.close(failure)]:
+        for sequence in self.scheduler.close(failure):
             if not sequence.ended:
                 sequence.handle.future.set_exception(failure)
 
@@ -406,13 +407,14 @@ class Engine:
             self._put_back(sequence)
 
     def _park(self) -> None:
-        """Take sequences out of the steps, and back, as their handles say."""
-        if any(one.handle.parked for one in self.scheduler.active):
+        """Take sequences out of the steps, and back, as their handles say, and background ones for others."""
+        self.scheduler.give_way()
+        if self.scheduler.to_park:
             self._deliver(0)  # it may end a sequence
-        for sequence in [one for one in self.scheduler.active if one.handle.parked]:
+        for sequence in self.scheduler.to_park:
             self.scheduler.park(sequence)
-        for sequence in [one for one in self.scheduler.parked if not one.handle.parked]:
-            self.scheduler.unpark(sequence)
+        while (parked := self.scheduler.next_to_unpark()) is not None:
+            self.scheduler.unpark(parked)
 
     def _put_back(self, sequence: Sequence) -> None:
         if self.flights:

@@ -13,6 +13,7 @@ from drafter.engine.memory import GPU_CHUNK
 from drafter.engine.sequence import Sequence, Status
 from drafter.engine.step import Flights
 from drafter.engine.waiting_queue import WaitingQueue
+from drafter.errors import EngineError
 
 CHUNK = 512  # prompt tokens of one forward, and about as many as a step reads while a sequence is streamed, on a CPU
 _SCORED_CHUNK = 256  # the same where the logits of all tokens are kept
@@ -61,6 +62,7 @@ class Scheduler:
         self._held: dict[int, Sequence] = {}  # those of them with their KV, by slot: any behind `in_slots`
         self.kept = KeptRows(state)
         self.waiting = WaitingQueue(max_queue)
+        self.background = WaitingQueue(max_queue)  # requests that enter only while there are no others
         self.limit = RowLimit(state.slots)
         self._waited = 0  # steps for which sequences that could enter have waited for others
         self.chunk = GPU_CHUNK if state.base.device.type == "cuda" else CHUNK  # prompt tokens of one forward
@@ -76,10 +78,25 @@ class Scheduler:
         return [sequence for sequence in self.in_slots if sequence.status is Status.READ]
 
     @property
+    def has_foreground(self) -> bool:
+        """True if a request is decoded, enters or waits that is no background one: those then rest."""
+        if self.waiting or any(not one.background for one in self.in_slots):
+            return True
+        return any(not (one.background or one.handle.parked) for one in self.parked)
+
+    def queue(self, *, background: bool) -> WaitingQueue:
+        return self.background if background else self.waiting
+
+    @property
+    def _next(self) -> WaitingQueue:
+        """The queue of those that may enter now."""
+        return self.queue(background=not self.has_foreground)
+
+    @property
     def parked_to_look_at(self) -> bool:
         """True if a parked sequence is no longer wanted, or no longer to be parked."""
         now = time.monotonic()
-        return any(not one.handle.parked or one.handle.unwanted(now) for one in self.parked)
+        return bool(self._to_go_on) or any(one.handle.unwanted(now) for one in self.parked)
 
     def parked_seconds(self, now: float) -> float | None:
         """Return the seconds until the first parked sequence is out of time; None for none."""
@@ -91,7 +108,8 @@ class Scheduler:
         """True if a sequence is streamed, or there are several salts: none must stand still for others' prompts."""
         if any(sequence.handle.streams for sequence in self.active):
             return True
-        return self.waiting.salted and len({*self.waiting.salts, *(one.salt for one in self.in_slots)}) > 1
+        queue = self._next
+        return queue.salted and len({*queue.salts, *(one.salt for one in self.in_slots)}) > 1
 
     def slots_of(self, sequences: Several[Sequence]) -> list[int]:
         slots = {id(sequence): slot for slot, sequence in enumerate(self.in_slots)}
@@ -103,7 +121,7 @@ class Scheduler:
 
     @property
     def _coming(self) -> int:
-        return min(len(self.waiting), self.limit.most - len(self.in_slots))
+        return min(len(self._next), self.limit.most - len(self.in_slots))
 
     def admit(self, *, packs: bool) -> bool:
         """Give slots to the sequences whose prompts the next forward reads, several if it `packs`; False for none.
@@ -111,7 +129,8 @@ class Scheduler:
         A forward reads the weights once for all of its prompts. So sequences wait until they are as many as a quarter
         of the slots, or for two steps, but not where somebody looks on: one is streamed, or there are several salts.
         """
-        looks_on = self.has_company or self.waiting.streamed
+        self.give_way()
+        looks_on = self.has_company or self._next.streamed
         waits = self.active and packs and 4 * self._coming < self.limit.most and self._waited <= _PATIENCE
         if not self.entering and ((waits and not looks_on) or not self._enter()):
             return False
@@ -122,8 +141,8 @@ class Scheduler:
 
     def _enter(self) -> bool:
         """Give the next waiting sequence the slot behind all others; False if there is none, no slot or no memory."""
-        slot = len(self.in_slots)
-        sequence = self.waiting.first(self.in_slots) if slot < self.limit.most else None
+        slot, queue = len(self.in_slots), self._next
+        sequence = queue.first(self.in_slots) if slot < self.limit.most else None
         if sequence is None:
             return False
         self._vacate(slot)
@@ -132,7 +151,7 @@ class Scheduler:
             if not self._held:
                 return False
             self._drop(next(reversed(self._held)))
-        self.waiting.remove(sequence)
+        queue.remove(sequence)
         self._waited = 0
         # It is in a list before anything can fail, so that a failure finds it.
         self._append(sequence)
@@ -212,6 +231,36 @@ class Scheduler:
             pass
         return room
 
+    def give_way(self) -> None:
+        """Put background sequences whose prompts are being read back to wait, if there are others."""
+        if self.has_foreground:
+            for sequence in reversed([one for one in self.entering if one.background]):
+                self.put_back(sequence)
+
+    @property
+    def to_park(self) -> list[Sequence]:
+        """The active sequences to be parked, the last slot first: its KV stays where it is, and then the next one's."""
+        rest = self.has_foreground
+        return [one for one in reversed(self.active) if one.handle.parked or (rest and one.background)]
+
+    @property
+    def _to_go_on(self) -> list[Sequence]:
+        rest = self.has_foreground
+        return [one for one in self.parked if not (one.handle.parked or (rest and one.background))]
+
+    def next_to_unpark(self) -> Sequence | None:
+        """Return a parked sequence that is to go on; None if there is none.
+
+        It is the one whose slot is the next to be taken, or else the one in the last slot, so that few have to move.
+        """
+        target, slots = len(self.in_slots), {id(one): slot for slot, one in self._held.items()}
+
+        def place(sequence: Sequence) -> float:
+            slot = slots.get(id(sequence), -1)
+            return math.inf if slot == target else slot
+
+        return max(self._to_go_on, key=place, default=None)
+
     def park(self, sequence: Sequence) -> None:
         """Take an active sequence out of the steps, with its KV kept if a slot is free. No flight may be under way."""
         slot, free = self.in_slots.index(sequence), self._free
@@ -239,7 +288,7 @@ class Scheduler:
         self.parked.remove(sequence)
         if slot is None:
             sequence.status = Status.WAITING
-            self.waiting.put_back([sequence])
+            self._wait_again([sequence])
             return
         if slot != target:
             self._vacate(target)
@@ -286,7 +335,8 @@ class Scheduler:
 
         It is the youngest of the salt with the most slots, if that has two more than the salt of the one that waits.
         """
-        waiting = self.waiting.first(self.in_slots) if self.waiting.salted else None
+        queue = self._next
+        waiting = queue.first(self.in_slots) if queue.salted else None
         taken = len(self.in_slots)
         if waiting is None or (taken < self.limit.most and self._has_room(waiting)):
             return None
@@ -302,7 +352,12 @@ class Scheduler:
     def put_back(self, sequence: Sequence) -> None:
         """Preempt a sequence. No flight may be under way."""
         self.take_out(sequence)
-        self.waiting.put_back([sequence])
+        self._wait_again([sequence])
+
+    def _wait_again(self, sequences: Several[Sequence]) -> None:
+        for background in (False, True):
+            own = [one for one in sequences if one.background is background]
+            self.queue(background=background).put_back(own)
 
     def end(self, sequence: Sequence) -> None:
         """Take an active sequence out whose text is over, and keep what its slot has."""
@@ -335,7 +390,7 @@ class Scheduler:
         """Put a sequence back to wait, and read its text again with nothing copied from others."""
         self.take_out(sequence, poisoned=True)
         sequence.stay += 1
-        self.waiting.put_back([sequence])
+        self._wait_again([sequence])
 
     def take_unwanted(self, now: float) -> list[Sequence]:
         """Take out all that are cancelled, or out of time at `now` (monotonic seconds)."""
@@ -350,7 +405,7 @@ class Scheduler:
                 self._drop(slot)
             self.parked.remove(sequence)
             unwanted.append(sequence)
-        return [*unwanted, *self.waiting.take_unwanted(now)]
+        return [*unwanted, *self.waiting.take_unwanted(now), *self.background.take_unwanted(now)]
 
     def preempt(self) -> int:
         """Put half of the sequences, and all that enter, back to wait; return how many. No flight may be under way."""
@@ -367,8 +422,17 @@ class Scheduler:
             self._state.clear(slot)
             self._drop(slot)
         self._state.restore([one.text for one in left], [one.handle.request for one in left])
-        self.waiting.put_back(back)
+        self._wait_again(back)
         return len(back)
+
+    def look_again(self) -> None:
+        """Note that a request has been cancelled, which may be one that waits."""
+        self.waiting.look_again()
+        self.background.look_again()
+
+    def close(self, error: EngineError) -> list[Sequence]:
+        """Give up all slots and refuse later requests with `error`; return all sequences that there were."""
+        return [*self.clear(), *self.waiting.close(error), *self.background.close(error)]
 
     def clear(self) -> list[Sequence]:
         """Give up all slots; return the sequences that had one."""

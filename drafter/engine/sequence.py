@@ -105,6 +105,10 @@ class Sequence:
     def salt(self) -> str:
         return self.handle.request.salt
 
+    @property
+    def background(self) -> bool:
+        return self.handle.request.background
+
     @cached_property
     def steering(self) -> Steering | None:
         """Its part that says which tokens may come; None where all may."""

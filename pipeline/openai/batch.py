@@ -8,7 +8,7 @@ from typing import Any
 
 from drafter.requests import Generation
 from pipeline.openai.answers import TokenText, answer_id, lossless_mark, response
-from pipeline.openai.errors import OpenAIError, bad_request, missing, parse_json
+from pipeline.openai.errors import OpenAIError, bad_request, missing, parse_json, to_json
 from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")
@@ -64,6 +64,14 @@ def failure_line(custom_id: str | None, place: str, created: int, code: str, mes
     """Return the line for input that is not a request, or was given up; named by `place` without a `custom_id`."""
     name = _name(place if custom_id is None else custom_id, created)
     return _line(custom_id, name, None, {"code": code, "message": message})
+
+
+def answered_line(custom_id: str, created: int, status: int, body: str) -> str:
+    """Return the JSON text of the line for a request that was answered with an HTTP status and a body of JSON text."""
+    name = _name(custom_id, created)
+    head = to_json({"id": f"batch_req_{name}", "custom_id": custom_id})[:-1]
+    response = f'{{"status_code":{status},"request_id":"req_{name}","body":{body}}}'
+    return f'{head},"response":{response},"error":null}}'
 
 
 def _line(

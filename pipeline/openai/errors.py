@@ -11,6 +11,8 @@ from drafter.other_names import NOT_SUPPORTED
 
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; a retry would overflow again."""
+INTERRUPTED = "generation_interrupted"
+"""Code of the error for a request whose replica failed; another replica may answer it."""
 _LINE_ENDS = "\x85\u2028\u2029"
 _LONGEST_SHOWN = 80
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")

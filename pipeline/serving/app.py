@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -23,19 +25,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from drafter.edge.messages import PATH
+from pipeline.batches.config import BatchesConfig
+from pipeline.batches.runner import AnswerLine, Batches
 from pipeline.errors import InputError
-from pipeline.openai.answers import wants_speculation
-from pipeline.openai.errors import OpenAIError, clipped, parse_json
-from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
+from pipeline.openai.errors import OpenAIError, clipped
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi
+from pipeline.serving.batches import add_batches
 from pipeline.serving.config import EdgeConfig, KeyRule, LimitsConfig, ServingLearning
 from pipeline.serving.connections import Connections, LoopbackHosts, read_body
 from pipeline.serving.edge import EdgeRoute
+from pipeline.serving.generation import Generation, no_model
 from pipeline.serving.handles import (
     Answer,
-    Call,
     Engines,
     Failure,
     keep_to_this_machine,
@@ -44,9 +47,7 @@ from pipeline.serving.handles import (
     unavailable,
 )
 from pipeline.serving.keys import Agreement, read_agreement, read_keys
-from pipeline.serving.work_limits import LargeWork
 
-_LARGE_BODY = 32 << 10  # bodies above this many bytes are parsed in another thread, one at a time
 _MESSAGES = {404: "There is nothing at this address.", 405: "This address does not take this method."}
 _PAGE_HEADERS = {  # a browser may run the page's own script and style and ask this server only; none can frame it
     "Content-Security-Policy": (
@@ -82,6 +83,7 @@ class Ingress:
         rule: As `settle` returned it.
         loopback: Whether Ray Serve listens on a loopback address.
         learner: Handle of its keeper; None where no head learns.
+        lines_at_once: Lines of batches that are being answered.
 
     Raises:
         InputError: The keys cannot be used, or a key is needed and there is none.
@@ -98,13 +100,16 @@ class Ingress:
         edge: EdgeConfig,
         learning: ServingLearning,
         learner: DeploymentHandle | None,
+        batches: BatchesConfig,
+        lines_at_once: int,
     ):
         try:
             keys = read_keys(keys_file, rule)
             agreement = read_agreement(learning, keys)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
-        self._connections = Connections(limits, keys, upgrades=PATH if edge.sessions else None)
+        uploads = None if batches.folder is None else batches.file_bytes
+        self._connections = Connections(limits, keys, upgrades=PATH if edge.sessions else None, file_bytes=uploads)
         handles = Engines(engines)
         self._edge = EdgeRoute(handles, edge, limits)
         self._app = create_app(
@@ -114,12 +119,16 @@ class Ingress:
             loopback=loopback,
             agreement=agreement,
             learner=None if learner is None else partial(learner_report, learner),
+            batches=batches,
+            lines_at_once=lines_at_once,
         )
         _listen_with_limits(self._connections)
         keep_to_this_machine()
 
     def end(self) -> None:
-        """Stop waiting for clients that do not read, and for devices, because the endpoint is shutting down."""
+        """Stop batches, and wait for no client that does not read, and no device: the endpoint is shutting down."""
+        if self._app.state.batches is not None:
+            self._app.state.batches.end()
         self._edge.end()
         self._connections.end()
 
@@ -175,6 +184,8 @@ def create_app(
     agreement: Agreement | None = None,
     edge: EdgeRoute | None = None,
     learner: LearnerReport | None = None,
+    batches: BatchesConfig | None = None,
+    lines_at_once: int = 1,
 ) -> FastAPI:
     """Return the application.
 
@@ -182,13 +193,21 @@ def create_app(
         edge: Sessions of devices; None for no such route.
         loopback: Whether only this machine can connect; requests for other hosts are then refused.
         agreement: Clients that opted in to training on their requests; default: none.
+        batches: Files and batches; without a folder there are no such routes. They are run during the application's
+            lifespan.
+        lines_at_once: Lines of batches that are being answered.
     """
-    keys = connections.keys
+    keys, agreement = connections.keys, agreement or Agreement()
+    generation = Generation(engines, connections.limits)
+    kept = None
+    if batches is not None and batches.folder is not None:
+        kept = Batches(batches, _line_answerer(generation, agreement), lines_at_once)
     app = FastAPI(
         title="drafter",
         description="OpenAI's API over lossless speculative decoding.",
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         redoc_url=None,
+        lifespan=partial(_lifespan, kept),
     )
     for kind in (OpenAIError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _refused)
@@ -207,10 +226,13 @@ def create_app(
             raise OpenAIError(403, message, code="not_an_operator")
 
     # The first checks nothing: it has the OpenAPI document say that a key is needed.
+    app.state.batches = kept
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if keys.clients else []
-    _add_generation(app, engines, keyed, connections, agreement or Agreement())
+    _add_generation(app, engines, generation, keyed, connections, agreement)
+    if kept is not None:
+        add_batches(app, kept, keyed, connections)
     if edge is not None and edge.config.sessions:
-        _add_edge(app, edge, keyed, connections, agreement or Agreement())
+        _add_edge(app, edge, keyed, connections, agreement)
     _add_models(app, engines, keyed)
     _add_state(app, engines, [*keyed, Depends(check_operator)], connections, learner)
     for path, (name, media_type) in _PAGE_FILES.items():
@@ -218,29 +240,41 @@ def create_app(
     return app
 
 
-def _add_generation(
-    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, agreement: Agreement
-) -> None:
-    large_work, limits = LargeWork(), connections.limits
+def _line_answerer(generation: Generation, agreement: Agreement) -> AnswerLine:
+    async def answer(path: str, body: bytes, client: str) -> tuple[int, str]:
+        return await generation.answer_line(path, body, client, may_teach=agreement.covers_client(client))
 
-    async def answer(request: Request, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
+    return answer
+
+
+@asynccontextmanager
+async def _lifespan(batches: Batches | None, _: FastAPI) -> AsyncIterator[None]:
+    """Run the batches for as long as the application runs."""
+    if batches is None:
+        yield
+        return
+    running = asyncio.create_task(batches.run())
+    yield
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def _add_generation(
+    app: FastAPI,
+    engines: Engines,
+    generation: Generation,
+    keyed: list[Any],
+    connections: Connections,
+    agreement: Agreement,
+) -> None:
+    limits = connections.limits
+
+    async def answer(request: Request, path: str) -> Response:
         authorization = request.headers.get("authorization")
         client = connections.keys.client(authorization)
         given = await read_body(request, limits.body_bytes)
-
-        def understand() -> tuple[ParsedRequest, bool]:
-            body = parse_json(given)
-            speculation = wants_speculation(body)
-            return parse(body), speculation
-
-        parsed, speculation = await large_work.run(client, understand) if len(given) > _LARGE_BODY else understand()
-        model = engines.called(parsed.model)
-        if model is None:
-            raise _no_model(parsed.model)
-        parsed = replace(parsed, model=model)
-        if parsed.choices > limits.choices:
-            raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
-        found = await engines.ask(Call(parsed, speculation, agreement.covers(authorization), client))
+        may_teach = agreement.covers(authorization)
+        parsed, found = await generation.ask(path, given, client, may_teach=may_teach)
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
@@ -251,12 +285,12 @@ def _add_generation(
     @app.post("/v1/chat/completions", dependencies=keyed, **openapi.chat(engines.names, limits))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, parse_chat)
+        return await answer(request, "/v1/chat/completions")
 
     @app.post("/v1/completions", dependencies=keyed, **openapi.completions(engines.names, limits))
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        return await answer(request, parse_completion)
+        return await answer(request, "/v1/completions")
 
 
 def _add_edge(app: FastAPI, edge: EdgeRoute, keyed: list[Any], connections: Connections, agreement: Agreement) -> None:
@@ -297,7 +331,7 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
         """Describe one model."""
         name = engines.called(model)
         if name is None:
-            raise _no_model(model)
+            raise no_model(model)
         return JSONResponse(described(name))
 
 
@@ -347,15 +381,13 @@ def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
     return send
 
 
-def _no_model(name: str) -> OpenAIError:
-    return OpenAIError(404, f"The model '{name[:100]}' does not exist.", "model", "model_not_found")
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         message = _MESSAGES.get(error.status_code, "The request cannot be answered.")
         if error.status_code == 404 and request.url.path.startswith("/v1/"):
-            known = "/v1/chat/completions, /v1/completions and /v1/models"
+            known = (
+                "/v1/chat/completions, /v1/completions, /v1/models, and with batches.folder /v1/files and /v1/batches"
+            )
             message = f"'{clipped(request.url.path)}' is not supported: there are {known}."
         refusal = OpenAIError(error.status_code, message)
         return JSONResponse(refusal.body(), refusal.status, error.headers)

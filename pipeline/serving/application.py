@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ PLAIN = "plain"
 _UNLIMITED_REQUESTS = 10_000
 """Practically unlimited: engines refuse excess requests themselves, by client; Ray Serve's queues know no clients."""
 _HEALTH_SECONDS = 2.0
+_LINES = 1.25
+"""Lines of batches on their way, for each slot: a row that ends leaves its slot to one that waits already."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -80,6 +83,8 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         edge=config.edge,
         learning=config.learning,
         learner=None if learns is None else keeper.bind(learns),
+        batches=config.batches,
+        lines_at_once=math.ceil(_LINES * most * config.engine.max_num_seqs),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from drafter.acceptance.settings import VerifierSettings
 from drafter.edge.messages import MOST_TOKENS
 from drafter.engine.config import EngineSettings
+from pipeline.batches.config import BatchesConfig
 from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
 from pipeline.learning.config import LearningConfig
@@ -159,6 +160,7 @@ class ApplicationConfig:
         images: Images in clients' messages, for a target model that sees. Those in the body of a request count towards
             `limits.body_bytes`.
         edge: Devices that draft for themselves.
+        batches: OpenAI's batches, which are worked at while no live request is.
         replicas: How many engines there are.
     """
 
@@ -178,6 +180,7 @@ class ApplicationConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     edge: EdgeConfig = field(default_factory=EdgeConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
     def __post_init__(self) -> None:
@@ -232,7 +235,7 @@ _COMMON = (
     *("model", "drafter", "name", "host", "port", "keys", "keys_file", "plain", "isolation"),
     *("engine.max_num_seqs", "engine.max_model_len", "engine.num_draft_tokens", "engine.kv_gib", "engine.compile"),
     *("loading.dtype", "loading.device", "replicas.min", "replicas.max", "replicas.gpus", "replicas.cpus"),
-    *("limits.queue", "limits.seconds"),
+    *("limits.queue", "limits.seconds", "batches.folder"),
 )
 """Settings that `--help` shows."""
 _DESCRIPTION = """\

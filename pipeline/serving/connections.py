@@ -27,6 +27,8 @@ from pipeline.serving.work_limits import Turns
 Reason = Literal["crowded", "late", "refused", "slow", "unread"]
 """Reasons to cut a connection: there were too many; a request did not come, was no request or too large; an answer took
 too long; or the client does not read."""
+FILES = "/v1/files"
+"""Where files are uploaded."""
 DISCARDED = 16
 """Bodies up to this many times the limit are read and discarded, because many clients read the answer only then."""
 _BESIDE_BODY = 64 << 10
@@ -113,10 +115,21 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Connections:
-    """All connections of one server. Clients may make WebSockets of those to the path `upgrades`."""
+    """All connections of one server.
 
-    def __init__(self, limits: LimitsConfig, keys: Keys | None = None, upgrades: str | None = None) -> None:
-        self.limits, self.keys, self.upgrades = limits, keys or Keys(), upgrades
+    Args:
+        upgrades: Path to which clients may make WebSockets.
+        file_bytes: Largest file that clients may upload; None where they may upload none.
+    """
+
+    def __init__(
+        self,
+        limits: LimitsConfig,
+        keys: Keys | None = None,
+        upgrades: str | None = None,
+        file_bytes: int | None = None,
+    ) -> None:
+        self.limits, self.keys, self.upgrades, self._file_bytes = limits, keys or Keys(), upgrades, file_bytes
         self.patience = limits.receive_seconds
         self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
         self.guests_pieces: Turns[_Connection] = Turns(_TURNS)
@@ -134,6 +147,12 @@ class Connections:
 
         self._listening = True
         return Limited
+
+    def body_bytes(self, path: str) -> int:
+        """Return the largest body of a request to `path`, of a file's upload with the form around it."""
+        if path == FILES and self._file_bytes is not None:
+            return self._file_bytes + _BESIDE_BODY
+        return self.limits.body_bytes
 
     def state(self) -> dict[str, int] | None:
         """Return the connection counts for `/health`; None behind Serve's own proxy."""
@@ -323,6 +342,8 @@ class _Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         size, most = len(body), self.budget.limits.body_bytes
+        if not self.is_guest:
+            most = self.budget.body_bytes(self.scope["path"])
         self._beside_body -= size
         self._paid += size if self._pays else 0
         self._body += size

@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pipeline.cluster.ray_cluster import LOOPBACK
 from pipeline.openai.answers import error_event
-from pipeline.openai.errors import NOT_FINITE, OpenAIError
+from pipeline.openai.errors import INTERRUPTED, NOT_FINITE, OpenAIError
 from pipeline.openai.requests import ParsedRequest
 from pipeline.progress.board import LearningReport
 
@@ -33,6 +33,7 @@ _HEADERS = {
     413: {"Connection": "close"},  # or the rest of the body would have to be read
     429: _RETRY_LATER,
     503: _RETRY_LATER,
+    507: _NO_RETRY,
 }
 _TRIES = 3
 """Replicas tried before a request fails. One that dies before its first reply loses nothing: another gives the same."""
@@ -43,12 +44,25 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True)
 class Call:
-    """A request on its way to a replica; `may_teach` if its `client` (see `Keys`) agreed that a head learns from it."""
+    """A request on its way to a replica; `may_teach` if its `client` (see `Keys`) agreed that a head learns from it.
+
+    One in the `background` is a batch's line, for which no live request waits.
+    """
 
     request: ParsedRequest
     speculation: bool
     may_teach: bool = False
     client: str = ""
+    background: bool = False
+
+    @property
+    def turns(self) -> str:
+        """The name under which it waits for its turn where clients take turns."""
+        return self.turns_of(self.client, background=self.background)
+
+    @staticmethod
+    def turns_of(client: str, *, background: bool) -> str:
+        return f"{client} in the background" if background else client
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ def unavailable() -> OpenAIError:
 
 def interrupted() -> OpenAIError:
     """Return the error for a request whose replica failed while it answered."""
-    return OpenAIError(503, "The model failed while it answered: try again.", code="generation_interrupted")
+    return OpenAIError(503, "The model failed while it answered: try again.", code=INTERRUPTED)
 
 
 async def learner_report(learner: DeploymentHandle) -> LearningReport | None:
@@ -177,18 +191,19 @@ class Engines:
         Raises:
             OpenAIError: No free slot, or no working replica.
         """
-        return await self._ask(call.request.model, "answer", call)
+        # A line that ends replicas must not end three at once: who runs the batch asks again, for one line at a time.
+        return await self._ask(call.request.model, "answer", call, 1 if call.background else _TRIES)
 
     async def host(self, model: str, device: Device) -> Answer:
         """Get a place for a device's session in a replica, whose address is the first reply, and raise as `ask` does.
 
         The answer ends with the session; cancel it to end that.
         """
-        return await self._ask(model, "host", device)
+        return await self._ask(model, "host", device, _TRIES)
 
-    async def _ask(self, model: str, method: str, about: Call | Device) -> Answer:
+    async def _ask(self, model: str, method: str, about: Call | Device, tries: int) -> Answer:
         handle = self._handles[model].options(stream=True, method_name=method)
-        for _ in range(_TRIES):
+        for _ in range(tries):
             replies = handle.remote(about)
             try:
                 return Answer(await anext(replies), replies)
@@ -197,11 +212,11 @@ class Engines:
             except DeploymentUnavailableError as error:
                 raise unavailable() from error
             except RayActorError:
-                logger.warning("A replica died before it answered: asking another")
+                logger.warning("A replica died before it answered")
             except BaseException:
                 replies.cancel()
                 raise
-        raise unavailable()
+        raise interrupted()
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:
         """Return the metrics of all replicas that answer, by model name. Concurrent callers share one call."""

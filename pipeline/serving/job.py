@@ -12,6 +12,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from drafter.acceptance.contract import make_verifier
 from drafter.errors import LoadError, one_line
@@ -86,11 +87,15 @@ def serve_until_signal(config: ServeConfig) -> None:
 
 
 def _with_local_files(config: ServeConfig) -> ServeConfig:
-    """Return the configuration with absolute paths of files with keys, which the ingress reads in another folder."""
+    """Return the configuration with absolute paths of what the ingress uses, which runs in another folder."""
     keys, learning = config.keys_file, config.learning
     if learning.agreed not in (EVERYBODY, NOBODY):
         learning = replace(learning, agreed=local_path(learning.agreed))
-    return replace(config, keys_file=None if keys is None else local_path(keys), learning=learning)
+    batches = config.batches
+    if batches.folder is not None:
+        batches = replace(batches, folder=str(Path(batches.folder).expanduser().absolute()))
+    keys_file = None if keys is None else local_path(keys)
+    return replace(config, keys_file=keys_file, learning=learning, batches=batches)
 
 
 def _start(config: ServeConfig, *, own_cluster: bool) -> ClusterWatch:
@@ -208,6 +213,9 @@ def check_models(config: ServeConfig) -> None:
     Raises `InputError` if they cannot be used, or the folder of a head that learns cannot be written to.
     """
     name, learning = model_name(config.model), config.learning
+    if config.batches.folder is not None:
+        folder = locate(config.batches.folder)
+        make_folders(folder, [folder], folder, "batches.folder")
     model_fingerprint(name)
     head_fingerprints(config.model, config.drafter)
     if learning.enabled and learning.folder is not None:

@@ -125,6 +125,10 @@ class Agreement:
     def covers(self, authorization: str | None) -> bool:
         return self.everybody or _has_one(authorization, self.digests)
 
+    def covers_client(self, client: str) -> bool:
+        """The same of a client by its name; see `Keys.client`."""
+        return self.everybody or client in [digest.hex() for digest in self.digests]
+
 
 def read_agreement(learning: ServingLearning, keys: Keys) -> Agreement:
     """Return who agreed, by the configuration and a file of keys on this machine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from openai.types import Completion, Model
+from openai.types import Batch, Completion, FileObject, Model
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
@@ -35,6 +35,22 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class FileList(BaseModel):
+    object: str
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchList(BaseModel):
+    object: str
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class OpenConnections(BaseModel):
     """Number of open connections, and of those on which an answer waits for its client to read."""
 
@@ -54,12 +70,14 @@ _MEANING = {
     400: "The request cannot be used.",
     401: "There is no such key.",
     403: "The key is no operator's.",
-    404: "There is no such model.",
+    404: "There is no such model, file or batch.",
     408: "The request took too long.",
+    409: "The batch has ended.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not of the right kind.",
     429: "There is no room for now.",
     503: "There is no replica that works, for now.",
+    507: "The disk is full.",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}}
 
@@ -77,6 +95,15 @@ MODEL: dict[str, Any] = {"responses": {200: {"model": Model}, **_errors(401, 404
 HEALTH: dict[str, Any] = {"responses": {200: {"model": Health}, **_errors(503)}}
 METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _errors(401, 403)}
 LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 403, 503)}}
+
+
+def described(kind: type[BaseModel] | None, *statuses: int) -> dict[str, Any]:
+    """Return what the document says of a route that answers with an object; None stands for a file's content."""
+    if kind is None:
+        success: dict[str, Any] = {"content": {"application/octet-stream": {}}, "description": "The content."}
+    else:
+        success = {"model": kind}
+    return {"responses": {200: success, **_errors(*statuses)}}
 
 
 _TEXT = {"type": "string", "minLength": 1}

@@ -155,7 +155,8 @@ class Answers:
         request = call.request
         name, created = answer_id(request, uuid.uuid4().hex), int(time.time())
         try:
-            self._lm.engine.scheduler.waiting.refuse_full(call.client)  # before any work is done for it
+            queue = self._lm.engine.scheduler.queue(background=call.background)
+            queue.refuse_full(call.client)  # before any work is done for it
             request = request.for_model(self._lm.tokenizer)
             call = replace(call, request=request)
             requests = await self._encoded(call)
@@ -180,25 +181,25 @@ class Answers:
             # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
-            await self._images.forget(call.client, requests)
+            await self._images.forget(call.turns, requests)
 
     async def _encoded(self, call: Call) -> list[Request]:
         """Return a request of the engine for each choice, which the event loop may submit: what it asks is compiled."""
-        images = await self._images.fetched(call.request.images, call.client)
+        images = await self._images.fetched(call.request.images, call.turns)
         make = partial(self._requests, call, images)
         if images:
-            requests = await self._images.run(call.client, make)
+            requests = await self._images.run(call.turns, make)
         elif _characters(call.request.prompts) > _LARGE_PROMPT:
-            requests = await self._large_work.run(call.client, make)
+            requests = await self._large_work.run(call.turns, make)
         else:
             requests = await asyncio.to_thread(make)
         asked, guides = requests[0].sampling.structured_outputs, self._lm.engine.guides  # the same of all of them
         try:
             if asked is not None and not guides.ready(asked, call.client):
                 prompt = requests[0].prompt_ids
-                await self._compiling.run(call.client, partial(guides.guide, asked, prompt, call.client))
+                await self._compiling.run(call.turns, partial(guides.guide, asked, prompt, call.client))
         except BaseException:
-            await self._images.forget(call.client, requests)
+            await self._images.forget(call.turns, requests)
             raise
         return requests
 
@@ -279,8 +280,10 @@ class Answers:
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 scored = None if choice else request.scored
-                made = Request(ids, own, "", self._seconds, scored, may_teach=call.may_teach, salt=call.client)
-                requests.append(made)
+                # A row in the background may wait for as long as there are live ones; its batch has its own deadline.
+                seconds = None if call.background else self._seconds
+                marks = {"may_teach": call.may_teach, "salt": call.client, "background": call.background}
+                requests.append(Request(ids, own, "", seconds, scored, **marks))
         return requests
 
     def _prompt(self, prompt: Prompt, images: Sequence[str | bytes]) -> Any:

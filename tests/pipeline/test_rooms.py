@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-ROOMS = ["io", "cluster", "output", "progress", "learning", "engines", "generate"]
+ROOMS = ["io", "cluster", "output", "progress", "learning", "engines", "generate", "batches"]
 """Each may import from those before it, and from `openai`."""
 
 

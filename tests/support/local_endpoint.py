@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from drafter.edge.messages import PATH
+from pipeline.batches.config import BatchesConfig
 from pipeline.serving.app import create_app
 from pipeline.serving.config import EdgeConfig, LimitsConfig
 from pipeline.serving.connections import Connections
@@ -74,12 +75,16 @@ def served(
     limits: LimitsConfig | None = None,
     agreement: Agreement | None = None,
     edge: EdgeConfig | None = None,
+    batches: BatchesConfig | None = None,
 ) -> Iterator[str]:
     """Serve on a free port of the loopback; gives the server's address."""
     limits, engines = limits or LimitsConfig(), LocalEngines(answers)
-    connections = Connections(limits, keys, upgrades=None if edge is None else PATH)
+    file_bytes = None if batches is None else batches.file_bytes
+    connections = Connections(limits, keys, upgrades=None if edge is None else PATH, file_bytes=file_bytes)
     route = None if edge is None else EdgeRoute(engines, edge, limits)
-    app = create_app(engines, connections, loopback=True, agreement=agreement, edge=route)
+    app = create_app(
+        engines, connections, loopback=True, agreement=agreement, edge=route, batches=batches, lines_at_once=8
+    )
     with listening(app, connections) as address:
         yield address
 
@@ -89,7 +94,7 @@ def listening(app: ASGIApp, connections: Connections) -> Iterator[str]:
     """Have any application answer, with the endpoint's budget of connections; gives the server's address."""
     listener = socket.create_server(("127.0.0.1", 0))
     http = connections.protocol()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", http=http, ws="none"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="auto", http=http, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

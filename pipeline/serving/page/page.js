@@ -5,6 +5,9 @@ const SCALE = 8; // tokens of a bar of full height, or more where a step had mor
 const PLAIN = "-plain";
 const LINES = 12; // of a record that is not folded
 const element = (id) => document.getElementById(id);
+const ENDED = ["completed", "failed", "expired", "cancelled"]; // statuses of a batch
+const LOOK_MILLISECONDS = 3000;
+let nextLook = null; // the timer of the next look at the batches
 let running = null; // the AbortController of what is being generated
 
 function headers() {
@@ -241,11 +244,45 @@ async function run() {
   }
 }
 
+/** Show the newest batches of the key, and again while one of them has not ended; nothing where there are none. */
+async function showBatches() {
+  clearTimeout(nextLook);
+  const response = await fetch("v1/batches?limit=20", { headers: headers() });
+  const batches = response.ok ? (await response.json()).data : [];
+  element("batches").hidden = batches.length === 0;
+  element("batches").querySelector("tbody").replaceChildren(...batches.map(batchRow));
+  if (batches.some((batch) => !ENDED.includes(batch.status))) {
+    nextLook = setTimeout(() => showBatches().catch((error) => say(error.message, "error")), LOOK_MILLISECONDS);
+  }
+}
+
+function batchRow(batch) {
+  const { total, completed, failed } = batch.request_counts;
+  const bar = document.createElement("progress");
+  bar.max = Math.max(total, 1);
+  bar.value = completed + failed;
+  bar.title = `${completed + failed} of ${total}`;
+  const problems = (batch.errors?.data ?? []).map((problem) => problem.message);
+  const status = document.createElement("td");
+  status.append(batch.status.replace("_", " "), " ", bar);
+  status.title = problems.join("\n");
+  const row = document.createElement("tr");
+  row.append(cell(batch.id), status, cell(completed), cell(failed), cell(total));
+  return row;
+}
+
+function cell(value) {
+  const made = document.createElement("td");
+  made.textContent = value;
+  return made;
+}
+
 element("form").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
 element("stop").addEventListener("click", () => running?.abort());
 element("model").addEventListener("change", offerComparison);
-element("key").addEventListener("change", () => loadModels().then(() => say(""), (error) => say(error.message, "error")));
-loadModels().catch((error) => say(error.message, "error"));
+const load = () => loadModels().then(showBatches);
+element("key").addEventListener("change", () => load().then(() => say(""), (error) => say(error.message, "error")));
+load().catch((error) => say(error.message, "error"));

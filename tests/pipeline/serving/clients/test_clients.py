@@ -15,6 +15,7 @@ import torch
 
 from drafter import EngineConfig, SpeculativeLM
 from drafter.native.build import cache_folder
+from pipeline.batches.config import BatchesConfig
 from pipeline.serving.replica import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.calling import with_tools
@@ -66,9 +67,13 @@ def calling(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytes
 def run(local: str, calling: str, model: Path, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Run a client's script; return the JSON that it prints."""
     name = request.param
-    command = [str(environment(name)), str(HERE / f"with_{name}.py"), local, NAME, PROMPT, str(model), calling]
-    settings = QUIET | {"HOME": str(tmp_path)}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings, cwd=tmp_path)
+    return printed_by(environment(name), f"with_{name}.py", [local, NAME, PROMPT, str(model), calling], tmp_path)
+
+
+def printed_by(python: Path, script: str, arguments: list[str], home: Path) -> dict[str, Any]:
+    command = [str(python), str(HERE / script), *arguments]
+    settings = QUIET | {"HOME": str(home)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=settings, cwd=home)
     assert found.returncode == 0, found.stderr
     printed: dict[str, Any] = json.loads(found.stdout.strip().splitlines()[-1])
     return printed
@@ -90,6 +95,17 @@ def text(plain: SpeculativeLM) -> str:
 def test_litellm(run: dict[str, Any], chat: str, text: str) -> None:
     assert (run["chat"], run["text"]) == ([chat, chat], text)
     assert "shorten the prompt" in run["error"]
+
+
+def test_litellm_runs_batches(model: Path, chat: str, tmp_path: Path) -> None:
+    batches = BatchesConfig(str(tmp_path / "batches"))
+    with (
+        SpeculativeLM.from_pretrained(model, "ngram", config=EngineConfig(max_num_seqs=4, num_draft_tokens=8)) as lm,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, batches=batches) as address,
+    ):
+        arguments = [address, NAME, PROMPT]
+        found = printed_by(environment("litellm"), "with_litellm_batches.py", arguments, tmp_path)
+    assert found == {"status": "completed", "chat": [chat] * 3, "listed": 1}
 
 
 @pytest.mark.parametrize("run", ["langchain"], indirect=True)
