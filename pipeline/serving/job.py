@@ -21,7 +21,7 @@ from pipeline.cluster.cluster_watch import ClusterWatch
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
-from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint
+from pipeline.engines.models import adapter_fingerprint, generation_settings, head_fingerprints, model_fingerprint
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import local_path, locate, make_folders
 from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig
@@ -209,6 +209,8 @@ def check_models(config: ServeConfig) -> None:
     """
     name, learning = model_name(config.model), config.learning
     model_fingerprint(name)
+    if config.loading.adapter is not None:
+        adapter_fingerprint(config.loading.adapter)
     head_fingerprints(config.model, config.drafter)
     if learning.enabled and learning.folder is not None:
         if learning.given_head is not None:
