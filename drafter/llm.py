@@ -105,6 +105,8 @@ class SpeculativeLM:
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         generation_config: GenerationRule = "auto",
+        adapter: str | Path | None = None,
+        dequantize: bool = False,
         isolated: bool = False,
         config: EngineConfig | Mapping[str, Any] | None = None,
         verifier: VerifierSettings | Mapping[str, Any] | str | None = None,
@@ -116,7 +118,7 @@ class SpeculativeLM:
         """Load a target model, its tokeniser and a drafter.
 
         Args:
-            model: Hub id or folder of the target model; None is the embedded demonstration model.
+            model: Hub id, folder or GGUF file of the target model; None is the embedded demonstration model.
             drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `cacheback:TABLE` (of a corpus),
                 `exit:N` (the target model's first N layers), a draft head's folder or hub id, `ctc` (the embedded
                 head), `model:` and a draft model's folder or hub id, several of them joined by `+`, `long:N:DRAFTER`
@@ -128,6 +130,9 @@ class SpeculativeLM:
             device_map: As in transformers, for a model larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
             generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`.
+            adapter: A LoRA adapter that is merged into the target model's weights: folder or hub id.
+            dequantize: Load quantised weights as floating-point numbers of `dtype`. Needed where activations are
+                quantised, too.
             isolated: Never draft from another request's text; response times would leak it.
             verifier: Which draft tokens become output, by its name or its settings; by default those that plain
                 decoding would give.
@@ -155,6 +160,8 @@ class SpeculativeLM:
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 generation_config=generation_config,
+                adapter=adapter,
+                dequantize=dequantize,
                 on_stage=tell,
             )
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens

@@ -53,6 +53,8 @@ class LoadingConfig:
         trust_remote_code: Run the modeling code that comes with the weights.
         generation_config: `ignore` leaves out sampling settings that come with the model, in its
             `generation_config.json`; by default they count where the job's own say nothing.
+        adapter: A LoRA adapter that is merged into the model's weights: folder or hub id.
+        dequantize: Load quantised weights as floating-point numbers. Needed where activations are quantised, too.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -60,6 +62,8 @@ class LoadingConfig:
     device_map: str | None = None
     trust_remote_code: bool = False
     generation_config: GenerationRule = "auto"
+    adapter: str | None = None
+    dequantize: bool = False
 
 
 @dataclass(frozen=True)

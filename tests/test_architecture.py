@@ -33,7 +33,14 @@ OF_TYPES = {ROOT / "drafter" / "record_types.py": {"pydantic"}}
 
 WALLS = {
     "drafter.native": {"drafter.devices"},
-    "drafter.target_model": {"drafter.devices", "drafter.errors", "drafter.hub", "drafter.native", "drafter.prompt"},
+    "drafter.target_model": {
+        "drafter.devices",
+        "drafter.errors",
+        "drafter.gguf_files",
+        "drafter.hub",
+        "drafter.native",
+        "drafter.prompt",
+    },
     "drafter.tree": {"drafter.devices"},
     "drafter.heads": {
         "drafter.ctc.head",

@@ -149,7 +149,7 @@ def load_head(name_or_path: str | Path, base: Target) -> DraftHead:
 def is_head_of(name_or_path: str | Path, base: Target) -> bool:
     """Return whether a draft head was trained for this target model; raise `LoadError` if it cannot be read."""
     name = str(name_or_path)
-    return _read_config(name, _find_files(name)[0]).base_model.fingerprint == base.fingerprint
+    return _read_config(name, _find_files(name)[0]).base_model.fingerprint in base.fingerprints
 
 
 # Files.
@@ -253,7 +253,7 @@ def _own(name: str, config: _HeadFile, weights_file: Path, base: Target) -> tupl
         known = ", ".join(sorted(HEADS))
         raise LoadError(f"draft head {name!r} is of algorithm {config.algorithm!r}; known here: {known}")
     trained_for = config.base_model
-    if trained_for.fingerprint != base.fingerprint:
+    if trained_for.fingerprint not in base.fingerprints:
         raise LoadError(
             f"draft head {name!r} belongs to the target model {trained_for.name!r} (fingerprint "
             f"{trained_for.fingerprint}), not to {base.name!r} ({base.fingerprint}): train a head for this model, or "

@@ -24,14 +24,14 @@ from drafter.target_model.architecture import auto_class, make_model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """Errors that transformers raises for malformed configurations, such as one nested too deep."""
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _LFS = b"version https://git-lfs"
 _MOST_LISTED = 10_000  # layers or labels: a configuration makes lists of so many before anything is built
 _CALLS_PER_TENSOR = 1000  # torch calls while a model is built; a dozen is usual
 _UNWRITTEN = 1 << 26  # elements that a model may have without a file that holds them, such as masks
 _PACKED = 8  # most elements that a quantised checkpoint packs into a byte
 _INSTEAD = {
-    "*.gguf": "GGUF files are not read: load it by transformers with gguf_file, and save_pretrained",
+    "*.gguf": "give that file as the model",
     "pytorch_model*.bin": "pickled weights are never loaded: load it by transformers, and save_pretrained",
     "*.pth": "pickled weights are never loaded: take the published model with safetensors",
     "*.safetensors": f"rename it to {WEIGHTS} if it holds all of the weights under transformers' names",
@@ -129,13 +129,13 @@ def _refuse_links(name: str, folder: Path, files: Collection[str]) -> None:
 def refuse_adapter(name: str) -> None:
     """Raise `LoadError` for a folder or repository with a PEFT adapter, which transformers applies if it has peft."""
     try:
-        file = Path(name) / _ADAPTER if Path(name).is_dir() else hub_file(name, _ADAPTER)
+        file = Path(name) / ADAPTER_CONFIG if Path(name).is_dir() else hub_file(name, ADAPTER_CONFIG)
         of = json.loads(file.read_bytes()).get("base_model_name_or_path")
     except STRANGE:
         return
     raise LoadError(
-        f"model {name!r} has a PEFT adapter ({_ADAPTER}) of {shown(of)}, which is not applied here: merge it by peft's "
-        f"merge_and_unload and save_pretrained, or remove {_ADAPTER} if the weights beside it are merged already"
+        f"model {name!r} has a PEFT adapter ({ADAPTER_CONFIG}) of {shown(of)}: give that as model and this as "
+        f"loading.adapter (in Python adapter), or remove {ADAPTER_CONFIG} if the weights beside it are merged already"
     )
 
 

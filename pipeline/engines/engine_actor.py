@@ -162,7 +162,8 @@ class EngineActor(EngineProcess):
         base, engine = self._lm.base, self._lm.engine
         self._device = device_name(base.device)
         verifier = engine.verifier
-        self._facts = EngineFacts(base.fingerprint, verifier.name, verifier.lossless, dict(verifier.settings))
+        how = (verifier.name, verifier.lossless, dict(verifier.settings))
+        self._facts = EngineFacts(base.fingerprint, base.weights, *how)
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
         try:

@@ -366,11 +366,9 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
 def _learner(job: Job) -> LearnerSpec:
     from pipeline.learning.config import learner_spec
 
-    config, loading = job.config, job.config.loading
+    config = job.config
     run, model = without_secrets(config.output), config.model or model_name(None)
-    return learner_spec(
-        config.learning, job.output, run, model, loading.dtype, trust_remote_code=loading.trust_remote_code
-    )
+    return learner_spec(config.learning, job.output, run, model, config.loading)
 
 
 def _explained(error: Exception, last: Progress) -> Exception:

@@ -104,6 +104,7 @@ OTHERS: dict[str, list[str]] = {
     "sampling.stop was [], is now ['a']": ["--sampling.stop", "[a]"],
     "reading.chat was None, is now False": ["--reading.chat", "false"],
     "loading.dtype was 'auto', is now 'float32'": ["--loading.dtype", "float32"],
+    "loading.dequantize was None, is now True": ["--loading.dequantize", "true"],
     "engine.max_model_len was None, is now 64": ["--engine.max_model_len", "64"],
 }
 
