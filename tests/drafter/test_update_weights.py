@@ -34,8 +34,12 @@ REQUESTS = [
 @contextmanager
 def loaded(model: Any, drafter: str, *, native: bool = True, kept_rows: int = 4) -> Iterator[SpeculativeLM]:
     base = BaseModel(model, native=native)
-    kind = drafter.removeprefix("head ")
-    made = load_drafter(drafter, base, NODES) if kind == drafter else make_head(base, kind).drafter(base, NODES)
+    kind = drafter.removeprefix("head ").removesuffix(", factored")
+    if kind == drafter:
+        made = load_drafter(drafter, base, NODES)
+    else:
+        sizes = {"joint_size": 8} if "factored" in drafter else {}
+        made = make_head(base, kind, **sizes).drafter(base, NODES)
     settings = EngineConfig(4, 64, num_draft_tokens=NODES, kept_rows=kept_rows)
     with SpeculativeLM(base, made, SpellingTokenizer(), settings) as lm:
         yield lm
@@ -46,7 +50,8 @@ def ask(lm: SpeculativeLM) -> list[Generation]:
 
 
 def model_of(family: str, seed: int, *, tied: bool) -> Any:
-    return random_model(family, seed, tie_word_embeddings=tied, max_position_embeddings=128)
+    sizes = {} if family == "opt" else {"head_dim": 16}  # which the C++ decoder takes
+    return random_model(family, seed, tie_word_embeddings=tied, max_position_embeddings=128, **sizes)
 
 
 CASES = pairwise(
@@ -70,6 +75,7 @@ def test_tokens_are_those_of_a_model_loaded_with_them(
     with loaded(model_of(family, 0, tied=tied), drafter, native=native, kept_rows=kept_rows) as lm:
         before, executor = ask(lm), lm.base.executor_name
         assert tokens_of(before) != tokens_of(wanted)
+        assert executor == ("NativeDecoder" if native and family != "opt" else "ModelCode")
         assert lm.base.fingerprint != fingerprint
         assert lm.update_weights(new.named_parameters()) == 1
         found = ask(lm)
@@ -86,7 +92,7 @@ def test_tokens_are_those_of_a_model_loaded_with_them(
         assert tokens_of(again) == tokens_of(wanted)
 
 
-@pytest.mark.parametrize("drafter", ["none", "head context 1", "head context 2, in part"])
+@pytest.mark.parametrize("drafter", ["none", "head context 1, factored", "head context 2, in part"])
 def test_recorded_steps_have_the_new_weights(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA graphs have, which repeat operations on the tensors that they were recorded with."""
     recorder = queue_steps(monkeypatch)
