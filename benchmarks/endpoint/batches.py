@@ -98,7 +98,7 @@ def measure_round(
         body = chat(server, others[row % len(others)], args.max_tokens) | {"temperature": 1, "seed": row}
         rows.append({"custom_id": f"{row}", "method": "POST", "url": _CHAT, "body": body})
     file = client.files.create(file=("lines", "\n".join(map(json.dumps, rows)).encode()), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint=_CHAT, completion_window="24h")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     while not (batch.request_counts and batch.request_counts.completed):
         time.sleep(0.2)
         batch = client.batches.retrieve(batch.id)

@@ -249,10 +249,7 @@ class Scheduler:
         return [one for one in self.parked if not (one.handle.parked or (rest and one.background))]
 
     def next_to_unpark(self) -> Sequence | None:
-        """Return a parked sequence that is to go on; None if there is none.
-
-        It is the one whose slot is the next to be taken, or else the one in the last slot, so that few have to move.
-        """
+        """Return a parked sequence that is to go on, so that few have to move: in the next slot, or in the last one."""
         target, slots = len(self.in_slots), {id(one): slot for slot, one in self._held.items()}
 
         def place(sequence: Sequence) -> float:

@@ -80,7 +80,7 @@ def _problem(line: bytes, place: int, endpoint: str, seen: dict[str, int]) -> Pr
     if given.get("url") != endpoint:
         message = f"The url {shown(given.get('url'))} is not the batch's endpoint {endpoint}."
         return Problem("url_mismatch", message, "url")
-    if (first := seen.setdefault(custom_id, place)) != place:
+    if (first := seen.setdefault(str(custom_id), place)) != place:
         message = f"The custom_id {shown(custom_id)} is that of line {first}, too: each must be another one."
         return Problem("duplicate_custom_id", message, "custom_id")
     return None

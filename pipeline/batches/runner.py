@@ -369,7 +369,7 @@ class Batches:
         wait = _FIRST_WAIT
         while not run.ended.is_set():
             asked = asyncio.ensure_future(self._answer(run.record.endpoint, line.body, run.record.owner))
-            run.asked.add(asked)  # type: ignore[arg-type]
+            run.asked.add(asked)
             try:
                 answered = await asked
             except asyncio.CancelledError:
@@ -381,7 +381,7 @@ class Batches:
                 logger.exception("A line of a batch failed")
                 return 500, to_json(OpenAIError(500, "The server had an error.", code=INTERRUPTED).body())
             finally:
-                run.asked.discard(asked)  # type: ignore[arg-type]
+                run.asked.discard(asked)
             if answered[0] not in (429, 503) or _has_code(answered, INTERRUPTED):
                 return answered
             with suppress(TimeoutError):

@@ -123,11 +123,7 @@ class Connections:
     """
 
     def __init__(
-        self,
-        limits: LimitsConfig,
-        keys: Keys | None = None,
-        upgrades: str | None = None,
-        file_bytes: int | None = None,
+        self, limits: LimitsConfig, keys: Keys | None = None, upgrades: str | None = None, file_bytes: int | None = None
     ) -> None:
         self.limits, self.keys, self.upgrades, self._file_bytes = limits, keys or Keys(), upgrades, file_bytes
         self.patience = limits.receive_seconds
@@ -150,9 +146,8 @@ class Connections:
 
     def body_bytes(self, path: str) -> int:
         """Return the largest body of a request to `path`, of a file's upload with the form around it."""
-        if path == FILES and self._file_bytes is not None:
-            return self._file_bytes + _BESIDE_BODY
-        return self.limits.body_bytes
+        is_file = path == FILES and self._file_bytes is not None
+        return (self._file_bytes or 0) + _BESIDE_BODY if is_file else self.limits.body_bytes
 
     def state(self) -> dict[str, int] | None:
         """Return the connection counts for `/health`; None behind Serve's own proxy."""
@@ -341,15 +336,14 @@ class _Connection(HttpToolsProtocol):
         self.is_guest = self._is_guests(self.scope)
 
     def on_body(self, body: bytes) -> None:
-        size, most = len(body), self.budget.limits.body_bytes
-        if not self.is_guest:
-            most = self.budget.body_bytes(self.scope["path"])
+        size, guest = len(body), self.is_guest
+        most = self.budget.limits.body_bytes if guest else self.budget.body_bytes(self.scope["path"])
         self._beside_body -= size
         self._paid += size if self._pays else 0
         self._body += size
-        if self._body > (most if self.is_guest else DISCARDED * most):
+        if self._body > (most if guest else DISCARDED * most):
             self.budget.cut(self, "refused")
-        elif self.is_guest or self._body - size > most or self.cycle.response_complete:
+        elif guest or self._body - size > most or self.cycle.response_complete:
             self._paid -= size // _DISCARDED_BYTES
         else:
             self._paid -= size // _READ_BYTES

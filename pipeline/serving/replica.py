@@ -282,8 +282,8 @@ class Answers:
                 scored = None if choice else request.scored
                 # A row in the background may wait for as long as there are live ones; its batch has its own deadline.
                 seconds = None if call.background else self._seconds
-                marks = {"may_teach": call.may_teach, "salt": call.client, "background": call.background}
-                requests.append(Request(ids, own, "", seconds, scored, **marks))
+                made = Request(ids, own, "", seconds, scored, may_teach=call.may_teach, salt=call.client)
+                requests.append(replace(made, background=call.background))
         return requests
 
     def _prompt(self, prompt: Prompt, images: Sequence[str | bytes]) -> Any:

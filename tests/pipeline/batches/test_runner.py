@@ -99,7 +99,7 @@ async def begin(batches: Batches, count: int, owner: str = "", lines: list[Any] 
 async def ended(batches: Batches, record: BatchRecord) -> dict[str, Any]:
     """Wait for the end of a batch; return it with the lines of its files."""
     await until(lambda: batches.records.find(record.owner, record.id).status in ENDED)
-    found: dict[str, Any] = batches.described(batches.records.find(record.owner, record.id))  # type: ignore[assignment]
+    found: dict[str, Any] = batches.described(batches.records.find(record.owner, record.id))
     for kind in ("output", "error"):
         name = found[f"{kind}_file_id"]
         text = batches.files.content(name).read_text() if name else ""
@@ -302,17 +302,16 @@ def test_only_the_line_that_ends_replicas_fails(tmp_path: Path) -> None:
         beside: set[int] = set()
         deaths = Counter[int]()
 
-        async def answer(_: str, number: int) -> tuple[int, str]:
+        async def answer(client: str, number: int) -> tuple[int, str]:
             if deaths[number]:
                 assert not beside
             beside.add(number)
-            died = asyncio.Event()
+            died = False
             try:
                 for _ in range(5):
                     await asyncio.sleep(0.002)
-                    if number == 3 or 3 in beside:
-                        died.set()
-                if died.is_set():
+                    died |= number == 3 or 3 in beside
+                if died:
                     deaths[number] += 1
                     return refused(503, INTERRUPTED)
                 return answered(number)

@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import pytest
@@ -23,7 +23,8 @@ from tests.support.calling import with_tools
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE, wait_until
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+TEXT = "/v1/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 FILE_BYTES = 2_000_000
 
@@ -270,20 +271,22 @@ def test_what_cannot_be_a_file_or_a_batch_is_refused(address: str) -> None:
     upload: Any = api.files.create
     create: Any = api.batches.create
     good = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-    for changed, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"endpoint": "/v1/embeddings"}, "'endpoint' can only"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
         ({"metadata": {"a": "b" * 600}}, "metadata"),
         ({"extra_body": {"x": 1}}, "'x' is not"),
         ({"input_file_id": 5}, "input_file_id"),
-    ):
+    ]
+    for changed, message in wrong:
         with pytest.raises(BadRequestError, match=message):
             create(**good | changed)
-    for changed, message in (
+    wrong = [
         ({"purpose": "fine-tune"}, "'purpose' can only be batch"),
         ({"expires_after": {"anchor": "created_at", "seconds": 9000}}, "expires_after"),
-    ):
+    ]
+    for changed, message in wrong:
         with pytest.raises(BadRequestError, match=message):
             upload(**{"file": ("a", b""), "purpose": "batch"} | changed)
     with pytest.raises(APIStatusError, match=f"The file is larger than {FILE_BYTES} bytes") as refusal:
@@ -291,7 +294,7 @@ def test_what_cannot_be_a_file_or_a_batch_is_refused(address: str) -> None:
     assert refusal.value.status_code == 413
     upload(file=("a", b"x" * FILE_BYTES), purpose="batch")
     headers = {"Authorization": "Bearer ann", "Origin": "http://evil.example"}
-    form = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}
     assert httpx2.post(f"{address}/v1/files", headers=headers, **form, timeout=PATIENCE).status_code == 403
     assert [one.filename for one in api.files.list()] == ["a", "rows"]
 
