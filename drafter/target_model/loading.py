@@ -82,13 +82,14 @@ def load_base(
     with metadata_read_once() if gguf else nullcontext():
         config = load_config(name, trust_remote_code=trust_remote_code)
         refuse_unsupported(name, config)
+        if files := [gguf] if gguf else weight_files(name, config):
+            refuse_too_large(name, config, files, trust_remote_code=trust_remote_code)
         source, kwargs = pretrained(name)
         kwargs |= {"trust_remote_code": trust_remote_code, "dtype": pick_dtype(dtype, target)}
+        stored: str | None = "GGUF"
         if gguf is not None:
-            kwargs["quantization_config"], stored = GgufConfig(dequantize=True), "GGUF"
+            kwargs["quantization_config"] = GgufConfig(dequantize=True)
         else:
-            if files := weight_files(name, config):
-                refuse_too_large(name, config, files, trust_remote_code=trust_remote_code)
             kwargs |= {"use_safetensors": True, **settings_of(name, config, dequantize=dequantize)}
             stored = None if (scheme := scheme_of(config)) is None else scheme_name(scheme)
         if device_map is not None:
@@ -101,8 +102,8 @@ def load_base(
         model = dequantised(name, model)
     if device_map is None:
         model = _moved(name, model, target)
-    for device in {parameter.device for parameter in model.parameters()}:
-        _refuse_other_device(f"of weights of {name!r}", device)
+    for place in {parameter.device for parameter in model.parameters()}:  # a device map may choose others
+        _refuse_other_device(f"of weights of {name!r}", place)
     if generation_config == "ignore":
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
         model.generation_config = GenerationConfig(**tokens)
@@ -151,7 +152,7 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     name = os.path.expanduser(name_or_path)
     source, settings = pretrained(name)
     folder, kwargs = Path(name), settings | {"trust_remote_code": trust_remote_code}
-    refuse_adapter(name)
+    refuse_adapter(source)
     try:
         refuse_endless_lists(name, PreTrainedConfig.get_config_dict(source, **kwargs)[0])
         return AutoConfig.from_pretrained(source, **kwargs)

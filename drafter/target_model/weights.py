@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.gguf import read_gguf_metadata
 
 from drafter.errors import LoadError, first_line, shown
 from drafter.hub import hub_answers, hub_file
@@ -184,6 +185,7 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
     tensors = sum(_count_tensors(name, file) for file in files)
     held = sum(file.stat().st_size for file in files)
     packed = any(getattr(config, scheme, None) for scheme in ("quantization_config", "compression_config"))
+    packed = packed or any(file.suffix == ".gguf" for file in files)
     most = held * (_PACKED if packed else 1) + _UNWRITTEN
     try:
         with AtMost(tensors):
@@ -202,6 +204,8 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
 
 def _count_tensors(name: str, file: Path) -> int:
     try:
+        if file.suffix == ".gguf":
+            return len(read_gguf_metadata(str(file))[1])
         with safe_open(file, "pt") as tensors:
             return len(tensors.keys())
     except Exception as error:  # safetensors has a class of its own

@@ -90,7 +90,9 @@ def test_a_head_made_for_the_model_drafts_for_the_adapted_one_and_not_the_other_
         head.provenance = Provenance(base.name, base.fingerprint)
         save_head(head, tmp_path / name)
     assert is_head_of(tmp_path / "plain", adapted)
-    assert load_head(tmp_path / "plain", adapted).provenance.base_fingerprint == plain.fingerprint
+    provenance = load_head(tmp_path / "plain", adapted).provenance
+    assert provenance is not None
+    assert provenance.base_fingerprint == plain.fingerprint
     with pytest.raises(LoadError, match="belongs to the target model"):
         load_head(tmp_path / "adapted", plain)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from drafter.errors import LoadError
-from drafter.target_model import loading
 from drafter.target_model.architecture import fingerprint
 from drafter.target_model.formats import scheme_name, why_inexact
 from drafter.target_model.loading import load_base, pick_device
@@ -102,7 +101,7 @@ def test_other_devices_are_refused_by_name(kind: str, monkeypatch: pytest.Monkey
     class There:
         device = torch.device(kind)
 
-    monkeypatch.setattr(loading.torch, "empty", lambda *sizes, device: There())
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: There())
     with pytest.raises(LoadError, match=f"engines run on CPUs and on GPUs that torch calls cuda, not on {kind}"):
         pick_device(kind)
 

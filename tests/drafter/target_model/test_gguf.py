@@ -43,6 +43,7 @@ def test_text_is_that_of_transformers_with_the_files_own_template(file: Path) ->
         prompt = lm.encode([{"role": "user", "content": "the 12"}])
         assert lm.tokenizer.decode(prompt) == "<|im_start|>user\nthe 12<|im_end|>\n<|im_start|>assistant\n"
         (found,) = lm.generate([prompt], max_new_tokens=16, ignore_eos=True)
+    assert isinstance(prompt, list)
     plain = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
     assert found.token_ids == generate_reference(plain, prompt, 16)
@@ -58,6 +59,35 @@ def test_a_folder_with_one_file_is_that_file(file: Path, tmp_path: Path) -> None
     (tmp_path / "mmproj-model.gguf").write_bytes(b"what sees")
     assert gguf_file(tmp_path) == tmp_path / "model.gguf"
     assert load_base(tmp_path, device="cpu").fingerprint == load_base(file, device="cpu").fingerprint
+
+
+def test_a_file_on_the_hub_has_its_repository_in_front(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub_file(name: str, file_name: str) -> Path:
+        asked.append((name, file_name))
+        return file
+
+    monkeypatch.setattr("drafter.hub.hub_file", hub_file)
+    assert gguf_file("owner/name/folder/tiny.gguf") == file
+    assert asked == [("owner/name", "folder/tiny.gguf")]
+
+
+def test_a_file_with_more_than_it_can_hold_is_refused(file: Path, tmp_path: Path) -> None:
+    """Before memory is given to it."""
+    content, key = file.read_bytes(), b"llama.feed_forward_length"
+    place = content.index(key) + len(key) + 4
+    huge = tmp_path / "huge.gguf"
+    huge.write_bytes(content[:place] + (1 << 28).to_bytes(4, "little") + content[place + 4 :])
+    with pytest.raises(LoadError, match="its weight files have .* bytes"):
+        load_base(huge, device="cpu")
+
+
+def test_an_adapter_beside_it_is_not_applied_without_a_word(file: Path, tmp_path: Path) -> None:
+    shutil.copy(file, tmp_path / "model.gguf")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/name"}')
+    with pytest.raises(LoadError, match="has a PEFT adapter"):
+        load_base(tmp_path / "model.gguf", device="cpu")
 
 
 def test_what_cannot_be_read_is_said(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
