@@ -30,6 +30,12 @@ _LEDGER_SHARE = 0.02
 Report = Callable[[Mapping[str, RowOutcome]], None]
 
 
+def pause_after(seconds: float) -> float:
+    """Return the pause, in seconds, after a ledger call that took so long."""
+    shortest, longest = _PULSE_SECONDS
+    return min(max(shortest, seconds / _LEDGER_SHARE), longest)
+
+
 class Work(Protocol):
     """What a row asks of an engine: a `Request`, or a program that makes several."""
 
@@ -167,8 +173,7 @@ class Feeder:
         outcomes = {row.key: self._outcome(row, result) for row, result in left}
         begun = time.monotonic()
         may_enter = self._ledger.exchange(outcomes, [row.key for row in entering])
-        shortest, longest = _PULSE_SECONDS
-        self._pause = min(max(shortest, (time.monotonic() - begun) / _LEDGER_SHARE), longest)
+        self._pause = pause_after(time.monotonic() - begun)
         with self._changed:
             for key, outcome in outcomes.items():
                 self._open[key.part].outcomes[key.request_id] = outcome
