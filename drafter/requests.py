@@ -319,7 +319,7 @@ class TokenLogprob:
     token_id: int
     logprob: float | None  # None for the first token of a prompt, which follows nothing
     top: tuple[tuple[int, float], ...]
-    rank: int | None = None  # 1 for the most probable; of tokens of a prompt alone
+    rank: int | None = field(default=None, compare=False)  # among all tokens, from 1; files have none
 
 
 @dataclass(frozen=True)

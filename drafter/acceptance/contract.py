@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -195,31 +194,28 @@ class PathLogprobs:
     chosen: Tensor  # `[R, D + 1]` float32, of the choice at each node of the path
     top_tokens: Tensor  # `[R, D + 1, K]` the most probable tokens there, descending
     top: Tensor  # `[R, D + 1, K]` float32, of those
-    ranks: Tensor | None = None  # `[R, D + 1]` of the choices, by falling probability from 1
+    ranks: Tensor  # `[R, D + 1]` of the choices, from 1
 
     def to_host(self) -> PathLogprobs:
         """Copy to the host; valid once queued work is done."""
-        sent = {name: one.to("cpu", non_blocking=True) for name, one in vars(self).items() if one is not None}
-        return PathLogprobs(**sent)
+        return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
         """Return log-probabilities of each row's `tokens`, and of its `counts` ≤ K best; tensors on the host."""
-        ranked = repeat(repeat(None)) if self.ranks is None else self.ranks.tolist()
-        rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
+        rows = zip(tokens, counts, *(tensor.tolist() for tensor in vars(self).values()), strict=True)
         return [
             [
                 TokenLogprob(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
-                for token, logprob, best, values, rank in zip(row, chosen, top_tokens, top, ranks, strict=False)
+                for token, logprob, best, values, rank in zip(row, *found, strict=False)
             ]
-            for (row, count, chosen, top_tokens, top), ranks in zip(rows, ranked, strict=False)
+            for row, count, *found in rows
         ]
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, count: int, *, ranked: bool = False) -> PathLogprobs:
+def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> PathLogprobs:
     """Return the log-softmax in fp32 of `logits` `[R, N, V]` at `tokens` `[R, N]`, with the `count` best."""
     logits = logits.float()
     normaliser = logits.logsumexp(-1, keepdim=True)
     top, top_tokens = logits.topk(min(count, logits.shape[-1]))
     chosen = logits.gather(2, tokens[..., None])
-    ranks = 1 + (logits > chosen).sum(-1) if ranked else None
-    return PathLogprobs((chosen - normaliser)[..., 0], top_tokens, top - normaliser, ranks)
+    return PathLogprobs((chosen - normaliser)[..., 0], top_tokens, top - normaliser, 1 + (logits > chosen).sum(-1))

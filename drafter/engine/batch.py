@@ -253,7 +253,7 @@ class BatchState:
         logprobs = verified = None
         if scored is not None:
             following = self.tokens[slot, span.start + 1 : span.stop + 1]
-            logprobs = token_logprobs(logits[None, : len(following)], following[None], scored, ranked=True)
+            logprobs = token_logprobs(logits[None, : len(following)], following[None], scored)
         if ends:
             tree = root_only(piece[-1:])
             verified = Verified(tree, tree.ancestors(0), 0, logits[None, -1:], hidden[None, -1:])

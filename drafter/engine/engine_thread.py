@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,10 +26,9 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process = engine, os.getpid()
-        self._closing = self._left = self._ended = False
-        self._calls = queue.SimpleQueue[None]()  # its `put` may interrupt itself, as a garbage collection does
-        self._work = deque[Callable[[], None]]()
-        self._lock = threading.Lock()  # of `_work`, which nothing enters once the thread has ended
+        self._closing = self._left = False
+        # Its `put` may interrupt itself, as a garbage collection does.
+        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
         engine.wake = self.wake
@@ -68,11 +66,9 @@ class EngineThread:
             except BaseException as error:  # the caller's, whatever it is
                 done.set_exception(error)
 
-        with self._lock:
-            if self._ended:
-                work()
-            self._work.append(work)
-        self.wake()
+        self._calls.put(work)
+        if self._engine.failure is not None:  # the thread may have ended before; if not, it takes what has been put
+            raise self._engine.failure
         return done.result()
 
     def leave(self) -> None:
@@ -91,22 +87,21 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not (self._closing or (self._left and self._engine.idle)):
-                while self._work:
-                    self._work.popleft()()
-                if self._engine.idle:
-                    with suppress(queue.Empty):
-                        self._calls.get(timeout=self._engine.scheduler.parked_seconds(time.monotonic()))
-                else:
+                idle = self._engine.idle
+                with suppress(queue.Empty):
+                    seconds = self._engine.scheduler.parked_seconds(time.monotonic()) if idle else None
+                    if (work := self._calls.get(idle, seconds)) is not None:
+                        work()
+                if not idle:
                     self._engine.step()
         except BaseException as error:  # whatever it is, also a tokeniser's panic, it must reach the waiting requests
             self._engine.fail(error)
         else:
             self._engine.fail(EngineError("the engine is closed: load the model again"))
         finally:
-            with self._lock:
-                self._ended = True
-            for refused in self._work:
-                refused()
+            while not self._calls.empty():
+                if (work := self._calls.get()) is not None:
+                    work()  # it finds that the engine has failed
             atexit.unregister(self.close)
 
 

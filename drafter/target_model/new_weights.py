@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import LoadError, shown
+from drafter.target_model.weights import and_more
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Tensors by the names of the model's `named_parameters()` or `state_dict()`."""
@@ -31,7 +32,7 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)
     if unknown := [key for key in given if key not in own]:
-        raise LoadError(f"{what}: the model has no {unknown[0]}{_and_more(unknown)}: {_why_unknown(unknown, own)}")
+        raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {_why_unknown(unknown, own)}")
     replaced: dict[int, tuple[str, Tensor]] = {}  # by the identity of the model's own tensor, which tied names share
     for key, new in given.items():
         _refuse_unfit(what, key, new, own[key])
@@ -44,7 +45,7 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
     parameters = {id(parameter): key for key, parameter in model.named_parameters()}
     if missing := [key for number, key in parameters.items() if number not in replaced]:
         raise LoadError(
-            f"{what}: there is no {missing[0]}{_and_more(missing)}: give all parameters, such as named_parameters() or "
+            f"{what}: there is no {missing[0]}{and_more(missing)}: give all parameters, such as named_parameters() or "
             "a whole state_dict"
         )
     return [(own[key], new) for key, new in replaced.values()]
@@ -77,7 +78,3 @@ def _why_unknown(unknown: Collection[str], own: Mapping[str, Tensor]) -> str:
         if wrapper := next((key.removesuffix(name) for name in own if key.endswith(f".{name}")), None):
             return f"names begin with {wrapper!r}, as a wrapper gives them: give those of the model inside"
     return "give weights of the same architecture, under the names of the model's state_dict"
-
-
-def _and_more(some: Collection[str]) -> str:
-    return f" (and {len(some) - 1:,} more)" if len(some) > 1 else ""

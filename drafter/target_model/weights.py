@@ -250,7 +250,7 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
     if shapes := sorted(report["mismatched_keys"]):
         key, found, expected = shapes[0]
         raise LoadError(
-            f"model {name!r}: {key}{_and_more(shapes)} has the shape {list(found)}, and config.json asks for "
+            f"model {name!r}: {key}{and_more(shapes)} has the shape {list(found)}, and config.json asks for "
             f"{list(expected)}: the configuration is of another model, or was changed"
         )
     missing, others = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
@@ -259,15 +259,15 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
         missing = [key for key in missing if _WEIGHT.search(key)]
     if missing:
         why = _why_missing(model, missing, others)
-        raise LoadError(f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {why}")
+        raise LoadError(f"model {name!r}: its files have no {missing[0]}{and_more(missing)}: {why}")
     modules = dict(model.named_modules())
     wrong = {key: fault for key in others if (fault := _why_wrong(model, modules, key, quantised=quantised))}
     if wrong:
         key = next(iter(wrong))
-        raise LoadError(f"model {name!r}: its files have {key}{_and_more(wrong)}: {wrong[key]}")
+        raise LoadError(f"model {name!r}: its files have {key}{and_more(wrong)}: {wrong[key]}")
 
 
-def _and_more(some: Collection[Any]) -> str:
+def and_more(some: Collection[Any]) -> str:
     return f" (and {len(some) - 1:,} more)" if len(some) > 1 else ""
 
 
@@ -293,7 +293,7 @@ def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
             "it is a model without its LM head, as embedding models are; take the whole language model, or let "
             "config.json say tie_word_embeddings = true if the embeddings are its head"
         )
-    found = f", and have {others[0]}{_and_more(others)} instead" if others else ""
+    found = f", and have {others[0]}{and_more(others)} instead" if others else ""
     return f"the weights are not complete{found}, or config.json is of another model; download or save the model again"
 
 

@@ -254,33 +254,29 @@ def _number(logprob: float | None) -> float | None:
     return logprob
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprob], count: int, token_text: TokenText) -> list[dict[str, Any] | None]:
-    """Return vLLM's log-probabilities of a prompt: of each token, and of the `count` most probable ones, by their ids.
+def _prompt_logprob(one: TokenLogprob, count: int, token_text: TokenText) -> dict[str, Any] | None:
+    """Return vLLM's entry of a token of a prompt: its log-probability and the `count` best, by ids; None for the first.
 
-    The first token, which follows nothing, has null. It raises as `response` does.
+    It raises as `response` does.
     """
-
-    def described(one: TokenLogprob) -> dict[str, Any] | None:
-        if one.logprob is None:
-            return None
-        # Of tokens that are as probable as the last of the best, one of which it may be, that one has its rank.
-        ranked = {one.token_id: (one.logprob, max(one.rank or 1, count + 1))}
-        ranked |= {token: (value, rank) for rank, (token, value) in enumerate(one.top[:count], 1)}
-        return {
-            str(token): {"logprob": _number(value), "rank": rank, "decoded_token": _shown(token_text(token))}
-            for token, (value, rank) in ranked.items()
-        }
-
-    return [described(one) for one in logprobs]
+    if one.logprob is None:
+        return None
+    # Where it is as probable as the last of the best, and none of them, its own rank may be that one's.
+    ranked = {one.token_id: (one.logprob, max(one.rank or 1, count + 1))}
+    ranked |= {token: (value, rank) for rank, (token, value) in enumerate(one.top[:count], 1)}
+    return {
+        str(token): {"logprob": _number(value), "rank": rank, "decoded_token": _shown(token_text(token))}
+        for token, (value, rank) in ranked.items()
+    }
 
 
 def _prompt_pieces(request: ParsedRequest, generation: Generation, token_text: TokenText) -> Iterator[str]:
     """Yield the JSON text of a prompt's log-probabilities as a field, if the request wants them."""
     found, count = generation.prompt_logprobs or [], request.prompt_logprobs
     for start in range(0, 0 if count is None else len(found), _SLICE):
-        piece = to_json(prompt_logprobs(found[start : start + _SLICE], count or 0, token_text))[1:-1]
+        piece = to_json([_prompt_logprob(one, count or 0, token_text) for one in found[start : start + _SLICE]])
         end = "]," if start + _SLICE >= len(found) else ""
-        yield ("," if start else '"prompt_logprobs":[') + piece + end
+        yield ("," if start else '"prompt_logprobs":[') + piece[1:-1] + end
 
 
 def long_answer(
