@@ -183,6 +183,7 @@ def _bitsandbytes(**settings: Any) -> Callable[[], Any]:
 
 
 _NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+_INT4 = torch.int4  # type: ignore[attr-defined]  # of which torch's types know nothing
 _BNB, _CT = ("bitsandbytes", "accelerate"), ("compressed_tensors",)
 FORMATS: dict[str, Format] = {
     "GGUF (Q4_1)": Format(_gguf, ("gguf", "accelerate")),
@@ -192,7 +193,7 @@ FORMATS: dict[str, Format] = {
     "compressed-tensors, FP8": Format(_compressed("FP8_DYNAMIC"), _CT),
     "torchao, int8 weights": Format(_by_transformers(_torchao("Int8WeightOnlyConfig")), ("torchao",)),
     "torchao, int4 weights (intx)": Format(
-        _by_transformers(_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4)), ("torchao",)
+        _by_transformers(_torchao("IntxWeightOnlyConfig", weight_dtype=_INT4)), ("torchao",)
     ),
     "torchao, fp8 weights": Format(_by_transformers(_torchao("Float8WeightOnlyConfig")), ("torchao",)),
     "torchao, int8 weights and activations": Format(
