@@ -6,7 +6,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from numbers import Integral
@@ -23,13 +22,13 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.late import BesideDrafter
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.config import EngineConfig
+from drafter.engine.config import EngineConfig, engine_config
 from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
 from drafter.engine.handle import Handle
-from drafter.errors import EngineError, LoadError, RequestError, shown, unknown_setting
+from drafter.errors import LoadError, RequestError, shown
 from drafter.images.loading import load_with_processor
-from drafter.images.messages import take_images
+from drafter.images.messages import images_apart, take_images
 from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
 from drafter.many import (
@@ -49,6 +48,7 @@ from drafter.parts.learning import LearningStart, RowTap
 from drafter.prompt import Prompt as TokenPrompt
 from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target_model.model import BaseModel
+from drafter.target_model.new_weights import Weights, match_weights
 from drafter.text.chat import encode_chat
 from drafter.text.conversation import Conversation, Messages
 from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless, refuse_half_characters, tokenise
@@ -105,6 +105,8 @@ class SpeculativeLM:
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         generation_config: GenerationRule = "auto",
+        adapter: str | Path | None = None,
+        dequantize: bool = False,
         isolated: bool = False,
         config: EngineConfig | Mapping[str, Any] | None = None,
         verifier: VerifierSettings | Mapping[str, Any] | str | None = None,
@@ -116,8 +118,8 @@ class SpeculativeLM:
         """Load a target model, its tokeniser and a drafter.
 
         Args:
-            model: Hub id or folder of the target model; None is the embedded demonstration model.
-            drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `cacheback:TABLE` (by `drafter cache`),
+            model: Hub id, folder or GGUF file of the target model; None is the embedded demonstration model.
+            drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `cacheback:TABLE` (of a corpus),
                 `exit:N` (the target model's first N layers), a draft head's folder or hub id, `ctc` (the embedded
                 head), `model:` and a draft model's folder or hub id, several of them joined by `+`, `long:N:DRAFTER`
                 (N tokens, continued by n-grams), `stack:LOWER>model:A` (levels of draft models), or `auto`: the fastest
@@ -128,6 +130,9 @@ class SpeculativeLM:
             device_map: As in transformers, for a model larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
             generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`.
+            adapter: A LoRA adapter that is merged into the target model's weights: folder or hub id.
+            dequantize: Load quantised weights as floating-point numbers of `dtype`. Needed where activations are
+                quantised, too.
             isolated: Never draft from another request's text; response times would leak it.
             verifier: Which draft tokens become output, by its name or its settings; by default those that plain
                 decoding would give.
@@ -155,6 +160,8 @@ class SpeculativeLM:
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 generation_config=generation_config,
+                adapter=adapter,
+                dequantize=dequantize,
                 on_stage=tell,
             )
             nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
@@ -191,7 +198,9 @@ class SpeculativeLM:
     def __reduce__(self) -> Any:
         """Pickle the arguments of `from_pretrained`: unpickling, as in a Ray actor, loads the model."""
         if self._arguments is None:
-            raise TypeError("a SpeculativeLM of a loaded model cannot be pickled: make it by from_pretrained")
+            raise TypeError(
+                "a SpeculativeLM of a loaded model, or with new weights, cannot be pickled: make it by from_pretrained"
+            )
         return partial(SpeculativeLM.from_pretrained, **self._arguments), ()
 
     @property
@@ -248,7 +257,7 @@ class SpeculativeLM:
         prompt = cast(Prompt, plain(prompt))
         if is_tokens(prompt) and not images:
             return [int(token) for token in prompt]
-        prompt, sources = _images_apart(prompt, images)
+        prompt, sources = images_apart(prompt, images)
         refuse_half_characters(vars(prompt) if isinstance(prompt, Conversation) else prompt)
         settings: dict[str, Any] = {"special_tokens": special_tokens, "max_length": self.max_length, "now": now}
         if sources:
@@ -277,11 +286,7 @@ class SpeculativeLM:
             QueueFullError: Too many requests are waiting.
             EngineError: The engine has failed or is closed.
         """
-        if self._thread.forked:  # the engine's thread is not in a forked child, which would wait for ever
-            raise EngineError(
-                "the model was loaded in another process, of which this one is a fork: load it in this process, or "
-                "start processes by spawn"
-            )
+        self._thread.refuse_fork()
         if not isinstance(request, Request):
             raise RequestError(f"submit takes a Request, not {shown(request)}: generate and stream take prompts")
         handle = self.engine.submit(request, stream=stream)
@@ -294,6 +299,7 @@ class SpeculativeLM:
         sampling: Sampling | Iterable[Sampling] | None = None,
         *,
         n: int = 1,
+        prompt_logprobs: int | None = None,
         special_tokens: bool = False,
         on_error: Literal["return", "raise"] = "return",
         use_tqdm: bool | None = None,
@@ -308,6 +314,8 @@ class SpeculativeLM:
                 fields come from the model's `generation_config.json`, or else are greedy decoding of up to 256 tokens.
             n: Samples of each prompt, next to each other in the result. Their seeds follow from that of `sampling` and
                 from the indices of prompt and sample.
+            prompt_logprobs: Return the log-probability of each token of the prompts, too, with so many of the most
+                probable ones there, 0 to 20. Such a prompt is read by itself; its first sample has them.
             special_tokens: As in `encode`.
             on_error: For a prompt that cannot be generated, `return` a result with an `error`, or `raise`.
             use_tqdm: Show a progress bar; by default for many prompts in a terminal or a notebook.
@@ -317,7 +325,8 @@ class SpeculativeLM:
             RequestError: A setting cannot be used; or a prompt, if `on_error` is `raise`.
             EngineError: The engine has failed or is closed.
         """
-        made = self.as_completed(prompts, sampling, n=n, special_tokens=special_tokens, **settings)
+        encode = partial(self.encode, special_tokens=special_tokens)
+        made = self._as_completed(encode, prompts, sampling, n, prompt_logprobs, settings)
         return in_order(made, prompts, n, on_error=on_error, use_tqdm=use_tqdm)
 
     def chat(
@@ -331,6 +340,7 @@ class SpeculativeLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         n: int = 1,
+        prompt_logprobs: int | None = None,
         special_tokens: bool = False,
         on_error: Literal["return", "raise"] = "return",
         use_tqdm: bool | None = None,
@@ -352,7 +362,7 @@ class SpeculativeLM:
             said, sources = (one, []) if isinstance(one, Conversation) else take_images(one)
             return self.encode(as_chat(said, *asked), images=sources, special_tokens=special_tokens)
 
-        made = self._as_completed(encode, conversations, sampling, n, settings)
+        made = self._as_completed(encode, conversations, sampling, n, prompt_logprobs, settings)
         return in_order(made, conversations, n, on_error=on_error, use_tqdm=use_tqdm)
 
     def as_completed(
@@ -361,6 +371,7 @@ class SpeculativeLM:
         sampling: Sampling | Iterable[Sampling] | None = None,
         *,
         n: int = 1,
+        prompt_logprobs: int | None = None,
         special_tokens: bool = False,
         **settings: Any,
     ) -> Completed:
@@ -368,7 +379,8 @@ class SpeculativeLM:
 
         `request_id` is the prompt's index (`3`, or `3#1` of several).
         """
-        return self._as_completed(partial(self.encode, special_tokens=special_tokens), prompts, sampling, n, settings)
+        encode = partial(self.encode, special_tokens=special_tokens)
+        return self._as_completed(encode, prompts, sampling, n, prompt_logprobs, settings)
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, special_tokens: bool = False, **settings: Any
@@ -386,13 +398,36 @@ class SpeculativeLM:
         prompts: object,
         sampling: Sampling | Iterable[Sampling] | None,
         n: int,
+        prompt_logprobs: int | None,
         settings: Mapping[str, Any],
     ) -> Completed:
         chosen = each_with_settings(sampling, settings)
         if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
             raise RequestError(f"n must be an integer of at least 1, not {shown(n)}")
-        requests = make_requests(encode, each_prompt(prompts), chosen, int(n), self.max_length)
+        requests = make_requests(encode, each_prompt(prompts), chosen, int(n), self.max_length, prompt_logprobs)
         return Completed(self.submit, requests, self.engine.config.max_queue)
+
+    def update_weights(self, weights: Weights) -> int:
+        """Replace the target model's weights in place, as a trainer does after each of its steps.
+
+        Results have the tokens that a model loaded with the new weights would give. What was computed with the old ones
+        goes: kept rows, images' features, and the weights' copies in layouts of their own. The drafter stays.
+
+        Args:
+            weights: The trained model's `named_parameters()` or `state_dict()`, or the pairs of a checkpoint, on any
+                device and in any floating dtype. All are looked at before one is copied.
+
+        Returns:
+            The version of the weights, which results have as `weights_version`: 1 after the first call.
+
+        Raises:
+            LoadError: A name or a shape is not the model's, a parameter is missing, or a number is not finite. Nothing
+                has changed then.
+            EngineError: Requests are under way, or the engine has failed or is closed.
+        """
+        version = self._thread.update_weights(match_weights(self.base.name, self.base.model, weights))
+        self._arguments = None
+        return version
 
     def close(self) -> None:
         """Stop the thread; unfinished requests end with an error. Called automatically at exit.
@@ -414,27 +449,3 @@ def _tell(stage: str) -> None:
         print(f"{stage} …", file=sys.stderr, flush=True)
     else:
         logger.info(stage)
-
-
-def _images_apart(prompt: Any, images: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return a prompt without the images in it, and all of them in order; see `take_images`."""
-    if isinstance(prompt, str):
-        return prompt, list(images)
-    if isinstance(prompt, Conversation):
-        messages, sources = take_images(prompt.messages, images)
-        return replace(prompt, messages=messages), sources
-    return take_images(prompt, images)
-
-
-def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:
-    """Return an engine's configuration, with some fields changed; raise `LoadError` for one that cannot be used."""
-    given = {} if config is None else vars(config) if isinstance(config, EngineConfig) else config
-    if not isinstance(given, Mapping):
-        raise LoadError(f"config must be an EngineConfig or a mapping of its fields, not {shown(config)}")
-    chosen = {**given, **changes}
-    if problem := unknown_setting(chosen, EngineConfig):
-        raise LoadError(problem)
-    try:
-        return EngineConfig(**chosen)
-    except ValueError as error:
-        raise LoadError(str(error)) from error

@@ -103,6 +103,7 @@ def make_requests(
     sampling: SamplingParams | Sequence[SamplingParams],
     n: int,
     max_length: int,
+    prompt_logprobs: int | None = None,
 ) -> Iterator[Request | Generation]:
     """Yield `n` requests for each prompt, named `0`, `1`, … (`0#0`, `0#1`, … if `n` is not 1), or failures.
 
@@ -113,6 +114,7 @@ def make_requests(
         encode: Makes token ids of a prompt, or a `Prompt`.
         sampling: The settings of all prompts, or a sequence of one for each.
         max_length: Tokens that prompt and output may have together.
+        prompt_logprobs: Of the first request for each prompt; see `Request`.
 
     Raises:
         RequestError: There are fewer settings than prompts, or more.
@@ -144,7 +146,8 @@ def make_requests(
                 continue
             at = 0 if own else place
             seed = hashed_seed(params.seed, f"{at}#{sample}") if at or sample else params.seed
-            yield Request(made, replace(params, seed=seed), name)
+            scored = None if sample else prompt_logprobs
+            yield Request(made, replace(params, seed=seed), name, prompt_logprobs=scored)
     if own and next(settings, None) is not None:
         raise RequestError(f"there are more settings than the {place + 1} prompts")
 

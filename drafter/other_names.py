@@ -8,7 +8,8 @@ from difflib import get_close_matches
 _TOOLS = "an endpoint's chats have tools and tool_choice, also in a batch; elsewhere a call is text"
 _BEAMS = "each sample is decoded by itself; ask for several, and choose"
 _FILTERS = "the filters are top_k, top_p and min_p"
-_LORA = "merge the adapter into the weights, and load these"
+_LORA = "one adapter is merged as the model is loaded: adapter"
+_QUANTISED = "a checkpoint says itself how it is quantised; dequantize loads it as floating-point numbers"
 _FOLLOWS = "it follows from max_num_seqs and batch_size"
 _STAGES = "the engine does it: give messages, prompt or prompt_token_ids"
 
@@ -57,7 +58,7 @@ _TEMPLATE = "it is an argument of chat, a column of rows, and a field of a chat'
 ELSEWHERE = {
     **dict.fromkeys(("chat_template_kwargs", "continue_final_message", "documents", "tools"), _TEMPLATE),
     "n": "it is an argument of generate and chat, n of an endpoint's body, and reading.samples of a job",
-    "prompt_logprobs": "it is a field of Request, for SpeculativeLM.submit",
+    "prompt_logprobs": "it is an argument of generate and chat, and a field of an endpoint's body",
     "timeout": "it is a field of Request, for SpeculativeLM.submit",
     "use_tqdm": "it is an argument of generate and chat",
 }
@@ -80,8 +81,8 @@ NOT_SUPPORTED = {
     "logits_processors": "no code comes with a request",
     "negative_prompt_ids": "the model is run on the prompt alone",
     "no_repeat_ngram_size": "repetitions are rarer by repetition_penalty or frequency_penalty",
-    "quantization": "the weights are loaded as they are, in dtype",
-    "quantization_config": "the weights are loaded as they are, in dtype",
+    "quantization": _QUANTISED,
+    "quantization_config": _QUANTISED,
     "rollout": "drafter generate runs programs; a dataset goes through a stage for each round",
     "revision": "download that revision, and give its folder as model",
     "runtime_env": "it is that of the Ray job",

@@ -281,6 +281,7 @@ class Request:
     request_id: str = ""  # the caller's name for it; comes back in `Generation`
     timeout: float | None = None  # seconds from submission until it ends with `RequestTimeoutError`
     prompt_logprobs: int | None = None  # as `SamplingParams.logprobs`, of each token of the prompt
+    drawn_logprobs: bool = False  # `logprobs` are of what tokens are drawn from: after temperature and all else
     may_teach: bool = True  # allow online learning; otherwise its text never leaves the engine for a learner
     salt: str = ""  # whose it is: prefixes are shared with requests of the same one only, and slots fairly between them
     background: bool = False  # it enters last and is parked first: no other request waits for it
@@ -310,12 +311,15 @@ class Request:
 class TokenLogprob:
     """Natural log-probability of a token under the target model, before penalties, bias and temperature.
 
+    With `Request.drawn_logprobs`, after these and all filters.
+
     `top` are (token, log-probability) of the most probable tokens at its position, in falling order.
     """
 
     token_id: int
     logprob: float | None  # None for the first token of a prompt, which follows nothing
     top: tuple[tuple[int, float], ...]
+    rank: int | None = field(default=None, compare=False)  # among all tokens, from 1; files have none
 
 
 @dataclass(frozen=True)
@@ -349,6 +353,7 @@ class Generation:
     forced: list[int] = field(default_factory=list)  # indices of tokens that `structured_outputs` left no choice about
     valid: bool | None = None  # the output is whole, as `structured_outputs` ask for it; None without these
     drafter_versions: list[int] = field(default_factory=list)  # of a learning head: those that drafted, in order
+    weights_version: int = 0  # how often the target model's weights had been updated when it was decoded
     error: str | None = None  # reason for a missing text
     prompt_logprobs: list[TokenLogprob] | None = None  # of each token of the prompt, if requested
     reasoning_content: str | None = None  # what comes before the answer; None for a model that does not reason

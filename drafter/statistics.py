@@ -265,45 +265,6 @@ def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """Means of paired measurements, and the `mean` of second minus first.
-
-    `margin` is half the width of its 95 % confidence interval, by the normal approximation; None for fewer than two.
-    """
-
-    first: float
-    second: float
-    mean: float
-    margin: float | None
-
-
-@dataclass
-class PairedSums:
-    """Running sums over pairs for a `PairedDifference`."""
-
-    pairs: int = 0
-    first: float = 0.0
-    second: float = 0.0
-    squares: float = 0.0
-
-    def add(self, first: float, second: float) -> None:
-        self.pairs += 1
-        self.first += first
-        self.second += second
-        self.squares += (second - first) ** 2
-
-    @property
-    def difference(self) -> PairedDifference:
-        """Needs at least one pair."""
-        number, total = self.pairs, self.second - self.first
-        margin = None
-        if number > 1:
-            variance = max(self.squares - total * total / number, 0.0) / (number - 1)
-            margin = 1.96 * sqrt(variance / number)
-        return PairedDifference(self.first / number, self.second / number, total / number, margin)
-
-
 STAGES = ("prefill", "draft", "tree", "verify", "commit", "wait", "host")
 """Stages of a step.
 

@@ -16,8 +16,6 @@ _JOBS = {
     "distill": "let the target model answer prompts, as text that its draft head learns from",
     "train": "train a draft head on distilled text",
     "submit": "run a job on a cluster, and submit it again until it is done",
-    "cache": "count the n-grams of a corpus, as a table for the drafter cacheback",
-    "pivots": "train the classifier of the verifier pad",
 }
 _HELP = """\
 usage: drafter JOB [settings]

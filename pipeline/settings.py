@@ -53,6 +53,8 @@ class LoadingConfig:
         trust_remote_code: Run the modeling code that comes with the weights.
         generation_config: `ignore` leaves out sampling settings that come with the model, in its
             `generation_config.json`; by default they count where the job's own say nothing.
+        adapter: A LoRA adapter that is merged into the model's weights: folder or hub id.
+        dequantize: Load quantised weights as floating-point numbers. Needed where activations are quantised, too.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -60,6 +62,8 @@ class LoadingConfig:
     device_map: str | None = None
     trust_remote_code: bool = False
     generation_config: GenerationRule = "auto"
+    adapter: str | None = None
+    dequantize: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,12 @@ class WritingConfig:
     Args:
         rows_per_file: Rows of an output file; also the unit of commits and retries. By default 128, and up to 1,024 for
             an input of gigabytes.
-        compact_mb: At the end, merge files of results until each has this many megabytes; by default, never.
     """
 
     rows_per_file: int | None = None
-    compact_mb: float | None = None
 
     def __post_init__(self) -> None:
         at_least("writing.rows_per_file", self.rows_per_file, 1)
-        at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Put a trained head where those of the project are, in bf16: half the size, and precise enough for drafting."""
+"""Put a trained head where those of the project are, packed: a byte a weight is precise enough for drafting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drafter.target_model.model import BaseModel
 
 
 def ship(trained: Path, base: BaseModel, base_name: str, target: Path) -> None:
-    """Save a trained head in bf16.
+    """Save a trained head, packed.
 
     Args:
         trained: The head's folder.
@@ -24,4 +24,4 @@ def ship(trained: Path, base: BaseModel, base_name: str, target: Path) -> None:
     head = load_head(trained, base).bfloat16()
     assert head.provenance is not None
     head.provenance = replace(head.provenance, base_name=base_name)
-    save_head(head, target)
+    save_head(head, target, packed=True)

@@ -118,7 +118,7 @@ class FakeSpec(EngineSpec):
         """See `EngineSpec.load`; the result has what an `EngineActor` uses of a `SpeculativeLM`."""
         time.sleep(self.start_seconds)
         engine = FakeEngine(self.slots, self.row_seconds, self.tokens, self._mark, self._all_there)
-        base = SimpleNamespace(fingerprint="fake", device=torch.device("cpu"))
+        base = SimpleNamespace(fingerprint="fake", weights="float32", device=torch.device("cpu"))
         return SimpleNamespace(engine=engine, base=base, submit=engine.submit)
 
     def _mark(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import tempfile
 import threading
 import time
@@ -35,7 +37,9 @@ _SLOTS = 16
 _ROWS_PER_PART = 64
 _PARTS_PER_ENGINE = 4
 _LOOK_SECONDS = 5.0
-_LEFT = 0.25  # share of the rows that are left when the measurement ends: then the first engines run out of parts
+_STEADY_SECONDS = 120.0  # with all engines at work; then the job is stopped
+_LEFT = 0.25  # share of the rows that are left when engines run out of parts, if the job comes to that
+_STOPPED = 143  # the job's exit code
 _HELPERS = 1  # logical cores for reading and tokenising: four processes
 
 
@@ -80,8 +84,8 @@ class Look:
 class Watch:
     """Looks at the job's actors and its driver now and then, while the job runs in this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, engines: int) -> None:
+        self._folder, self._engines = folder, engines
         self._actors: dict[str, Any] = {}
         self._over = threading.Event()
         self.looks: list[Look] = []
@@ -118,10 +122,14 @@ class Watch:
             )
             now = time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
             self.looks.append(Look(time.monotonic(), state["rows_done"], state["engines"], calls, seconds, now))
+            full = [look.time for look in self.looks if look.engines == self._engines and look.rows]
+            if full and time.monotonic() - full[0] > _STEADY_SECONDS:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
 
 def measure_fleet(engines: int, rate: float) -> dict[str, Any]:
-    """Run a job on `engines` sleeping engines of `rate` rows a second each, and return what it cost."""
+    """Run a job on `engines` sleeping engines of `rate` rows a second each for a while, and return what it cost."""
     rows = engines * _PARTS_PER_ENGINE * _ROWS_PER_PART
     processes = math.ceil(engines / _HOSTED)
     hosted = math.ceil(engines / processes)
@@ -135,7 +143,7 @@ def measure_fleet(engines: int, rate: float) -> dict[str, Any]:
         # So many slots that the stage gives a process the calls of all of its engines.
         config = partial(EngineConfig, max_num_seqs=(hosted * calls - 2) * _ROWS_PER_PART, max_queue=hosted * _SLOTS)
         spec = _spec(folder, hosted, rate, config())
-        watch = Watch(folder / "out")
+        watch = Watch(folder / "out", processes * hosted)
         start = partial(watch.start, ray_start())
         with (
             patch("pipeline.generate.job.engine_spec", lambda *_, **__: spec),
@@ -145,7 +153,7 @@ def measure_fleet(engines: int, rate: float) -> dict[str, Any]:
         ):
             code = run_job(lambda given: generate(parse_config(given)), _command(folder, processes))
         ray.shutdown()
-    if code != 0:
+    if code not in (0, _STOPPED):
         raise SystemExit("error: the job did not run")
     return summary(watch.looks, processes * hosted, processes, rows)
 
@@ -176,12 +184,13 @@ def _command(folder: Path, processes: int) -> list[str]:
     settings += ["--sampling.max_new_tokens", 256, "--writing.rows_per_file", _ROWS_PER_PART]
     settings += ["--resources.cpus_per_actor", 1, "--resources.gpus_per_actor", 0]
     settings += ["--resources.min_actors", processes, "--resources.max_actors", processes]
+    settings += ["--limits.drain_seconds", 1]
     return [str(one) for one in settings]
 
 
 def summary(looks: Sequence[Look], engines: int, processes: int, rows: int) -> dict[str, Any]:
     """Return rates between the first look at all engines and the last one before they run out of parts."""
-    steady = [look for look in looks if look.engines == engines and look.rows < (1 - _LEFT) * rows]
+    steady = [look for look in looks if look.engines == engines and 0 < look.rows < (1 - _LEFT) * rows]
     if len(steady) < 2:
         seen = ", ".join(f"{look.engines} engines after {look.rows} rows" for look in looks)
         raise SystemExit(f"error: there was no time with all {engines} engines at work: {seen}")

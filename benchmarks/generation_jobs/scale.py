@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, default=100, help="GPUs of the job on paper")
     parser.add_argument("--rate", type=float, default=5.0, help="rows/s of a GPU of the job on paper")
     parser.add_argument("--fake-engines", type=int, help="run so many sleeping engines, and measure nothing else")
-    parser.add_argument("--fake-rate", type=float, default=1.0, help="rows/s of each of them (default: %(default)s)")
+    parser.add_argument("--fake-rate", type=float, default=0.2, help="rows/s of each of them (default: %(default)s)")
     args = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.generation_jobs.scale", *given])

@@ -219,6 +219,11 @@ class NodeChoices:
         tempered = self._tempered(rows, scores)
         return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
 
+    def log_probs(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Return the log-probabilities `[R, V]` that `with_log_probs` does, without the choices."""
+        scores = self._scores(rows, nodes)
+        return (self._tempered(rows, scores) if self._mode.random else scores).log_softmax(-1)
+
     def own(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest tokens `[R]` and log-probabilities `[R, V]` after `nodes` `[R]`, before all stages.
 

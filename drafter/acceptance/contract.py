@@ -194,6 +194,7 @@ class PathLogprobs:
     chosen: Tensor  # `[R, D + 1]` float32, of the choice at each node of the path
     top_tokens: Tensor  # `[R, D + 1, K]` the most probable tokens there, descending
     top: Tensor  # `[R, D + 1, K]` float32, of those
+    ranks: Tensor  # `[R, D + 1]` of the choices, from 1
 
     def to_host(self) -> PathLogprobs:
         """Copy to the host; valid once queued work is done."""
@@ -201,13 +202,13 @@ class PathLogprobs:
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
         """Return log-probabilities of each row's `tokens`, and of its `counts` ≤ K best; tensors on the host."""
-        rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
+        rows = zip(tokens, counts, *(tensor.tolist() for tensor in vars(self).values()), strict=True)
         return [
             [
-                TokenLogprob(token, logprob, tuple(zip(best[:count], values[:count], strict=True)))
-                for token, logprob, best, values in zip(row, chosen, top_tokens, top, strict=False)
+                TokenLogprob(token, logprob, tuple(zip(best[:count], values[:count], strict=True)), rank)
+                for token, logprob, best, values, rank in zip(row, *found, strict=False)
             ]
-            for row, count, chosen, top_tokens, top in rows
+            for row, count, *found in rows
         ]
 
 
@@ -216,5 +217,5 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> PathLogprobs:
     logits = logits.float()
     normaliser = logits.logsumexp(-1, keepdim=True)
     top, top_tokens = logits.topk(min(count, logits.shape[-1]))
-    chosen = logits.gather(2, tokens[..., None]) - normaliser
-    return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)
+    chosen = logits.gather(2, tokens[..., None])
+    return PathLogprobs((chosen - normaliser)[..., 0], top_tokens, top - normaliser, 1 + (logits > chosen).sum(-1))

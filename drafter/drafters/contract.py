@@ -267,6 +267,13 @@ class Drafter(ABC):
             LoadError: The weights do not fit this drafter or are not finite. The drafter is then unchanged.
         """
 
+    def target_changed(self) -> None:  # noqa: B027
+        """Make again, in place, what was derived from the target model, whose weights have changed in place.
+
+        Called between two steps, while no slot has a sequence. A drafter that keeps the old may do so: it only drafts
+        worse.
+        """
+
     def renew(self) -> Renewal | None:
         """Swap to the newest offered weights, if any, between two steps: quickly, without waiting for the device."""
         return None

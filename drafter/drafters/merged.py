@@ -28,6 +28,7 @@ class MergedDrafter(Drafter):
     remember = _told_to_all("remember")
     receive = _told_to_all("receive")
     offer = _told_to_all("offer")
+    target_changed = _told_to_all("target_changed")
 
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters

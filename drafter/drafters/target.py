@@ -30,6 +30,9 @@ class Target(OutputLayer, Protocol):
     def fingerprint(self) -> str: ...
 
     @property
+    def fingerprints(self) -> frozenset[str]: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property

@@ -81,6 +81,7 @@ class NoTarget:
     """The `Target` of a device, which has none: its tokeniser's name and size."""
 
     fingerprint, hidden_size, num_layers = "", 0, 0
+    fingerprints = frozenset[str]()
     lm_head_bias = None
 
     def __init__(self, name: str, vocab_size: int, device: torch.device) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from drafter.errors import LoadError, shown, unknown_setting
 
 DEFAULT_MAX_LENGTH = 2048  # most prompt and output tokens of a request where no other number is set
 
@@ -70,6 +73,20 @@ class EngineConfig(EngineSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_integer("max_queue", self.max_queue, 1)
+
+
+def engine_config(config: EngineConfig | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> EngineConfig:
+    """Return an engine's configuration, with some fields changed; raise `LoadError` for one that cannot be used."""
+    given = {} if config is None else vars(config) if isinstance(config, EngineConfig) else config
+    if not isinstance(given, Mapping):
+        raise LoadError(f"config must be an EngineConfig or a mapping of its fields, not {shown(config)}")
+    chosen = {**given, **changes}
+    if problem := unknown_setting(chosen, EngineConfig):
+        raise LoadError(problem)
+    try:
+        return EngineConfig(**chosen)
+    except ValueError as error:
+        raise LoadError(str(error)) from error
 
 
 def _check_integer(name: str, value: object, low: int) -> None:

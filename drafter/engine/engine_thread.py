@@ -7,7 +7,11 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+
+from torch import Tensor
 
 from drafter.engine.engine import Engine
 from drafter.errors import EngineError
@@ -23,7 +27,8 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process = engine, os.getpid()
         self._closing = self._left = False
-        self._calls = queue.SimpleQueue[None]()  # its `put` may interrupt itself, as a garbage collection does
+        # Its `put` may interrupt itself, as a garbage collection does.
+        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
         engine.wake = self.wake
@@ -34,9 +39,37 @@ class EngineThread:
         """True in a forked child, which has the object but not the thread."""
         return os.getpid() != self._process
 
+    def refuse_fork(self) -> None:
+        """Raise `EngineError` in a forked child, which would wait for ever."""
+        if self.forked:
+            raise EngineError(
+                "the model was loaded in another process, of which this one is a fork: load it in this process, or "
+                "start processes by spawn"
+            )
+
     def wake(self) -> None:
         """Look for requests."""
         self._calls.put(None)
+
+    def update_weights(self, weights: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """Replace the target model's weights between two steps, and return their version; see `_update`.
+
+        Raises:
+            EngineError: Requests are under way, or the engine has failed or is closed.
+        """
+        self.refuse_fork()
+        done = Future[int]()
+
+        def work() -> None:
+            try:
+                done.set_result(_update(self._engine, weights))
+            except BaseException as error:  # the caller's, whatever it is
+                done.set_exception(error)
+
+        self._calls.put(work)
+        if self._engine.failure is not None:  # the thread may have ended before; if not, it takes what has been put
+            raise self._engine.failure
+        return done.result()
 
     def leave(self) -> None:
         """End once all requests have ended; from any thread, without waiting."""
@@ -54,14 +87,44 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not (self._closing or (self._left and self._engine.idle)):
-                if self._engine.idle:
-                    with suppress(queue.Empty):
-                        self._calls.get(timeout=self._engine.scheduler.parked_seconds(time.monotonic()))
-                else:
+                idle = self._engine.idle
+                with suppress(queue.Empty):
+                    seconds = self._engine.scheduler.parked_seconds(time.monotonic()) if idle else None
+                    if (work := self._calls.get(idle, seconds)) is not None:
+                        work()
+                if not idle:
                     self._engine.step()
         except BaseException as error:  # whatever it is, also a tokeniser's panic, it must reach the waiting requests
             self._engine.fail(error)
         else:
             self._engine.fail(EngineError("the engine is closed: load the model again"))
         finally:
+            while not self._calls.empty():
+                if (work := self._calls.get()) is not None:
+                    work()  # it finds that the engine has failed
             atexit.unregister(self.close)
+
+
+def _update(engine: Engine, weights: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """Replace weights by those that `match_weights` has paired, and drop or make again all that depends on old ones.
+
+    If that fails half-way, so does the engine: some weights are new, and others old.
+    """
+    if engine.failure is not None:
+        raise engine.failure
+    if not engine.idle:
+        engine.step()  # after which requests that were cancelled have ended
+    scheduler = engine.scheduler
+    if count := len(scheduler.in_slots) + len(scheduler.parked) + len(scheduler.waiting):
+        raise EngineError(
+            f"{count} requests are under way, and each is decoded by one version of the weights: wait for their "
+            "results, or cancel them, and update the weights then"
+        )
+    try:
+        scheduler.kept.clear()
+        engine.base.update_weights(weights)
+        engine.drafter.target_changed()
+    except BaseException as error:
+        engine.fail(error)
+        raise
+    return engine.base.weights_version

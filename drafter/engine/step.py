@@ -8,6 +8,7 @@ from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,16 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers
-_NOTHING: Mapping[int, int] = MappingProxyType({})
+
+
+class WantedLogprobs(NamedTuple):
+    """What a row wants: so many of the most probable tokens beside its own, and whether after all settings."""
+
+    top: int
+    drawn: bool
+
+
+_NOTHING: Mapping[int, WantedLogprobs] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class StepPlan:
     ask: Ask
     depth: int  # of the deepest draft token that a row may get
     deepest: list[int]  # the same of each row
-    wanted: dict[int, int]  # row → number of most probable tokens whose log-probabilities it wants
+    wanted: dict[int, WantedLogprobs]  # of the rows that want log-probabilities
     stays: list[int]  # of the sequences
     load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
     follows: bool = True  # the host follows it stage by stage; otherwise it is queued as a whole
@@ -119,7 +129,11 @@ class StepPlan:
         for row, sequence in enumerate(sequences):
             if sequence.handling is Handling.PLAIN:
                 deepest[row] = 0
-        wanted = {row: count for row, one in enumerate(sequences) if (count := one.sampling.logprobs) is not None}
+        wanted = {
+            row: WantedLogprobs(top, one.handle.request.drawn_logprobs)
+            for row, one in enumerate(sequences)
+            if (top := one.sampling.logprobs) is not None
+        }
         stays = [sequence.stay for sequence in sequences]
         return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, load, follows)
 
@@ -197,7 +211,7 @@ class Outcome:
         logprobs: dict[int, list[TokenLogprob]] = {}
         wanted = step.plan.wanted
         if tensors.logprobs is not None:
-            found = tensors.logprobs.read([tokens[row] for row in wanted], list(wanted.values()))
+            found = tensors.logprobs.read([tokens[row] for row in wanted], [one.top for one in wanted.values()])
             logprobs = dict(zip(wanted, found, strict=True))
         return Outcome(step, tokens, sound, accepted, drafted, on_path, lenient, logprobs)
 
@@ -306,17 +320,24 @@ class DeviceStep:
         ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
         return Verified(tree, ancestors, depth, logits, ours, read)
 
-    def finish(self, verified: Verified, rows: slice, wanted: Mapping[int, int] = _NOTHING) -> StepTensors:
+    def finish(self, verified: Verified, rows: slice, wanted: Mapping[int, WantedLogprobs] = _NOTHING) -> StepTensors:
         """Let the verifier decide on the trees of slots `rows`, commit the accepted paths, and pack the result.
 
-        `wanted` are numbers of log-probabilities by row.
+        `wanted` are log-probabilities by row.
         """
-        accepted = self.verifier.accept(verified, self.state.row_sampling(rows))
+        sampling = self.state.row_sampling(rows)
+        accepted = self.verifier.accept(verified, sampling)
         tree, logprobs = verified.tree, None
         if wanted:
             row = devices.send(torch.tensor(list(wanted)), self.base.device)
-            at_path = verified.logits[row[:, None], accepted.path[row]]
-            logprobs = token_logprobs(at_path, accepted.tokens[row], max(wanted.values()))
+            path = accepted.path[row]
+            at_path = verified.logits[row[:, None], path]
+            if drawn := [place for place, one in enumerate(wanted.values()) if one.drawn]:
+                some = devices.send(torch.tensor(drawn), self.base.device)
+                nodes = row[some][:, None].expand_as(path[some]).flatten(), path[some].flatten()
+                found = verified.choices(sampling).log_probs(*nodes).float().view(len(drawn), *at_path.shape[1:])
+                at_path = at_path.float().index_copy(0, some, found)
+            logprobs = token_logprobs(at_path, accepted.tokens[row], max(one.top for one in wanted.values()))
         # One node that is not finite spoils the whole tree.
         sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None

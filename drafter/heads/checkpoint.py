@@ -21,6 +21,7 @@ from drafter.drafters.target import Target
 from drafter.errors import LoadError, first_line
 from drafter.heads.config import CONFIG_FILE, WEIGHTS_FILE, head_config
 from drafter.heads.contract import DraftHead, Provenance, most_frequent
+from drafter.heads.packed import pack, unpack
 from drafter.heads.published import Json, Layout, TargetOfExport, Weights, public_config, read_public, refuse_other_base
 from drafter.hub import hub_file, not_found
 from drafter.json_fields import FieldError, from_json
@@ -69,8 +70,12 @@ def new_head(
     return head
 
 
-def save_head(head: DraftHead, folder: str | Path) -> None:
-    """Write a head's folder, replacing the files of an earlier head; raise `ValueError` without `provenance`."""
+def save_head(head: DraftHead, folder: str | Path, *, packed: bool = False) -> None:
+    """Write a head's folder, replacing the files of an earlier head; raise `ValueError` without `provenance`.
+
+    Args:
+        packed: One byte a weight, rounded: see `drafter.heads.packed`.
+    """
     if head.provenance is None:
         raise ValueError("a head is saved with its provenance: set head.provenance first")
     folder = Path(folder)
@@ -80,7 +85,8 @@ def save_head(head: DraftHead, folder: str | Path) -> None:
     config = _HeadFile(_FORMAT_VERSION, head.algorithm, base, shape, dict(origin.training))
     text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    _replace(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    stored = pack(tensors) if packed else tensors
+    _replace(folder / WEIGHTS_FILE, lambda file: save_file(stored, file, metadata={"format": "pt"}))
     _replace(folder / CONFIG_FILE, lambda file: file.write_text(text))
 
 
@@ -99,7 +105,7 @@ def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
     saved = json.loads((source / CONFIG_FILE).read_bytes())
     layout, shape = exportable(saved["algorithm"], saved["head"])
     assert layout.export is not None
-    config, tensors = layout.export(shape, load_file(source / WEIGHTS_FILE), base)
+    config, tensors = layout.export(shape, unpack(load_file(source / WEIGHTS_FILE)), base)
     save_file({name: one.contiguous() for name, one in tensors.items()}, target / WEIGHTS_FILE, {"format": "pt"})
     (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -143,7 +149,7 @@ def load_head(name_or_path: str | Path, base: Target) -> DraftHead:
 def is_head_of(name_or_path: str | Path, base: Target) -> bool:
     """Return whether a draft head was trained for this target model; raise `LoadError` if it cannot be read."""
     name = str(name_or_path)
-    return _read_config(name, _find_files(name)[0]).base_model.fingerprint == base.fingerprint
+    return _read_config(name, _find_files(name)[0]).base_model.fingerprint in base.fingerprints
 
 
 # Files.
@@ -233,7 +239,7 @@ def _read_config(name: str, file: Path) -> _HeadFile:
 
 def _read_weights(name: str, file: Path) -> Weights:
     try:
-        return load_file(file)  # type: ignore[no-any-return]
+        return unpack(load_file(file))
     except (OSError, SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # The format has dtypes that not every torch release has.
         raise LoadError(f"draft head {name!r} has damaged weights: {first_line(error)}") from error
@@ -247,7 +253,7 @@ def _own(name: str, config: _HeadFile, weights_file: Path, base: Target) -> tupl
         known = ", ".join(sorted(HEADS))
         raise LoadError(f"draft head {name!r} is of algorithm {config.algorithm!r}; known here: {known}")
     trained_for = config.base_model
-    if trained_for.fingerprint != base.fingerprint:
+    if trained_for.fingerprint not in base.fingerprints:
         raise LoadError(
             f"draft head {name!r} belongs to the target model {trained_for.name!r} (fingerprint "
             f"{trained_for.fingerprint}), not to {base.name!r} ({base.fingerprint}): train a head for this model, or "

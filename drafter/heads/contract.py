@@ -86,6 +86,13 @@ class DraftVocabulary(nn.Module):
         layer.register_buffer("bias", None if bias is None else bias[rows].to(base.device), persistent=False)
         self._layer = layer
 
+    @torch.no_grad()
+    def borrow_again(self, base: Target) -> None:
+        """Copy the same rows into place, of an LM head whose weights have changed."""
+        for own, whole in ((self._layer.weight, base.lm_head_weight), (self._layer.bias, base.lm_head_bias)):
+            if whole is not None:
+                own.copy_(whole[self.tokens.to(whole.device)])
+
     @property
     def lm_head_weight(self) -> Tensor:
         return self._layer.weight

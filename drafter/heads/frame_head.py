@@ -198,7 +198,7 @@ class FrameDrafter(Drafter):
         self.spec = DraftSpec(
             nodes, depth, head.hidden_layers, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token
         )
-        self._head, self._tree, self._search = head, tree, head.prepared_search(base, tree)
+        self._head, self._base, self._tree, self._search = head, base, tree, head.prepared_search(base, tree)
 
     def open(self, loan: Loan) -> None:
         self._times = loan.times
@@ -207,6 +207,13 @@ class FrameDrafter(Drafter):
 
     def prepare(self, context: DraftContext) -> None:
         self._reader.prepare(context)
+
+    def target_changed(self) -> None:
+        if self._head.vocabulary is not None:
+            self._head.vocabulary.borrow_again(self._base)
+        self._head.weights_changed(self._base)
+        if not devices.is_asynchronous(self._base.device):  # there the search is part of graphs that are recorded
+            self._search = self._head.prepared_search(self._base, self._tree)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         size = ask.nodes + 1

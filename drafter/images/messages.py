@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from drafter.errors import RequestError, shown
+from drafter.text.conversation import Conversation
 
 IMAGE = "image"
 PLACE: dict[str, str] = {"type": IMAGE}
@@ -113,3 +115,13 @@ def _with_places(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapp
             made[number] = {**message, "content": [PLACE] * count + parts}
             return made
     raise RequestError("there are images, and the messages have no place for them, and none is a user's")
+
+
+def images_apart(prompt: Any, images: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return a prompt without the images in it, and all of them in order; see `take_images`."""
+    if isinstance(prompt, str):
+        return prompt, list(images)
+    if isinstance(prompt, Conversation):
+        messages, sources = take_images(prompt.messages, images)
+        return replace(prompt, messages=messages), sources
+    return take_images(prompt, images)

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from drafter.confined import BoundError, Bounds, Confined
 from drafter.errors import LoadError, RequestError, first_line, one_line
+from drafter.gguf_files import gguf_file
 from drafter.hub import local_only
 from drafter.images.opening import Fetch, GivenImage, ImageLimits, given_images, open_images, pixel_digest
 from drafter.prompt import Prompt, Span
@@ -213,9 +214,13 @@ def load_processor(
 ) -> ImageProcessor | None:
     """Load the processor of a target model that sees, given by hub id or folder; None for one of text alone.
 
+    GGUF files have the part of a model that reads text.
+
     Raises `LoadError` if the model sees, and its processor cannot be loaded.
     """
     name = os.path.expanduser(name_or_path)
+    if gguf_file(name) is not None:
+        return None
     where = {"local_files_only": local_files_only or local_only(name), "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(name, **where)

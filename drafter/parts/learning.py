@@ -1,4 +1,4 @@
-"""What is learnt from a row that has ended, and which versions of learnt weights have drafted for it."""
+"""What is learnt from a row that has ended, and which versions of weights have decoded it and drafted for it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ Fetch = Callable[[int, int], tuple[Tensor | None, torch.cuda.Event | None]]
 class LearningPart(RowPart):
     """Notes versions, and gives the tap the row if it may be learned from and its text is the target model's own."""
 
-    def __init__(self, tap: RowTap | None, token_bytes: int, fetch: Fetch) -> None:
-        self._tap, self._token_bytes, self._fetch = tap, token_bytes, fetch
+    def __init__(self, tap: RowTap | None, base: BaseModel, token_bytes: int, fetch: Fetch) -> None:
+        self._tap, self._base, self._token_bytes, self._fetch = tap, base, token_bytes, fetch
         self._versions: list[int] = []
 
     def after_step(self, row: Row, new: NewTokens) -> None:
@@ -78,9 +78,9 @@ class LearningPart(RowPart):
             self._tap.put(ended, *self._fetch(slot, ended.length))
 
     def result(self, row: Row) -> Mapping[str, Any]:
-        return {"drafter_versions": self._versions}
+        return {"drafter_versions": self._versions, "weights_version": self._base.weights_version}
 
 
-def learning_room(tap: RowTap | None, token_bytes: int, fetch: Fetch) -> Room:
+def learning_room(tap: RowTap | None, base: BaseModel, token_bytes: int, fetch: Fetch) -> Room:
     """Return what makes the parts of rows whose hidden states take `token_bytes` a token."""
-    return lambda handle: LearningPart(tap, token_bytes, fetch)
+    return lambda handle: LearningPart(tap, base, token_bytes, fetch)

@@ -19,7 +19,7 @@ def rooms(tokenizer: Any, guides: Guides, state: BatchState, tap: RowTap | None)
     return (
         image_room(state.base, state.set_shift),
         logprob_room,
-        learning_room(tap, state.hidden_bytes, state.fetch_hidden),
+        learning_room(tap, state.base, state.hidden_bytes, state.fetch_hidden),
         guide_room(guides),
         text_room(tokenizer),
     )

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from drafter.errors import LoadError
+from drafter.errors import LoadError, first_line
 
 _MAKING = threading.RLock()
 TIE_WEIGHTS, _LINSPACE = PreTrainedModel.tie_weights, torch.linspace
@@ -162,22 +164,55 @@ _SAMPLED = 1 << 14  # largest number of values hashed per tensor
 _TINY = 2.0**-16  # smaller values count as zero: fp16 does not hold them as exactly as bf16 does
 
 
+def target_fingerprint(model: Any) -> str:
+    """Return the `fingerprint` of a whole target model, of which its sizes are a part.
+
+    Taken before its first forward: some quantised layers lay out their weights there, as suits the processor.
+    """
+    config, head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    sizes = (int(config.num_hidden_layers), int(head.weight.shape[1]), int(config.vocab_size))
+    return fingerprint(model, [model.config.model_type, *sizes])
+
+
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
     """Return `v2-` and 16 hex digits of a hash of a model's `sizes`, parameters and buffers.
 
     Small tensors are hashed in whole, large ones sampled evenly. Values are rounded to bf16, so that fp32 and bf16
-    loads agree, and fp16 ones of a model saved in half precision.
+    loads agree, and fp16 ones of a model saved in half precision. Of quantised weights, which have a class of their
+    own, it hashes what they consist of.
+
+    Raises:
+        LoadError: A weight has a class that does not tell what it consists of.
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
-    for tensor in model.state_dict().values():
-        if isinstance(tensor, Tensor):  # quantised layers may add other objects
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):  # quantised layers may add other objects
+            continue
+        try:
             digest.update(repr(list(tensor.shape)).encode())
-            digest.update(_bytes(_sample(tensor)))
+            for part in _parts(tensor):
+                digest.update(_bytes(_sample(part)))
+        except (AssertionError, AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise LoadError(
+                f"{name} is a {type(tensor).__name__}, whose numbers cannot be read to tell this model from others "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
     return f"v2-{digest.hexdigest()[:16]}"
 
 
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor of any class consists of."""
+    if isinstance(tensor, DTensor):  # one process of several has a part of it
+        tensor = tensor.full_tensor()
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor.detach().as_subclass(Tensor)
+
+
 def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().flatten()
+    flat = tensor.flatten()
     if len(flat) <= _SAMPLED:
         return flat
     places = torch.arange(_SAMPLED, device=flat.device) * (len(flat) - 1) // (_SAMPLED - 1)
@@ -186,10 +221,10 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _bytes(values: Tensor) -> bytes:
     values = values.cpu()
-    if values.is_floating_point():
+    if values.is_floating_point() and values.element_size() > 1:
         values = values.to(torch.bfloat16)
-        values = values.masked_fill(values.abs() < _TINY, 0.0).view(torch.int16)
-    return values.numpy().tobytes()
+        values = values.masked_fill(values.abs() < _TINY, 0.0)
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 # A small copy of a model: its class and settings, but narrow, with few layers and short windows. A dozen tokens pass

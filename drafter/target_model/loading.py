@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,11 +14,21 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import GgufConfig
 
 from drafter.errors import LoadError, first_line, one_line
-from drafter.hub import local_only, not_found
+from drafter.gguf_files import gguf_file, metadata_read_once, pretrained
+from drafter.hub import not_found
 from drafter.prompt import Prompt
-from drafter.target_model.architecture import TIE_WEIGHTS, auto_class, make_model, refuse_unsupported
+from drafter.target_model.adapters import merge_adapter
+from drafter.target_model.architecture import (
+    TIE_WEIGHTS,
+    auto_class,
+    make_model,
+    refuse_unsupported,
+    target_fingerprint,
+)
+from drafter.target_model.formats import dequantised, scheme_name, scheme_of, settings_of, weights_in_words
 from drafter.target_model.model import BaseModel
 from drafter.target_model.weights import (
     STRANGE,
@@ -32,6 +42,7 @@ from drafter.target_model.weights import (
 
 logger = logging.getLogger(__name__)
 
+_DEVICES = ("cpu", "cuda", "meta")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -43,18 +54,22 @@ def load_base(
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     generation_config: Literal["auto", "ignore"] = "auto",
+    adapter: str | Path | None = None,
+    dequantize: bool = False,
     example: Prompt | None = None,
     on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
-    """Load a target model; its weights must be safetensors.
+    """Load a target model; its weights must be safetensors, or a GGUF file, which is dequantised.
 
     Args:
-        name_or_path: Hub id or folder.
+        name_or_path: Hub id, folder, or GGUF file; see `gguf_file`.
         device: Not used with `device_map`.
         device_map: As in transformers, for a model larger than one GPU.
         trust_remote_code: Run modeling code that comes with the weights.
         generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`; its
             end-of-sequence tokens stay.
+        adapter: A LoRA adapter that is merged into the weights: folder or hub id.
+        dequantize: Load quantised weights as floating-point numbers of `dtype`.
         example: A prompt with an image, if such prompts are to be read; see `BaseModel`.
         on_stage: Called with a message before the proof, which may take longer than reading the weights.
 
@@ -63,27 +78,56 @@ def load_base(
     """
     name = os.path.expanduser(name_or_path)
     target = pick_device(device)
-    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
-    config = load_config(name, trust_remote_code=trust_remote_code)
-    refuse_unsupported(name, config)
-    if files := weight_files(name, config):
-        refuse_too_large(name, config, files, trust_remote_code=trust_remote_code)
-    kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True, "output_loading_info": True}
-    kwargs["ignore_mismatched_sizes"] = True  # they are reported with the others, and refused
-    if device_map is not None:
-        kwargs["device_map"] = device_map
-    # The fused kernels cannot cap attention scores.
-    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
-        kwargs["attn_implementation"] = "eager"
+    gguf = gguf_file(name)
+    with metadata_read_once() if gguf else nullcontext():
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        refuse_unsupported(name, config)
+        if files := [gguf] if gguf else weight_files(name, config):
+            refuse_too_large(name, config, files, trust_remote_code=trust_remote_code)
+        source, kwargs = pretrained(name)
+        kwargs |= {"trust_remote_code": trust_remote_code, "dtype": pick_dtype(dtype, target)}
+        stored: str | None = "GGUF"
+        if gguf is not None:
+            kwargs["quantization_config"] = GgufConfig(dequantize=True)
+        else:
+            kwargs |= {"use_safetensors": True, **settings_of(name, config, dequantize=dequantize)}
+            stored = None if (scheme := scheme_of(config)) is None else scheme_name(scheme)
+        if device_map is not None:
+            kwargs["device_map"] = device_map
+        # The fused kernels cannot cap attention scores.
+        if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+            kwargs["attn_implementation"] = "eager"
+        model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
+    if dequantize:
+        model = dequantised(name, model)
+    if device_map is None:
+        model = _moved(name, model, target)
+    for place in {parameter.device for parameter in model.parameters()}:  # a device map may choose others
+        _refuse_other_device(f"of weights of {name!r}", place)
+    if generation_config == "ignore":
+        tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
+        model.generation_config = GenerationConfig(**tokens)
+    weights, before = weights_in_words(model, stored), None
+    if adapter is not None:
+        before, weights = target_fingerprint(model), f"{weights}, with the adapter {adapter} merged"
+        model = merge_adapter(name, model, str(adapter))
+    on_stage("proving that draft trees have the model's own logits")
+    return BaseModel(model, name, example=example, weights=weights, before_adapter=before)
+
+
+def _read(name: str, load: Callable[..., Any]) -> Any:
+    """Return the model that `from_pretrained` of transformers reads, with all of its weights, or raise `LoadError`."""
     try:
         with _quiet():
-            model, report = make_model(partial(auto_class(config).from_pretrained, name, **kwargs))
+            # Mismatched sizes are reported with the others, and refused.
+            model, report = make_model(partial(load, output_loading_info=True, ignore_mismatched_sizes=True))
         refuse_unfit(name, model, report)
         require_data(name, model)
-        if device_map is None:
-            model = model.to(target)
     except LoadError:
         raise
+    except ModuleNotFoundError as error:
+        reason = f"the package {error.name} is missing here, which reads its weights"
+        raise LoadError(f"model {name!r} cannot be loaded: {reason}") from error
     except (*STRANGE, ImportError) as error:
         reason = first_line(error)
         if "conversion of the weights" in reason:
@@ -93,31 +137,42 @@ def load_base(
         if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
             raise LoadError(f"model {name!r} has damaged weights: {first_line(error)}") from error
         raise
-    if generation_config == "ignore":
-        tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
-        model.generation_config = GenerationConfig(**tokens)
-    on_stage("proving that draft trees have the model's own logits")
-    return BaseModel(model, name, example=example)
+    return model
+
+
+def _moved(name: str, model: Any, device: torch.device) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, ValueError) as error:  # such as too little memory
+        raise LoadError(f"model {name!r} cannot be moved to {device}: {first_line(error)}") from error
 
 
 def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the configuration of a model, given by hub id or folder, or raise `LoadError`."""
+    """Return the configuration of a model, given by hub id, folder or GGUF file, or raise `LoadError`."""
     name = os.path.expanduser(name_or_path)
-    folder, kwargs = Path(name), {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
-    refuse_adapter(name)
+    source, settings = pretrained(name)
+    folder, kwargs = Path(name), settings | {"trust_remote_code": trust_remote_code}
+    refuse_adapter(source)
     try:
-        refuse_endless_lists(name, PreTrainedConfig.get_config_dict(name, **kwargs)[0])
-        return AutoConfig.from_pretrained(name, **kwargs)
+        refuse_endless_lists(name, PreTrainedConfig.get_config_dict(source, **kwargs)[0])
+        return AutoConfig.from_pretrained(source, **kwargs)
     except LoadError:
         raise
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
+        if "gguf_file" in settings:
+            raise LoadError(
+                f"model {name!r}: {settings['gguf_file']} is damaged, or is of a kind that transformers does not read: "
+                f"{one_line(error, 300)}"
+            ) from error
         if folder.is_dir() and not (folder / "config.json").is_file():
             reason = f"it has no config.json{what_else(folder)}"
         elif folder.exists():
             reason = one_line(error, 300) if folder.is_dir() else "it is a file"
         else:
             reason = "there is no such folder" if name.startswith(("/", ".")) else not_found(error)
-        raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
+        raise LoadError(
+            f"no model at {name!r}: {reason} (give a folder with config.json, a GGUF file, or a hub id)"
+        ) from error
 
 
 @contextmanager
@@ -160,9 +215,16 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise LoadError(f"device {device!r} is not available here: {first_line(error)}") from error
+    _refuse_other_device(repr(device), found)
+    return found
+
+
+def _refuse_other_device(what: str, device: torch.device) -> None:
+    if device.type not in _DEVICES:
+        raise LoadError(f"device {what}: engines run on CPUs and on GPUs that torch calls cuda, not on {device.type}")
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -17,7 +17,6 @@ from drafter.target_model.architecture import (
     NO_PLACE,
     attention_kinds,
     decoder_of,
-    fingerprint,
     has_table,
     lengths_beyond,
     max_positions,
@@ -25,6 +24,7 @@ from drafter.target_model.architecture import (
     refuse_unsupported,
     small_copy,
     state_layers,
+    target_fingerprint,
 )
 from drafter.target_model.attention import TREE_ATTENTION, prefix_attention_on, query_groups
 from drafter.target_model.cache import Blocks, CacheBytes, TargetCache
@@ -57,15 +57,28 @@ class BaseModel:
         name: Hub id or path; goes into draft heads' configuration.
         native: Use the native executor where it can run the model.
         example: A prompt with an image, with which reading images is proved. Without one, none are read.
+        weights: What the weights are, in words; by default their type.
+        before_adapter: `target_fingerprint` of the model before an adapter was merged into it.
 
     Attributes:
+        fingerprints: Its own, and that before an adapter: heads that were made for either draft for it.
         sight: What reads prompts with images; None if the model reads none, for the reason `blind`.
+        weights_version: How often `update_weights` has been called.
 
     Raises:
         LoadError: The model cannot verify draft trees; the message names it and the reason.
     """
 
-    def __init__(self, model: Any, name: str = "", *, native: bool = True, example: Prompt | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        name: str = "",
+        *,
+        native: bool = True,
+        example: Prompt | None = None,
+        weights: str = "",
+        before_adapter: str | None = None,
+    ) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
         self.model = model.eval().requires_grad_(False)
@@ -88,6 +101,9 @@ class BaseModel:
         self.decoder: nn.Module = decoder_of(model)  # without the LM head
         self.layers = DecoderLayers(self.decoder, self.num_layers, self.name)
         self.dtype: torch.dtype = model.dtype
+        self.weights = weights or str(model.dtype).removeprefix("torch.")
+        self.fingerprint = target_fingerprint(model)
+        self.fingerprints = frozenset({self.fingerprint, before_adapter or self.fingerprint})
         self.max_positions = max_positions(self.config)
         self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
@@ -113,9 +129,28 @@ class BaseModel:
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
-        prepack(self.model if self._executor is self._model_code else self._head)
-        sizes = [model.config.model_type, self.num_layers, self.hidden_size, self.vocab_size]
-        self.fingerprint = fingerprint(self.model, sizes)
+        self._prepacked: nn.Module = self.model if self._executor is self._model_code else self._head
+        prepack(self._prepacked)
+        self.weights_version = 0
+
+    @torch.no_grad()
+    def update_weights(self, weights: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy weights into place, paired (own, new) by `match_weights`, and make again what was derived from them.
+
+        No forward may run meanwhile. What was proved at load stays proved: it depends on the structure alone.
+        """
+        native = self._executor is not self._model_code
+        self._executor = self._model_code  # the native executor's copies are freed before others are made
+        for own, new in weights:
+            own.copy_(new)
+        if native:
+            self._executor = NativeDecoder(self.model, self.decoder, self.config)
+        prepack(self._prepacked)
+        if self.sight is not None:
+            self.sight.forget()
+        self.fingerprint = target_fingerprint(self.model)
+        self.fingerprints = frozenset({self.fingerprint})
+        self.weights_version += 1
 
     def _prove_long_texts(self) -> None:
         """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length."""

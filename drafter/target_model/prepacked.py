@@ -69,11 +69,15 @@ class PrepackedLinear(nn.Linear):
 
 @torch.no_grad()
 def prepack(module: nn.Module) -> None:
-    """Lay out the weights of all fp32 linear layers on a CPU in `module`.
+    """Lay out the weights of all fp32 linear layers on a CPU in `module`, but of those that are laid out already.
 
     This takes up to twice the memory of the weights. If too little memory is free, the layers stay as they are.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_to_do(layer)]
+    for layer in layers:
+        if isinstance(layer, PrepackedLinear):  # its weights have changed: the copies of the old ones are freed first
+            del layer.few, layer.many
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
     free = free_bytes(torch.device("cpu"))
     size = 2 * sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or (free is not None and size > _MEMORY_SHARE * free):

@@ -15,6 +15,7 @@ from drafter.prompt import Prompt
 from drafter.target_model.architecture import PASSED, POSITIONS
 from drafter.target_model.attention import Packing
 from drafter.target_model.cache import TargetCache
+from drafter.target_model.formats import scheme_name, scheme_of
 from drafter.target_model.forward import Executor
 from drafter.target_model.kv_cache import LayerShape, cache_name
 from drafter.target_model.mixers import state_shapes
@@ -130,7 +131,16 @@ def prove_tree_decoding(base: Candidate, texts: list[Tensor], plain: list[Tensor
 
 
 def _refuse_encoder(base: Candidate, text: Tensor, logits: Tensor) -> None:
-    """Raise `LoadError` if a model's logits `[P, V]` after the beginning of a text depend on the rest of it."""
+    """Raise `LoadError` if a model's logits `[P, V]` after the beginning of a text depend on the rest of it.
+
+    Those of a quantised model do where its activations are quantised, too.
+    """
+    if (scheme := scheme_of(base.model.config)) is not None:
+        raise LoadError(
+            f"{base.name}: its logits depend on how a text is read, as they do where activations are quantised, too "
+            f"(it is quantised by {scheme_name(scheme)}): load it dequantised (loading.dequantize true, in Python "
+            "dequantize=True)"
+        )
     beginning = text[: len(text) // 2]
     if not _alike(base.model(input_ids=beginning[None]).logits[0], logits[: len(beginning)], base.dtype):
         raise LoadError(

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.gguf import read_gguf_metadata
 
 from drafter.errors import LoadError, first_line, shown
 from drafter.hub import hub_answers, hub_file
@@ -24,14 +25,14 @@ from drafter.target_model.architecture import auto_class, make_model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """Errors that transformers raises for malformed configurations, such as one nested too deep."""
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _LFS = b"version https://git-lfs"
 _MOST_LISTED = 10_000  # layers or labels: a configuration makes lists of so many before anything is built
 _CALLS_PER_TENSOR = 1000  # torch calls while a model is built; a dozen is usual
 _UNWRITTEN = 1 << 26  # elements that a model may have without a file that holds them, such as masks
 _PACKED = 8  # most elements that a quantised checkpoint packs into a byte
 _INSTEAD = {
-    "*.gguf": "GGUF files are not read: load it by transformers with gguf_file, and save_pretrained",
+    "*.gguf": "give that file as the model",
     "pytorch_model*.bin": "pickled weights are never loaded: load it by transformers, and save_pretrained",
     "*.pth": "pickled weights are never loaded: take the published model with safetensors",
     "*.safetensors": f"rename it to {WEIGHTS} if it holds all of the weights under transformers' names",
@@ -129,13 +130,13 @@ def _refuse_links(name: str, folder: Path, files: Collection[str]) -> None:
 def refuse_adapter(name: str) -> None:
     """Raise `LoadError` for a folder or repository with a PEFT adapter, which transformers applies if it has peft."""
     try:
-        file = Path(name) / _ADAPTER if Path(name).is_dir() else hub_file(name, _ADAPTER)
+        file = Path(name) / ADAPTER_CONFIG if Path(name).is_dir() else hub_file(name, ADAPTER_CONFIG)
         of = json.loads(file.read_bytes()).get("base_model_name_or_path")
     except STRANGE:
         return
     raise LoadError(
-        f"model {name!r} has a PEFT adapter ({_ADAPTER}) of {shown(of)}, which is not applied here: merge it by peft's "
-        f"merge_and_unload and save_pretrained, or remove {_ADAPTER} if the weights beside it are merged already"
+        f"model {name!r} has a PEFT adapter ({ADAPTER_CONFIG}) of {shown(of)}: give that as model and this as "
+        f"loading.adapter (in Python adapter), or remove {ADAPTER_CONFIG} if the weights beside it are merged already"
     )
 
 
@@ -184,6 +185,7 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
     tensors = sum(_count_tensors(name, file) for file in files)
     held = sum(file.stat().st_size for file in files)
     packed = any(getattr(config, scheme, None) for scheme in ("quantization_config", "compression_config"))
+    packed = packed or any(file.suffix == ".gguf" for file in files)
     most = held * (_PACKED if packed else 1) + _UNWRITTEN
     try:
         with AtMost(tensors):
@@ -202,6 +204,8 @@ def refuse_too_large(name: str, config: Any, files: list[Path], *, trust_remote_
 
 def _count_tensors(name: str, file: Path) -> int:
     try:
+        if file.suffix == ".gguf":
+            return len(read_gguf_metadata(str(file))[1])
         with safe_open(file, "pt") as tensors:
             return len(tensors.keys())
     except Exception as error:  # safetensors has a class of its own
@@ -246,7 +250,7 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
     if shapes := sorted(report["mismatched_keys"]):
         key, found, expected = shapes[0]
         raise LoadError(
-            f"model {name!r}: {key}{_and_more(shapes)} has the shape {list(found)}, and config.json asks for "
+            f"model {name!r}: {key}{and_more(shapes)} has the shape {list(found)}, and config.json asks for "
             f"{list(expected)}: the configuration is of another model, or was changed"
         )
     missing, others = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
@@ -255,15 +259,15 @@ def refuse_unfit(name: str, model: Any, report: Mapping[str, Collection[Any]]) -
         missing = [key for key in missing if _WEIGHT.search(key)]
     if missing:
         why = _why_missing(model, missing, others)
-        raise LoadError(f"model {name!r}: its files have no {missing[0]}{_and_more(missing)}: {why}")
+        raise LoadError(f"model {name!r}: its files have no {missing[0]}{and_more(missing)}: {why}")
     modules = dict(model.named_modules())
     wrong = {key: fault for key in others if (fault := _why_wrong(model, modules, key, quantised=quantised))}
     if wrong:
         key = next(iter(wrong))
-        raise LoadError(f"model {name!r}: its files have {key}{_and_more(wrong)}: {wrong[key]}")
+        raise LoadError(f"model {name!r}: its files have {key}{and_more(wrong)}: {wrong[key]}")
 
 
-def _and_more(some: Collection[Any]) -> str:
+def and_more(some: Collection[Any]) -> str:
     return f" (and {len(some) - 1:,} more)" if len(some) > 1 else ""
 
 
@@ -289,7 +293,7 @@ def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
             "it is a model without its LM head, as embedding models are; take the whole language model, or let "
             "config.json say tie_word_embeddings = true if the embeddings are its head"
         )
-    found = f", and have {others[0]}{_and_more(others)} instead" if others else ""
+    found = f", and have {others[0]}{and_more(others)} instead" if others else ""
     return f"the weights are not complete{found}, or config.json is of another model; download or save the model again"
 
 

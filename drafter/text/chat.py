@@ -20,7 +20,7 @@ from drafter.errors import RequestError, one_line
 from drafter.salted import salted_cache
 from drafter.text.conversation import TURN, Conversation, Messages
 from drafter.text.sandbox import bounded_template
-from drafter.text.tokenizers import forget_words, longest_token, refuse_endless, refuse_panics, tokenise
+from drafter.text.tokenizers import forget_words, longest_token, refuse_endless, refuse_panics, tokenise, tokenise_each
 
 _WORDS = re.compile(r"[\w.:/ +-]*")  # a name, a number or a kind, which a template may compare and cannot be a token
 _NO_WORD = re.compile(r"[^\w\s/]", re.ASCII)
@@ -256,18 +256,12 @@ def encode_chats(
     `special_tokens`, such a text becomes the token. Otherwise it is text, or an error if the tokeniser cannot encode it
     as such.
     """
-    if not chats:
-        return []
     # The template has also written the special tokens that begin a text.
-    try:
-        encoded = tokenise(tokenizer, [chat.text for chat in chats], add_special_tokens=False)["input_ids"]
-    except RequestError as error:
-        if len(chats) == 1:
-            return [error]
-        return [one for chat in chats for one in encode_chats(tokenizer, [chat], special_tokens=special_tokens)]
+    encoded = tokenise_each(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
     if special_tokens:
-        return list(encoded)
-    return [_safe(tokenizer, chat, ids) for chat, ids in zip(chats, encoded, strict=True)]
+        return encoded
+    found = zip(chats, encoded, strict=True)
+    return [ids if isinstance(ids, RequestError) else _safe(tokenizer, chat, ids) for chat, ids in found]
 
 
 def _safe(tokenizer: Any, chat: Chat, ids: list[int]) -> list[int] | RequestError:

@@ -16,27 +16,41 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from drafter.errors import LoadError, PromptTooLongError, RequestError, first_line, one_line
-from drafter.hub import local_only
+from drafter.gguf_files import pretrained
 
 _MOST_WRITTEN = 64  # characters that a normaliser makes of one; the longest that tokenisers write is a token's text
+_SPLITS_DIGITS = frozenset({"smollm"})  # values of `tokenizer.ggml.pre`
 _COMPOSED = 4  # most characters that a tokeniser's normaliser composes to one, with few exceptions
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
-    """Load the tokeniser of a target model, given by hub id or folder; raise `LoadError` if there is none."""
+    """Load the tokeniser of a model, given by hub id, folder or GGUF file; raise `LoadError` if there is none."""
     name = os.path.expanduser(name_or_path)
+    source, settings = pretrained(name)
+    if local_files_only:
+        settings["local_files_only"] = True
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, local_files_only=local_files_only or local_only(name)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
+        if "gguf_file" in settings:
+            _split_digits(tokenizer, Path(source) / settings["gguf_file"])
     except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
         raise LoadError(f"no tokenizer at {name!r}: {first_line(error)}") from error
     _refuse_multiplying(getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None), name)
     return tokenizer
+
+
+def _split_digits(tokenizer: Any, gguf: Path) -> None:
+    """Let a GGUF file's tokeniser take each digit by itself where the model's does; transformers leaves that undone."""
+    from transformers.integrations.gguf import read_gguf_metadata  # with torch
+
+    if read_gguf_metadata(str(gguf))[0].get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
+        inner = tokenizer.backend_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
 
 
 def _refuse_multiplying(normalizer: Any, name: str) -> None:
@@ -142,6 +156,17 @@ def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
     """Call a tokeniser; raise `RequestError` if it panics on one of the texts."""
     with refuse_panics():
         return tokenizer(texts, verbose=False, **settings)  # which would warn of long texts: they are refused
+
+
+def tokenise_each(tokenizer: Any, texts: list[str], **settings: Any) -> list[list[int] | RequestError]:
+    """Return the tokens of each text, or its error: together, in parallel, unless the tokeniser panics on one."""
+    if not texts:
+        return []
+    try:
+        return list(tokenise(tokenizer, texts, **settings)["input_ids"])
+    except RequestError as error:
+        alone = len(texts) == 1
+        return [error] if alone else [one for text in texts for one in tokenise_each(tokenizer, [text], **settings)]
 
 
 @contextmanager

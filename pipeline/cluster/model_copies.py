@@ -39,7 +39,9 @@ def copied_here(uri: str) -> str:
     source = locate(uri)
     files = [info for info in source.children() if info.is_file]
     if not files:
-        raise InputError(f"model {without_secrets(uri)} is no folder with files: give that of its config.json")
+        raise InputError(
+            f"model {without_secrets(uri)} is no folder with files: give that of its config.json or GGUF file"
+        )
     listed = json.dumps([uri, *([info.base_name, info.size, info.mtime_ns] for info in files)])
     folder = _COPIES / hashlib.sha256(listed.encode()).hexdigest()[:16]
     _COPIES.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,9 @@ from pipeline.engines.engine_actor import EngineProcess, engine_stage
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.models import EngineSpec, engine_spec, longest_request
 from pipeline.errors import InputError, RowError
+from pipeline.generate.prompts import PROMPTS, TEXT, Encoder, PromptSettings
 from pipeline.generate.row_images import PROMPTS_BYTES, image_reading, seeing_processor
-from pipeline.generate.row_requests import PROMPTS, TEXT, Encoder, PromptSettings, row_sampling
+from pipeline.generate.row_requests import row_sampling
 from pipeline.generate.staging import refuse_schema_of_table
 from pipeline.io.listing import PromptSource
 from pipeline.io.reading import Chunk, UnreadableValueError

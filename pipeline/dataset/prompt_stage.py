@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pyarrow as pa
 
 from drafter.errors import RequestError, one_line
 from drafter.prompt import Prompt
 from pipeline.errors import RowError
+from pipeline.generate.prompts import PROMPTS, Encoder, PromptSettings, Written, encoder_of, of_kind, written_call
+from pipeline.generate.prompts import read_prompts as in_tokens
 from pipeline.generate.row_images import IMAGES
-from pipeline.generate.row_requests import (
-    MESSAGES,
-    PROMPTS,
-    Encoder,
-    PromptSettings,
-    Rendered,
-    encoder_of,
-    written_call,
-)
-from pipeline.generate.row_requests import read_prompts as in_tokens
-from pipeline.io.listing import PromptSource
 from pipeline.io.prompts import prompt_columns, read_prompts
 from pipeline.io.reading import Chunk
 from pipeline.settings import TEMPLATE_COLUMNS
@@ -41,18 +31,18 @@ def make_prompts(block: pa.Table, settings: PromptSettings, encoder: Encoder) ->
     """Return the prompts of a block with a column of them. Images are in messages, or in a column `images`."""
     kind = prompt_kind(block)
     assert kind is not None
-    settings = replace(settings, source=PromptSource(kind, "messages" if kind == MESSAGES else "text"))
+    settings = of_kind(settings, kind)
     chunk = Chunk(block, list(range(len(block))))
     columns = {name: chunk.values(name) for name in (kind, IMAGES, *TEMPLATE_COLUMNS)}
     made: list[Prompt | str] = [""] * len(block)
-    written: dict[int, Rendered] = {}
+    written: dict[int, Written] = {}
     for place in range(len(block)):
         try:
             row = {name: values[place] for name, values in columns.items()}
             written[place] = written_call(row, settings, encoder)
         except (RowError, RequestError) as error:
             made[place] = one_line(error)
-    for place, found in in_tokens(written, settings, encoder.tokenizer):
+    for place, found in in_tokens(written, settings, encoder):
         made[place] = one_line(found) if isinstance(found, RowError) else found
     return made
 

@@ -155,13 +155,15 @@ class EngineActor(EngineProcess):
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
         self._unsent: dict[str, PartReport] = {}  # of parts with news since the last beat
         self._unsent_lock = threading.Lock()
+        self._sent: Any = None  # the last beat's call
         super().__init__(spec, limits, ledger)
         if self.failure is not None:
             return
         base, engine = self._lm.base, self._lm.engine
         self._device = device_name(base.device)
         verifier = engine.verifier
-        self._facts = EngineFacts(base.fingerprint, verifier.name, verifier.lossless, dict(verifier.settings))
+        how = (verifier.name, verifier.lossless, dict(verifier.settings))
+        self._facts = EngineFacts(base.fingerprint, base.weights, *how)
         self._traits = replace(traits, lossless=verifier.lossless)
         self._columns = wanted_columns(self._traits)
         try:
@@ -211,7 +213,7 @@ class EngineActor(EngineProcess):
         rows = with_problems(rows, problems).drop_columns(used)
         self._commit(part, rows.append_column("generated", generated))
         report(outcomes)
-        self._beat()  # the job may end before the next one
+        self._beat(always=True)  # the job may end before the next one
         self._ledger.commit(part)  # last: then this process may end, and the next one has nothing to do or report
 
     def _submit(self, work: Work) -> UnderWay:
@@ -248,14 +250,16 @@ class EngineActor(EngineProcess):
         with self._unsent_lock:
             self._unsent[part] = PartReport(rows, rows - len(generated), tokens, steps)
 
-    def _beat(self) -> None:
+    def _beat(self, always: bool = False) -> None:
         # One call for an engine and all of its parts: hundreds of engines report to one actor.
         state = self._lm.engine.state()
         self._metrics.show(state)
         report = EngineReport(time.monotonic() - self._begun, self._device, self._facts, state)
         with self._unsent_lock:  # and sent in order: of two reports of a part the later one counts
+            if not always and self._sent is not None and not ray.wait([self._sent], timeout=0)[0]:
+                return  # the board is busy: what is new waits for the next beat
             parts, self._unsent = self._unsent, {}
-            self._progress.beat.remote(self._name, report, parts)
+            self._sent = self._progress.beat.remote(self._name, report, parts)
 
     def _tell(self, kind: Kind, report: Any, sender: str | None = None) -> None:
         call = self._progress.put.remote(kind, report, sender)

@@ -8,6 +8,7 @@ engine are those that it is working on, or about to.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,10 +22,18 @@ from pipeline.engines.models import capacity
 from pipeline.errors import JobError, ProblemType, RowError
 from pipeline.progress.board import BEAT_SECONDS
 
-_PULSE_SECONDS = 1.0
-"""Longest wait of the feeder while the engine has rows to go on with, so that one ledger call covers many rows."""
+_PULSE_SECONDS = (1.0, 5.0)
+"""Shortest and longest pause between ledger calls while the engine has rows to go on with: one covers many rows."""
+_LEDGER_SHARE = 0.02
+"""Of the time, for which a feeder has a call under way: one ledger serves all engines, and slowly when it is busy."""
 
 Report = Callable[[Mapping[str, RowOutcome]], None]
+
+
+def pause_after(seconds: float) -> float:
+    """Return the pause, in seconds, after a ledger call that took so long."""
+    shortest, longest = _PULSE_SECONDS
+    return min(max(shortest, seconds / _LEDGER_SHARE), longest)
 
 
 class Work(Protocol):
@@ -92,6 +101,7 @@ class Feeder:
         self._inside = 0
         self._suspect_inside = self._closed = False
         self._failure: Exception | None = None
+        self._pause = _PULSE_SECONDS[0]
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
@@ -157,11 +167,13 @@ class Feeder:
     def _exchange(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._may_enter())
-            self._changed.wait_for(self._runs_short, _PULSE_SECONDS)
+            self._changed.wait_for(self._runs_short, self._pause)
             left, self._left = self._left, []
             entering = self._take()
         outcomes = {row.key: self._outcome(row, result) for row, result in left}
+        begun = time.monotonic()
         may_enter = self._ledger.exchange(outcomes, [row.key for row in entering])
+        self._pause = pause_after(time.monotonic() - begun)
         with self._changed:
             for key, outcome in outcomes.items():
                 self._open[key.part].outcomes[key.request_id] = outcome

@@ -18,6 +18,8 @@ from drafter.drafters.names import check_name, kind_and_rest, leaf_names
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine.config import EngineConfig, EngineSettings
 from drafter.errors import LoadError, one_line
+from drafter.gguf_files import gguf_file, pretrained
+from drafter.gguf_files import tensor_spans as gguf_spans
 from drafter.plugins import registered
 from drafter.requests import GENERATION_FILE, read_generation_file
 from pipeline.cluster.model_copies import model_name
@@ -83,7 +85,7 @@ def _digest(path: Path) -> bytes:
         if size <= _WHOLE_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
         try:
-            spans = tensor_spans(file, size)
+            spans = gguf_spans(path) if path.suffix == ".gguf" else tensor_spans(file, size)
         except ValueError:  # the loader will report it; until then it is hashed like any file
             spans = []
         header = spans[0][0] if spans else 0
@@ -111,33 +113,43 @@ def longest_request(name: str, most: int, *, trust_remote_code: bool) -> int:
     """Return the most tokens of prompt and output, of at most `most`, that a target model has positions for."""
     from transformers import AutoConfig
 
-    from drafter.hub import local_only
     from drafter.target_model.architecture import max_positions
 
-    name = os.path.expanduser(name)
-    settings = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
-    config = AutoConfig.from_pretrained(name, **settings).get_text_config(decoder=True)
+    source, settings = pretrained(os.path.expanduser(name))
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
+    config = config.get_text_config(decoder=True)
     return min(most, max_positions(config) or most)
 
 
 def model_fingerprint(name: str) -> str:
-    """Return a target model's identity, or raise `InputError`: its folder's fingerprint, or its hub id and commit."""
-    return _fingerprint("model", name, Path(name).expanduser(), "a model")
+    """Return a target model's identity, or raise `InputError`: its files' fingerprint, or its hub id and commit."""
+    try:
+        file = gguf_file(name)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    return file_fingerprint(file) if file else _fingerprint("model", name, Path(name).expanduser(), "a model")
 
 
-def _fingerprint(what: str, name: str, folder: Path, content: str) -> str:
+def adapter_fingerprint(name: str) -> str:
+    """Return an adapter's identity as `model_fingerprint` does, or raise `InputError`."""
+    return _fingerprint("adapter", name, Path(name).expanduser(), "an adapter", "adapter_config.json")
+
+
+def _fingerprint(what: str, name: str, folder: Path, content: str, config: str = _CONFIG) -> str:
     if folder.is_dir():
-        if not (folder / _CONFIG).is_file():
-            raise InputError(f"{what} {name} is not {content}'s folder: it has no {_CONFIG}")
+        if not (folder / config).is_file():
+            raise InputError(f"{what} {name} is not {content}'s folder: it has no {config}")
         return folder_fingerprint(folder)
     if folder.exists() or name.startswith(_PATH_BEGINNINGS) or name.count("/") > 1:
         raise InputError(f"{what} {name} is not a folder with {content}")
-    return _on_hub(what, name)
+    return _on_hub(what, name, config)
 
 
 def generation_settings(name: str) -> dict[str, Any]:
     """Return a known model's `generation_config.json`; empty if it has none. `InputError` if it cannot be read."""
     folder = Path(name).expanduser()
+    if gguf_file(name) is not None:
+        return {}
     if not folder.is_dir():
         from drafter.hub import hub_file  # as in `_on_hub`
 
@@ -188,12 +200,12 @@ def verifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
     return found
 
 
-def _on_hub(what: str, name: str) -> str:
+def _on_hub(what: str, name: str, config: str) -> str:
     """Return a hub id with its current commit, or with the cached one if the hub is not asked."""
     from drafter.hub import hub_file, not_found  # most jobs need no hub: import it late
 
     try:
-        file = hub_file(name, _CONFIG)
+        file = hub_file(name, config)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{what} {name} is no folder, and as a hub id: {one_line(not_found(error))} (give a folder, or a hub "

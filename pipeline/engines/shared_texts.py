@@ -62,7 +62,7 @@ def _newest_first(data: Location) -> Iterator[Text]:
                     continue
                 for group in reversed(range(file.num_row_groups)):
                     yield from _texts(file.read_row_group(group, [*_COLUMNS, *names & {PROMPT_IMAGES}]))[::-1]
-        except (OSError, pa.ArrowException) as error:  # it may also have been merged into another one meanwhile
+        except (OSError, pa.ArrowException) as error:
             say(f"{info.path} is not remembered: {one_line(error)}")
 
 

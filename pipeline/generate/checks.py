@@ -15,6 +15,7 @@ from drafter.requests import DRAW, described, sampling_defaults
 from pipeline.cluster.model_copies import model_name
 from pipeline.command_line import say
 from pipeline.engines.models import (
+    adapter_fingerprint,
     file_fingerprint,
     generation_settings,
     head_fingerprints,
@@ -94,6 +95,8 @@ def checked_job(config: GenerateConfig) -> Job:
     say(f"checking {config.input} and the model")
     if config.model is not None and "://" not in config.model:  # absolute: other jobs read it in run.json
         config = replace(config, model=model_name(config.model))
+    if (adapter := config.loading.adapter) is not None:
+        config = replace(config, loading=replace(config.loading, adapter=local_path(adapter)))
     if config.images.folders:
         folders = [local_path(one) for one in config.images.folders]
         config = replace(config, images=replace(config.images, folders=folders))
@@ -126,6 +129,8 @@ def checked_job(config: GenerateConfig) -> Job:
     meaning = job_meaning(config, prompts, base, heads, date)
     if images is None:
         del meaning["images"]
+    if config.loading.adapter is not None:
+        meaning["loading"]["adapter"] = adapter_fingerprint(config.loading.adapter)
     output = open_output(config, meaning)
     of_rows = None if images is None or config.rollout is not None else _images_source(output, images)
     source = input_source(config, listing, of_rows)
@@ -288,6 +293,8 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "images.folders": "rows",
     "loading": "free",
     "loading.dtype": "bound",
+    "loading.adapter": "bound",
+    "loading.dequantize": "bound",
     "sampling": "bound",
     "engine": "free",
     "engine.max_model_len": "bound",
@@ -340,6 +347,8 @@ def job_meaning(
     meaning: dict[str, Any] = _bound(config.as_dict())
     meaning["model"] = base
     meaning["reading"]["date"] = date
+    if not config.loading.dequantize:  # outputs of earlier versions do not name it
+        del meaning["loading"]["dequantize"]
     if config.rollout is not None:
         file = function_file(config.rollout)
         meaning["rollout"] = {"function": config.rollout, "file": file and file_fingerprint(file)}

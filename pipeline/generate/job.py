@@ -34,8 +34,7 @@ from pipeline.engines.models import engine_spec
 from pipeline.errors import InputError, JobError
 from pipeline.generate.checks import LEARNING, SPECULATION, Job, checked_job
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.enough import keep_finished
-from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, reopen
+from pipeline.generate.resuming import dry_run, grow, is_damaged, is_finished, keep_finished, reopen
 from pipeline.generate.staging import StagingPlan, rows_per_part, stage
 from pipeline.generate.user_functions import PartCalls
 from pipeline.io.files import partials
@@ -44,7 +43,7 @@ from pipeline.output.batch_results import batch_bytes, write_batch
 from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.folder import take_output
 from pipeline.output.lease import Lease
-from pipeline.output.part_files import commit_part, compact, foreign_files, unify_types
+from pipeline.output.part_files import commit_part, foreign_files, unify_types
 from pipeline.output.result import job_result
 from pipeline.output.summary import count_rows, read_totals, read_valid_sums, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, StatusBoard, Tally
@@ -132,8 +131,6 @@ def _finish(job: Job, stopping: Stopping, status: StatusFile) -> Progress:
         PartCalls(job.config.on_part, job.config.output, output).end()
     if job.config.rollout is not None:
         unify_types(output)
-    compact_mb = job.config.writing.compact_mb
-    compact(output, None if compact_mb is None else int(compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
         foreign = ", ".join(map(printable, foreign_files(output, staged.parts)[:_SHOWN]))
@@ -170,33 +167,27 @@ def _stage_and_generate(
     job.save_run("running", **job.engine_facts())
     cluster = connect()
     stopping.take_over()
+    learner = None
     with ClusterWatch(own_cluster=not cluster.may_grow, last_line=partial(_note_loss, status)):
-        return _on_cluster(job, staged, cluster, stopping, status)
+        if job.config.learning.enabled:
+            from pipeline.learning.job_learner import beside_learner
+
+            cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
+        resources = share_out(job.config.resources, cluster)
+        status.takes(resources)
+        with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
+            staged = _stage(job, staged)
+        work = Work(staged, staged.without(job.output.committed()), resources, learner)
+        if not work.missing:
+            return staged, Progress()
+        job.note_drafter()
+        return _generate_missing(job, work, stopping, status)
 
 
 def _note_loss(status: StatusFile, why: str) -> str:
     error = JobError(why)
     status.end(error)
     return failure_line(error)
-
-
-def _on_cluster(
-    job: Job, staged: StagedInput | None, cluster: Cluster, stopping: Stopping, status: StatusFile
-) -> tuple[StagedInput, Progress]:
-    learner = None
-    if job.config.learning.enabled:
-        from pipeline.learning.job_learner import beside_learner
-
-        cluster, learner = beside_learner(job.config.learning, cluster), _learner(job)
-    resources = share_out(job.config.resources, cluster)
-    status.takes(resources)
-    with nodes_ahead(resources.gpus, _engines_ahead(job, resources, cluster)):
-        staged = _stage(job, staged)
-    work = Work(staged, staged.without(job.output.committed()), resources, learner)
-    if not work.missing:
-        return staged, Progress()
-    job.note_drafter()
-    return _generate_missing(job, work, stopping, status)
 
 
 def _engines_ahead(job: Job, resources: ActorResources, cluster: Cluster) -> int:
@@ -375,11 +366,9 @@ def _stream(job: Job, work: Work, board: Any, ledger: Any, learner: str | None) 
 def _learner(job: Job) -> LearnerSpec:
     from pipeline.learning.config import learner_spec
 
-    config, loading = job.config, job.config.loading
+    config = job.config
     run, model = without_secrets(config.output), config.model or model_name(None)
-    return learner_spec(
-        config.learning, job.output, run, model, loading.dtype, trust_remote_code=loading.trust_remote_code
-    )
+    return learner_spec(config.learning, job.output, run, model, config.loading)
 
 
 def _explained(error: Exception, last: Progress) -> Exception:

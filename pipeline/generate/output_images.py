@@ -52,8 +52,6 @@ class OutputImages:
 
     def _of_part(self, path: str, names: Sequence[str]) -> dict[str, list[Any]]:
         rows = pyarrow.dataset.dataset(path, filesystem=self.filesystem, format="parquet")
-        if IMAGES not in rows.schema.names:  # an earlier release has staged it, for a model that saw none
-            return {}
         wanted = _BODY if self.column is None else self.column
         columns = {name: pc.field(name) for name in ("request_id", IMAGES)}
         if rows.schema.field("row").type.get_field_index(wanted) >= 0:

@@ -7,13 +7,11 @@ The new list is one file, so the change is atomic; the next submission deletes r
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,22 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job
 from pipeline.generate.row_images import IMAGES
-from pipeline.generate.row_keys import Keys, Places, equal_before, mixed, pair, places_of, text_keys
+from pipeline.generate.row_keys import (
+    AskedRows,
+    Keys,
+    Places,
+    asked_rows,
+    equal_before,
+    joined,
+    match,
+    numbered_seeds,
+    places_of,
+    text_keys,
+)
 from pipeline.generate.staging import StagingPlan, read_rows, refuse_shared_ids, rows_per_part
 from pipeline.io.files import Location, in_parallel
 from pipeline.io.listing import read_apart
-from pipeline.io.parts import STAGED_FORMAT, Part, StagedInput, mend_list, with_problems, with_row_type
+from pipeline.io.parts import Part, StagedInput, mend_list, with_problems, with_repeats, with_row_type
 from pipeline.output.batch_results import batch_bytes
 from pipeline.output.columns import OutputColumn, columns_type, with_program_text
 from pipeline.output.folder import OutputFolder, read_run
@@ -39,8 +48,7 @@ from pipeline.output.part_files import ERROR_SCHEMA, commit_part, discard_torn, 
 _SHOWN = 3  # rows that cannot be generated, of which a dry run says why
 _OPEN_FILES = 4
 """Result files in memory: a new part has rows of one or two old parts."""
-_PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
-_RESULT_FILE = re.compile(rf"{_PART}(?:-to-{_PART})?\.parquet")
+_PART_FILE = re.compile(r"(?:\d{3,}-)?\d{5}-\d{6}\.parquet")
 
 
 def is_finished(job: Job) -> bool:
@@ -75,58 +83,23 @@ def reopen(job: Job) -> StagedInput | None:
     mend_list(output.staged)
     delete_strays(output, staged)
     discard_torn(output, staged.parts)
-    if staged.format != STAGED_FORMAT and (staged.source != job.source or staged.without(output.committed())):
-        if output.has_results():
-            raise _older(job)
-        return None  # nothing is lost by staging the input again
     if staged.source != job.source and not output.has_results():
         output.forget_job()
         return None
     return staged
 
 
-def _older(job: Job) -> InputError:
-    return InputError(
-        f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
-        "go on with that release, or choose another output"
-    )
-
-
 def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
     """Delete result and staged files that belong to no listed part, left from an old or an abandoned input."""
     parts = {part.name for part in staged.parts}
-    plan = output.compaction()
-    merged = {} if plan is None else plan.data | plan.errors
-    stale = not parts.issuperset(chain.from_iterable(merged.values()))
     for folder in (output.data, output.errors, output.staged):
         for info in folder.children():
             name = info.base_name
-            part = name.removesuffix(".parquet")
-            if _RESULT_FILE.fullmatch(name) and part not in parts and (stale or part not in merged):
+            if _PART_FILE.fullmatch(name) and name.removesuffix(".parquet") not in parts:
                 (folder / name).delete()
-    if stale:
-        output.forget_compaction()
 
 
 # A changed input.
-
-
-@dataclass(frozen=True)
-class AskedRows:
-    """Requests of N rows, as keys.
-
-    Args:
-        names: Of the rows' names, [N, 2].
-        seeds: Of what their seeds follow from, and how many equal ones come before, [N, 2].
-        requests: Of their prompts, their own settings and their sample numbers, [N, 2].
-    """
-
-    names: Keys
-    seeds: Keys
-    requests: Keys
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -149,48 +122,6 @@ class Changes:
         shown = [*self.broken[:_SHOWN], *([f"and {left:,} more"] if left > 0 else [])]
         broken = f"; {len(self.broken):,} of them will be errors: {'; '.join(shown)}" if shown else ""
         return f"{self.rows:,} rows: {said}{broken}"
-
-
-def asked_rows(rows: pa.Table, repeats: Sequence[int] = (), *, several: bool) -> AskedRows:
-    """Return the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, ….
-
-    `repeats` are those of a `Part`.
-    """
-    names, asked, problems = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
-    texts = (
-        f"{name.rpartition('#')[2] if several else ''} {json.dumps(problem) if text is None else text}"
-        for name, text, problem in zip(names, asked, problems, strict=True)
-    )
-    seeds = text_keys(rows["seed_name"].to_pylist())
-    if repeats:
-        seeds = numbered_seeds(seeds, np.array(repeats))
-    return AskedRows(text_keys(names), seeds, text_keys(texts))
-
-
-def numbered_seeds(seed_names: Keys, repeats: Places) -> Keys:
-    """Return the keys of what seeds follow from, of rows with so many equal ones before them."""
-    return mixed(seed_names, repeats.astype(np.uint64)[:, None])
-
-
-def joined(pieces: Sequence[AskedRows]) -> AskedRows:
-    empty = AskedRows(*(np.empty((0, 2), np.uint64) for _ in range(3)))
-    columns = zip(*((one.names, one.seeds, one.requests) for one in [empty, *pieces]), strict=True)
-    return AskedRows(*map(np.concatenate, columns))
-
-
-def match(before: AskedRows, now: AskedRows, *, drawn: bool) -> Places:
-    """Match each current row to an old one with the same request, at best of the same seed. Each index is used once.
-
-    Where tokens are `drawn`, another seed would give others, so that only a row of the same seed matches.
-    """
-    found, free = np.full(len(now), -1), np.arange(len(before))
-    exact = [mixed(rows.requests, rows.seeds) for rows in (before, now)]
-    for theirs, ours in [exact] if drawn else [exact, [before.requests, now.requests]]:
-        left = np.flatnonzero(found < 0)
-        first, second = pair(theirs[free], ours[left])
-        found[left[second]] = free[first]
-        free = np.delete(free, first)
-    return found
 
 
 def compare(before: AskedRows, now: AskedRows, found: Places, done: npt.NDArray[np.bool_]) -> Changes:
@@ -378,8 +309,6 @@ def dry_run(job: Job) -> Changes:
     if before is None:
         none = joined([])
         return replace(compare(none, now, np.full(len(now), -1), np.empty(0, bool)), broken=tuple(broken))
-    if before.format != STAGED_FORMAT:
-        raise _older(job)
     old = staged_rows(before, several=job.several)
     matched = match(old, now, drawn=job.drawn)
     done = Results(job.output, before, old.names).done
@@ -405,3 +334,55 @@ def _refused(job: Job, table: pa.Table) -> Iterator[str]:
     for name, problem in zip(table["request_id"].to_pylist(), problems_of(job, table), strict=True):
         if problem is not None:
             yield f"{name}: {one_line(problem['message'])}"
+
+
+# The end of a job that stops at so many valid rows: those that are finished become all of its rows.
+
+
+def keep_finished(
+    job: Job, staged: StagedInput, rows: Sequence[SavedRow], columns: Sequence[OutputColumn]
+) -> StagedInput:
+    """Commit the finished `rows` of open parts, and return the input without rows that have not ended.
+
+    Rows are saved first, so that a kill on the way loses none. An engine that still writes a part whose rows have all
+    ended writes the same.
+
+    Args:
+        job: The job, whose lease the caller holds, and whose engines get no more rows.
+    """
+    output, committed = job.output, job.output.committed()
+    write_unfinished(output, list(rows))
+    ended: dict[str, dict[str, SavedRow]] = {}
+    for row in rows:
+        if row.generated is not None or row.problem is not None:
+            ended.setdefault(row.part, {})[row.request_id] = row
+    parts = [
+        part if part.name in committed else _keep(job, staged, part, ended[part.name], columns)
+        for part in staged.parts
+        if part.name in committed or part.name in ended
+    ]
+    kept = replace(staged, parts=tuple(parts))
+    kept.save()
+    delete_strays(output, kept)
+    return kept
+
+
+def _keep(
+    job: Job, staged: StagedInput, part: Part, ended: Mapping[str, SavedRow], columns: Sequence[OutputColumn]
+) -> Part:
+    file = staged.file(part)
+    every = file.read_parquet()
+    names = every["request_id"].to_pylist()
+    problems = problems_of(job, with_row_type(with_repeats(every, part), staged.row_type))
+    whole = all(problem is not None or name in ended for name, problem in zip(names, problems, strict=True))
+    kept = [name in ended or (whole and problem is not None) for name, problem in zip(names, problems, strict=True)]
+    rows = with_row_type(every, staged.row_type).select(["request_id", "row", "problem"])
+    problems = [ended[name].problem if name in ended else own for name, own in zip(names, problems, strict=True)]
+    generated = [ended[name].generated if name in ended else None for name in names]
+    rows = with_problems(rows, problems).append_column("generated", pa.array(generated, columns_type(columns)))
+    commit_part(job.output, part.name, rows.filter(pa.array(kept)))
+    if all(kept):
+        return part
+    file.write_parquet(every.filter(pa.array(kept)))
+    repeats = tuple(number for number, keep in zip(part.repeats, kept, strict=True) if keep) if part.repeats else ()
+    return replace(part, rows=sum(kept), repeats=repeats)

@@ -27,10 +27,10 @@ from drafter.prompt import Prompt
 from drafter.requests import Generation, Request, SamplingParams, Timing, sample_seed
 from drafter.statistics import total
 from pipeline.errors import RowError
-from pipeline.generate.row_requests import Encoder, PromptSettings, call_prompt, row_sampling
-from pipeline.generate.staging import BYTES, SAMPLE_COLUMN
+from pipeline.generate.prompts import Encoder, PromptSettings, call_prompt
+from pipeline.generate.row_requests import asked_of, row_sampling
+from pipeline.generate.staging import BYTES
 from pipeline.generate.user_functions import rollout_function
-from pipeline.io.column_types import whole
 from pipeline.io.parts import pack, unpack, with_problems
 from pipeline.output.columns import PROGRAM, OutputColumn, RunTraits, column_values, slot_seconds
 from pipeline.settings import SAMPLING_COLUMN
@@ -50,20 +50,15 @@ def to_programs(block: pa.Table, settings: PromptSettings) -> pa.Table:
 
 def make_programs(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     """Replace `seed_name` of staged rows by `sampling`, the settings of their programs' calls as JSON."""
-    problems, samplings = rows["problem"].to_pylist(), []
-    structs, samples = whole(rows["row"]), [0] * rows.num_rows
-    if settings.reading.samples > 1:
-        samples = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
-    columns = (rows["seed_name"].to_pylist(), rows["asked"].to_pylist(), samples)
-    for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
-        sampling = None
-        if problems[index] is None:
-            try:
-                found = row_sampling(settings.sampling, name, json.loads(asked), SAMPLING_COLUMN, sample)
-                sampling = json.dumps(asdict(found))
-            except RowError as error:
-                problems[index] = vars(error.problem)
-        samplings.append(sampling)
+    problems = rows["problem"].to_pylist()
+    samplings: list[str | None] = [None] * rows.num_rows
+    for index, name, asked, sample in asked_of(rows, settings):
+        try:
+            found = row_sampling(settings.sampling, name, asked, SAMPLING_COLUMN, sample)
+        except RowError as error:
+            problems[index] = vars(error.problem)
+        else:
+            samplings[index] = json.dumps(asdict(found))
     rows = with_problems(rows, problems).drop_columns(["seed_name"])
     return rows.append_column("sampling", pa.array(samplings, pa.string()))
 

@@ -288,8 +288,7 @@ def changed_images(staged: StagedInput, reading: ImageReading) -> str | None:
     for part in staged.parts:
         if part.name not in gone:
             table = staged.file(part).read_parquet([IMAGES, IMAGE_STATES])
-            found = [table[name].combine_chunks().flatten().to_pylist() for name in table.column_names]
-            addresses, states = found if len(found) == 2 else (found[0], [None] * len(found[0]))  # an earlier release
+            addresses, states = (column.combine_chunks().flatten().to_pylist() for column in table.columns)
             before |= {one for one in zip(addresses, states, strict=True) if one[0] is not None and not is_data(one[0])}
     addresses = sorted({address for address, _ in before})
     now = list(zip(addresses, in_parallel(reading.state, addresses), strict=True))

@@ -1,4 +1,4 @@
-"""Comparison of very many rows by hashes of their names and requests, in a few dozen bytes a row.
+"""Comparison of very many rows by hashes of their names and requests, in a few dozen bytes a row: `match`.
 
 Keys are arrays of 64-bit integers, [N, 2]: rows are equal where both columns are. Those of a text are a hash of 128
 bits, so that two texts of a hundred million rows share one with a probability of 1e-23.
@@ -7,10 +7,13 @@ bits, so that two texts of a hundred million rows share one with a probability o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 Keys = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
@@ -84,3 +87,63 @@ def pair(before: Keys, now: Keys) -> tuple[Places, Places]:
     one, other = (number * most + occurrences(number) for number in numbers)
     _, first, second = np.intersect1d(one, other, assume_unique=True, return_indices=True)
     return first, second
+
+
+@dataclass(frozen=True)
+class AskedRows:
+    """Requests of N rows, as keys.
+
+    Args:
+        names: Of the rows' names, [N, 2].
+        seeds: Of what their seeds follow from, and how many equal ones come before, [N, 2].
+        requests: Of their prompts, their own settings and their sample numbers, [N, 2].
+    """
+
+    names: Keys
+    seeds: Keys
+    requests: Keys
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def asked_rows(rows: pa.Table, repeats: Sequence[int] = (), *, several: bool) -> AskedRows:
+    """Return the requests of staged rows; with `several`, an input row may be several, named `ID#0`, `ID#1`, ….
+
+    `repeats` are those of a `Part`.
+    """
+    names, asked, problems = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
+    texts = (
+        f"{name.rpartition('#')[2] if several else ''} {json.dumps(problem) if text is None else text}"
+        for name, text, problem in zip(names, asked, problems, strict=True)
+    )
+    seeds = text_keys(rows["seed_name"].to_pylist())
+    if repeats:
+        seeds = numbered_seeds(seeds, np.array(repeats))
+    return AskedRows(text_keys(names), seeds, text_keys(texts))
+
+
+def numbered_seeds(seed_names: Keys, repeats: Places) -> Keys:
+    """Return the keys of what seeds follow from, of rows with so many equal ones before them."""
+    return mixed(seed_names, repeats.astype(np.uint64)[:, None])
+
+
+def joined(pieces: Sequence[AskedRows]) -> AskedRows:
+    empty = AskedRows(*(np.empty((0, 2), np.uint64) for _ in range(3)))
+    columns = zip(*((one.names, one.seeds, one.requests) for one in [empty, *pieces]), strict=True)
+    return AskedRows(*map(np.concatenate, columns))
+
+
+def match(before: AskedRows, now: AskedRows, *, drawn: bool) -> Places:
+    """Match each current row to an old one with the same request, at best of the same seed. Each index is used once.
+
+    Where tokens are `drawn`, another seed would give others, so that only a row of the same seed matches.
+    """
+    found, free = np.full(len(now), -1), np.arange(len(before))
+    exact = [mixed(rows.requests, rows.seeds) for rows in (before, now)]
+    for theirs, ours in [exact] if drawn else [exact, [before.requests, now.requests]]:
+        left = np.flatnonzero(found < 0)
+        first, second = pair(theirs[free], ours[left])
+        found[left[second]] = free[first]
+        free = np.delete(free, first)
+    return found

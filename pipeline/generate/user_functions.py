@@ -81,9 +81,8 @@ class PartCalls:
 
     def end(self) -> None:
         """Call for all parts that it was not called for, or in vain."""
-        told, plan = {info.base_name for info in self._output.told.children()}, self._output.compaction()
-        merged = set() if plan is None else plan.data.keys()  # they were told of before they were merged
-        for part in sorted(self._output.data.parquets().keys() - told - merged):
+        told = {info.base_name for info in self._output.told.children()}
+        for part in sorted(self._output.data.parquets().keys() - told):
             self._call(part)
 
     def _call(self, part: str) -> None:

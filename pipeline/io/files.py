@@ -240,11 +240,6 @@ def _parsed(text: str, keys: Collection[str]) -> dict[str, Any]:
     return values
 
 
-def delete_twice(file: Location) -> None:
-    _copy_of(file).delete()
-    file.delete()
-
-
 def is_copy(name: str, of: str) -> bool:
     """Return whether a name is that of the copy of a file `of`, or of an incomplete write of either."""
     return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(_PARTIAL))

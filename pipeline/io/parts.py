@@ -19,11 +19,7 @@ from pipeline.io.column_types import conform_struct, replace_column, whole
 from pipeline.io.files import Location, in_parallel, mend, parquet_rows, read_either, write_twice
 
 STAGED_LIST = "parts.json"  # written last: if it exists, staging is complete
-_LIST_KEYS = ("row_type", "rows_per_part", "parts")
-STAGED_FORMAT = 3
-"""Format 1 lacked the column `asked`: chat messages of several rows shared one Arrow column and changed one another.
-Format 2 lacked `seed_name`: seeds of rows without ids followed from their file and line.
-"""
+_LIST_KEYS = ("row_type", "rows_per_part", "parts", "source", "revision")
 PROBLEM_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
 )
@@ -56,7 +52,6 @@ class StagedInput:
             `row` (a struct of the input's columns), `problem` and, for a target model that sees, `images` (their
             addresses) and `image_states`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
-        format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
         source: Identity of the rows: fingerprints of the input's files and of the images that rows name, and the
             selection of rows.
         revision: Number of earlier changes of the input; part names begin with it, from 1 on.
@@ -66,7 +61,6 @@ class StagedInput:
     parts: tuple[Part, ...]
     row_type: pa.StructType
     rows_per_part: int = 0
-    format: int = STAGED_FORMAT
     source: Any = None
     revision: int = 0
 
@@ -97,7 +91,6 @@ class StagedInput:
     def save(self) -> None:
         """Write the list of parts, which completes staging."""
         saved = {
-            "format": self.format,
             "row_type": base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode(),
             "rows_per_part": self.rows_per_part,
             "parts": [[part.name, part.rows, part.nbytes, part.repeats] for part in self.parts],
@@ -116,12 +109,11 @@ class StagedInput:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
         return cls(
             folder,
-            tuple(Part(name, rows, nbytes, *map(tuple, more)) for name, rows, nbytes, *more in saved["parts"]),
+            tuple(Part(name, rows, nbytes, tuple(repeats)) for name, rows, nbytes, repeats in saved["parts"]),
             pa.struct(list(schema)),
             saved["rows_per_part"],
-            saved.get("format", 1),
-            saved.get("source"),
-            saved.get("revision", 0),
+            saved["source"],
+            saved["revision"],
         )
 
 

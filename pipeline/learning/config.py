@@ -18,6 +18,7 @@ from pipeline.command_line import at_least
 from pipeline.errors import InputError
 from pipeline.io.files import Location, local_path
 from pipeline.output.folder import HEAD_CONFIG, OutputFolder, check_head, fetch_head
+from pipeline.settings import LoadingConfig
 
 if TYPE_CHECKING:
     from drafter.methods.learning.settings import LearnerSettings, StartingHead
@@ -120,8 +121,7 @@ class LearnerSpec:
     output: OutputFolder
     run: str
     model: str
-    dtype: str
-    trust_remote_code: bool
+    loading: LoadingConfig
 
     @property
     def device(self) -> str:
@@ -130,13 +130,15 @@ class LearnerSpec:
 
 
 def learner_spec(
-    config: LearningConfig, output: OutputFolder, run: str, model: str, dtype: str, *, trust_remote_code: bool
+    config: LearningConfig, output: OutputFolder, run: str, model: str, loading: LoadingConfig
 ) -> LearnerSpec:
     """Return the learner of a submission or an endpoint. It begins with the output's head, if there is one already."""
     from drafter.methods.learning.settings import LearnerSettings
 
     started = beginning(config, output)
-    return LearnerSpec(config, LearnerSettings(), started, output, run, model, dtype, trust_remote_code)
+    adapter = None if loading.adapter is None else local_path(loading.adapter)  # it works in another folder
+    loading = replace(loading, adapter=adapter)
+    return LearnerSpec(config, LearnerSettings(), started, output, run, model, loading)
 
 
 def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,8 @@ class LearnerActor:
         """Return the learner; `folder` is for temporary copies only."""
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
-        base = load_base(
-            model_name(spec.model), dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code
-        )
+        loading = asdict(replace(spec.loading, device=spec.device, device_map=None))
+        base = load_base(model_name(spec.model), **loading)
         start = found_start(spec.beginning.here(folder), base)
         if spec.output.learner_state.exists:
             try:

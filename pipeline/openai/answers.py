@@ -99,14 +99,20 @@ def answer_id(request: ParsedRequest, unique: str) -> str:
 
 
 def response(
-    request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
+    request: ParsedRequest,
+    generations: Sequence[Generation],
+    name: str,
+    created: int,
+    token_text: TokenText,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
-    """Return the body that answers a request.
+    """Return the body that answers a request, but for the log-probabilities of its prompts.
 
     Args:
         generations: One for each choice, in order.
         name: The answer's `id`.
         created: Seconds since 1970.
+        prompts: Token ids of each choice's prompt, where the request wants them.
 
     Raises:
         OpenAIError: A log-probability is not a number.
@@ -117,7 +123,12 @@ def response(
         said, reason = _said(request, generation, f"{name}:{index}")
         logprobs = logprobs_of(generation.logprobs, token_text, 0)
         choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason})
+        if request.token_ids:
+            choices[index]["token_ids"] = generation.token_ids
+            if not request.is_chat:
+                choices[index]["prompt_token_ids"] = list(prompts[index])
     return {
+        **({"prompt_token_ids": list(prompts[0])} if request.token_ids and request.is_chat else {}),
         "id": name,
         "object": "chat.completion" if request.is_chat else "text_completion",
         "created": created,
@@ -149,11 +160,12 @@ def _reason(generation: Generation, *, called: bool) -> str:
     return "tool_calls" if called and generation.finish_reason == "stop" else generation.finish_reason
 
 
-def echoed(generation: Generation, prompt: str) -> Generation:
-    """Return a generation whose text, and log-probabilities, begin with those of its prompt."""
+def echoed(generation: Generation, prompt: str, count: int | None) -> Generation:
+    """Return a generation whose text begins with its prompt; so do its log-probabilities, of `count` tokens each."""
     logprobs = generation.logprobs
-    if generation.prompt_logprobs is not None:
-        logprobs = [*generation.prompt_logprobs, *(logprobs or [])]
+    if count is not None and generation.prompt_logprobs is not None:
+        of_prompt = [replace(one, top=one.top[:count]) for one in generation.prompt_logprobs]
+        logprobs = [*of_prompt, *(logprobs or [])]
     return replace(generation, text=prompt + generation.text, logprobs=logprobs)
 
 
@@ -242,19 +254,55 @@ def _number(logprob: float | None) -> float | None:
     return logprob
 
 
+def _prompt_logprob(one: TokenLogprob, count: int, token_text: TokenText) -> dict[str, Any] | None:
+    """Return vLLM's entry of a token of a prompt: its log-probability and the `count` best, by ids; None for the first.
+
+    It raises as `response` does.
+    """
+    if one.logprob is None:
+        return None
+    # Where it is as probable as the last of the best, and none of them, its own rank may be that one's.
+    ranked = {one.token_id: (one.logprob, max(one.rank or 1, count + 1))}
+    ranked |= {token: (value, rank) for rank, (token, value) in enumerate(one.top[:count], 1)}
+    return {
+        str(token): {"logprob": _number(value), "rank": rank, "decoded_token": _shown(token_text(token))}
+        for token, (value, rank) in ranked.items()
+    }
+
+
+def _prompt_pieces(request: ParsedRequest, generation: Generation, token_text: TokenText) -> Iterator[str]:
+    """Yield the JSON text of a prompt's log-probabilities as a field, if the request wants them."""
+    found, count = generation.prompt_logprobs or [], request.prompt_logprobs
+    for start in range(0, 0 if count is None else len(found), _SLICE):
+        piece = to_json([_prompt_logprob(one, count or 0, token_text) for one in found[start : start + _SLICE]])
+        end = "]," if start + _SLICE >= len(found) else ""
+        yield ("," if start else '"prompt_logprobs":[') + piece[1:-1] + end
+
+
 def long_answer(
-    body: dict[str, Any], generations: Sequence[Generation], logprobs_of: LogprobsOf, token_text: TokenText
+    body: dict[str, Any], generations: Sequence[Generation], request: ParsedRequest, token_text: TokenText
 ) -> Iterator[str]:
-    """Yield the JSON text of `body` with the log-probabilities of its choices, which may be a hundred megabytes."""
-    head = _open({name: value for name, value in body.items() if name != "choices"}) + '"choices":['
+    """Yield the JSON text of `body` with all log-probabilities that are wanted, which may be a hundred megabytes."""
+    logprobs_of = logprobs_format(request)
+    head = _open({name: value for name, value in body.items() if name != "choices"})
+    for piece in _prompt_pieces(request, generations[0], token_text) if request.is_chat else ():
+        yield head + piece
+        head = ""
+    head += '"choices":['
     for choice, generation in zip(body["choices"], generations, strict=True):
-        head += _open({name: value for name, value in choice.items() if name != "logprobs"}) + '"logprobs":'
+        head += _open({name: value for name, value in choice.items() if name != "logprobs"})
+        for piece in () if request.is_chat else _prompt_pieces(request, generation, token_text):
+            yield head + piece
+            head = ""
+        head += '"logprobs":'
+        if generation.logprobs is None:
+            head += "null},"
+            continue
         lists: dict[str, list[str]] = defaultdict(list)
         others: dict[str, Any] = {}
         offset = 0
-        tokens = generation.logprobs or []
-        for start in range(0, max(len(tokens), 1), _SLICE):
-            some = tokens[start : start + _SLICE]
+        for start in range(0, max(len(generation.logprobs), 1), _SLICE):
+            some = generation.logprobs[start : start + _SLICE]
             for name, value in (logprobs_of(some, token_text, offset) or {}).items():
                 if isinstance(value, list):
                     lists[name].append(to_json(value)[1:-1])
@@ -290,12 +338,20 @@ class Chunks:
         name: The answer's `id`.
         created: Seconds since 1970.
         speculation: Whether each chunk has draft statistics.
+        prompts: As in `response`.
     """
 
     def __init__(
-        self, request: ParsedRequest, name: str, created: int, token_text: TokenText, *, speculation: bool
+        self,
+        request: ParsedRequest,
+        name: str,
+        created: int,
+        token_text: TokenText,
+        *,
+        speculation: bool,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._request, self._name, self._created = request, name, created
+        self._request, self._name, self._created, self._prompts = request, name, created, prompts
         self._token_text, self._speculation = token_text, speculation
         self._logprobs_of, self._offsets = logprobs_format(request), [0] * request.choices
         self._begun: set[int] = set()
@@ -313,12 +369,22 @@ class Chunks:
         if delta.forced:
             statistics["forced"] = delta.forced
         extension = {FIELD: statistics} if self._speculation else {}
-        events = self._begin(index)
+        events, ids = self._begin(index), self._ids(index, delta)
         for content in said or [{"delta": {}}]:
-            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+            choice = {"index": index, **content, **ids, "logprobs": logprobs, "finish_reason": None}
             events += self._chunk([choice], **extension)
-            logprobs, extension = None, {}  # they are the step's, whose first chunk has them
+            logprobs, extension, ids = None, {}, {}  # they are the step's, whose first chunk has them
         return events
+
+    def _ids(self, index: int, delta: TokenDelta) -> dict[str, Any]:
+        """Return the token ids of a step, and before the first ones of a text completion those of its prompt."""
+        if not self._request.token_ids:
+            return {}
+        found: dict[str, Any] = {"token_ids": delta.token_ids}
+        if index not in self._begun:
+            found["prompt_token_ids"] = list(self._prompts[index])
+            self._begun.add(index)
+        return found
 
     def _said(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         """Return what each chunk of a choice has of its new text; one chunk at least, unless it is all reasoning."""
@@ -356,7 +422,8 @@ class Chunks:
             return ""
         self._begun.add(index)
         delta = {"role": "assistant", "content": None if self._readers else "", "refusal": None}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        ids = {"prompt_token_ids": list(self._prompts[index])} if self._request.token_ids else {}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], **ids)
 
     def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:
         # With `include_usage` all chunks have the field, and the last one its value.

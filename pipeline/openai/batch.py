@@ -30,9 +30,13 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
         raise missing("body")
     body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
-    for name, wanted in (("stream", request.stream), ("echo", request.echo)):
+    scored = request.prompt_logprobs is not None
+    flags = {"stream": request.stream, "echo": request.echo, "return_token_ids": request.token_ids}
+    for name, wanted in {**flags, "prompt_logprobs": scored}.items():
         if wanted:
-            raise bad_request(f"Unsupported value: '{name}' can only be false in a batch.", name, "unsupported_value")
+            only = "false" if name in flags else "null"
+            message = f"Unsupported value: '{name}' can only be {only} in a batch."
+            raise bad_request(message, name, "unsupported_value")
     return request
 
 

@@ -88,6 +88,8 @@ class ParsedRequest:
     output_field: str = "structured_outputs"
     marks: CallMarks | None = None  # of calls in an output, once they are known; see `for_model`
     images: tuple[str, ...] = ()  # addresses of a chat's images, in the order of their places in its messages
+    token_ids: bool = False  # the answer has those of prompt and output
+    prompt_logprobs: int | None = None  # log-probabilities of the prompt, with so many of the most probable tokens
 
     @property
     def choices(self) -> int:
@@ -100,7 +102,13 @@ class ParsedRequest:
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.settings.get("logprobs") is not None
+        return self.settings.get("logprobs") is not None or self.prompt_logprobs is not None
+
+    @property
+    def scored(self) -> int | None:
+        """So many of the most probable tokens at each place of a prompt that is scored; None if it need not be."""
+        echoed = self.settings.get("logprobs") if self.echo else None
+        return max((one for one in (echoed, self.prompt_logprobs) if one is not None), default=None)
 
     def for_model(self, tokenizer: Any) -> ParsedRequest:
         """Return the request with its tools and their calls in the form of the model's chat template.
@@ -259,6 +267,8 @@ class Body(BaseModel):
     allowed_token_ids: Any = None
     bad_words: Any = None
     structured_outputs: Any = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These identify the client and do not affect the answer.
@@ -296,11 +306,13 @@ class Body(BaseModel):
     ) -> ParsedRequest:
         if self.stream_options is not None and not self.stream:
             raise contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("'prompt_logprobs' needs 'stream' to be false.", "prompt_logprobs")
         include_usage = self.stream_options is not None and self.stream_options.include_usage
         output_field = "response_format" if self.response_format is not None else "structured_outputs"
-        return ParsedRequest(
-            self.model, prompts, settings, self.n, self.stream, include_usage, echo, tools, output_field
-        )
+        told = {"token_ids": bool(self.return_token_ids), "prompt_logprobs": self.prompt_logprobs}
+        choices: tuple[Any, ...] = (self.n, self.stream, include_usage, echo, tools, output_field)
+        return replace(ParsedRequest(self.model, prompts, settings, *choices), **told)
 
 
 class ChatBody(Body):

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from drafter.errors import one_line, without_secrets
 from drafter.source_commit import source_commit
 from pipeline.errors import InputError
-from pipeline.io.files import Location, delete_twice, is_copy, make_folders, mend, partials, read_either, write_twice
+from pipeline.io.files import Location, is_copy, make_folders, mend, partials, read_either, write_twice
 
 RUN_FILE = "run.json"
 LEASE_FILE = "_lease.json"
@@ -46,14 +46,6 @@ they were made. `errors/` has the rows that failed, with the reasons.
 _EDITION = re.compile(r"(?m)^(  description: rows of ).*$")
 
 
-@dataclass(frozen=True)
-class CompactionPlan:
-    """Plan of merging parts' files, by the name of the merged file; all names are without suffixes."""
-
-    data: dict[str, list[str]]
-    errors: dict[str, list[str]]
-
-
 class _Below:
     def __init__(self, name: str) -> None:
         self._name = name
@@ -76,7 +68,6 @@ class OutputFolder:
     unfinished = _Below("_unfinished.parquet")  # finished rows of uncommitted parts, of a stopped submission
     told = _Below("_told")  # an empty file for each part that `on_part` was called with
     lease = _Below(LEASE_FILE)
-    compaction_file = _Below("_compaction.json")
     run_file = _Below(RUN_FILE)
     card = _Below("README.md")
     status_file = _Below("status.json")
@@ -131,22 +122,8 @@ class OutputFolder:
         self.head.empty(first=HEAD_CONFIG)
         self.learner_state.delete()
 
-    def compaction(self) -> CompactionPlan | None:
-        """Read the plan of compaction; None if there is none. `InputError` if it and its copy are damaged."""
-        try:
-            return CompactionPlan(**read_either(self.compaction_file, ("data", "errors")))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise InputError(f"{error}, and so is its copy: choose another output") from error
-
-    def forget_compaction(self) -> None:
-        delete_twice(self.compaction_file)
-
     def committed(self) -> set[str]:
-        plan = self.compaction()
-        merges = {} if plan is None else plan.data
-        return {part for name in self.data.parquets() for part in merges.get(name, [name])}
+        return set(self.data.parquets())
 
 
 # `run.json`.

@@ -1,4 +1,4 @@
-"""Files of results: atomic commits of parts, checks, and compaction.
+"""Files of results: atomic commits of parts, and checks.
 
 A part's errors are written first, then its rows: the file of rows commits the part. Each file appears complete
 (`Location.open_whole`) under a name that follows from the part's, so a repeated write replaces its own files.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 
 import pyarrow as pa
 import pyarrow.compute
@@ -22,10 +19,10 @@ from drafter.errors import printable
 from pipeline.command_line import say
 from pipeline.io.column_notes import with_schema_notes
 from pipeline.io.column_types import conform_struct, free_name, python_rows, seen_types, unify, whole
-from pipeline.io.files import Location, batches, in_parallel, parquet_rows, write_twice
+from pipeline.io.files import Location, in_parallel, parquet_rows
 from pipeline.io.parts import Part
 from pipeline.output.columns import with_program_columns
-from pipeline.output.folder import CompactionPlan, OutputFolder
+from pipeline.output.folder import OutputFolder
 
 ERROR_SCHEMA = pa.schema(
     [
@@ -113,21 +110,21 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A file in `data/`, which commits its parts, or in `errors/`. `rows` is None where it is damaged."""
+    """A part's file in `data/`, which commits it, or in `errors/`. `rows` is None where it is damaged."""
 
     place: Location
     commits: bool
-    parts: frozenset[str]
+    part: str
     rows: int | None
 
 
 def is_whole(output: OutputFolder, parts: Sequence[Part]) -> bool:
     """Return whether an output holds all rows of all parts undamaged and once.
 
-    A process of an earlier submission that was cut off may have written a part again after it was merged or replaced.
+    A process of an earlier submission that was cut off may have written a part again after it was replaced.
     """
     files, rows = result_files(output), _rows(parts)
-    committed = {part for file in files if file.commits for part in file.parts}
+    committed = {file.part for file in files if file.commits}
     once = sum(file.rows or 0 for file in files) == sum(rows.values())
     return once and committed >= rows.keys() and not torn_files(files, rows)
 
@@ -135,7 +132,7 @@ def is_whole(output: OutputFolder, parts: Sequence[Part]) -> bool:
 def foreign_files(output: OutputFolder, parts: Sequence[Part]) -> list[str]:
     """Return the names of files in `data/` and `errors/` that belong to no part."""
     known = _rows(parts).keys()
-    return [output.name_of(file.place) for file in result_files(output) if not file.parts <= known]
+    return [output.name_of(file.place) for file in result_files(output) if file.part not in known]
 
 
 def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
@@ -151,11 +148,10 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
 
 
 def result_files(output: OutputFolder) -> list[ResultFile]:
-    plan = output.compaction() or CompactionPlan({}, {})
     found = [
-        (folder / f"{name}.parquet", commits, frozenset(merges.get(name, [name])))
-        for folder, merges, commits in ((output.data, plan.data, True), (output.errors, plan.errors, False))
-        for name in folder.parquets()
+        (folder / f"{part}.parquet", commits, part)
+        for folder, commits in ((output.data, True), (output.errors, False))
+        for part in folder.parquets()
     ]
     rows = in_parallel(parquet_rows, (place for place, _, _ in found))
     return [ResultFile(*facts, count) for facts, count in zip(found, rows, strict=True)]
@@ -163,89 +159,19 @@ def result_files(output: OutputFolder) -> list[ResultFile]:
 
 def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[ResultFile]:
     """Return the files to delete so that every part is complete or absent, those that commit parts first."""
-    torn: list[ResultFile] = []
-    for group in _groups(files):
-        parts = frozenset[str]().union(*(file.parts for file in group))
-        if not parts <= rows.keys():
-            continue
-        if not any(file.commits for file in group):
-            # Its parts are missing. Their commits replace the errors of an attempt, but not those that are merged.
-            torn += [file for file in group if file.rows is None or len(file.parts) > 1]
-            continue
-        damaged = [file for file in group if file.rows is None]
-        standing = _standing([file for file in group if file.rows is not None])
-        committed = frozenset[str]().union(*(file.parts for file in standing if file.commits))
-        whole = committed == parts and sum(file.rows or 0 for file in standing) == sum(rows[part] for part in parts)
-        torn += damaged if whole else group
-    return sorted(torn, key=lambda file: (not file.commits, file.place.path))
-
-
-def _groups(files: Iterable[ResultFile]) -> list[list[ResultFile]]:
-    """Group the files that share parts, directly or through others."""
-    group_of: dict[str, list[ResultFile]] = {}
+    groups: dict[str, list[ResultFile]] = {}
     for file in files:
-        joined = [file]
-        for group in {id(group): group for part in file.parts for group in [group_of.get(part, [])]}.values():
-            joined += group
-        for part in frozenset[str]().union(*(one.parts for one in joined)):
-            group_of[part] = joined
-    return list({id(group): group for group in group_of.values()}.values())
-
-
-def _standing(files: list[ResultFile]) -> list[ResultFile]:
-    """Leave out parts' own files beside the merged one with their rows: a compaction has not deleted them yet."""
-    return [
-        file for file in files if not any(file.commits == other.commits and file.parts < other.parts for other in files)
-    ]
+        groups.setdefault(file.part, []).append(file)
+    torn: list[ResultFile] = []
+    for part in groups.keys() & rows.keys():
+        group = groups[part]
+        damaged = [file for file in group if file.rows is None]
+        committed = any(file.commits for file in group)  # otherwise the commit replaces the errors of an attempt
+        data_is_whole = not any(file.commits for file in damaged)
+        is_whole = data_is_whole and sum(file.rows or 0 for file in group) == rows[part]
+        torn += damaged if is_whole or not committed else group
+    return sorted(torn, key=lambda file: (not file.commits, file.place.path))
 
 
 def _rows(parts: Iterable[Part]) -> dict[str, int]:
     return {part.name: part.rows for part in parts}
-
-
-# Compaction: merges small files of results into large ones, once all rows are committed. A plan is saved before any
-# file is touched, and kept, as it tells the parts of a merged file. A merged file appears complete, and only then are
-# its parts' own files deleted. So a part's rows are always in its own file, in the merged one, or in both.
-
-_ROW_GROUP_BYTES = 64 << 20
-_THREADS = 4
-
-
-def compact(output: OutputFolder, target_bytes: int | None) -> None:
-    """Merge small files of a completed job up to `target_bytes`; None finishes what an earlier submission began."""
-    plan = output.compaction()
-    if plan is None:
-        if target_bytes is None:
-            return
-        plan = CompactionPlan(merges(_sizes(output.data), target_bytes), merges(_sizes(output.errors), target_bytes))
-        write_twice(output.compaction_file, vars(plan))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for folder, planned in ((output.data, plan.data), (output.errors, plan.errors)):
-            merge = partial(_merge, folder, folder.parquets().keys(), output.temporary)
-            list(threads.map(merge, planned.keys(), planned.values()))
-
-
-def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
-    """Plan merged files of at least `target_bytes`, but for the last: the names of their sources, by their names."""
-    groups = [[name for name, _ in group] for group in batches(sizes, lambda one: one[1], target_bytes)]
-    # A name that begins with its first part's keeps the files in the order of their rows.
-    return {f"{group[0]}-to-{group[-1]}": group for group in groups if len(group) > 1}
-
-
-def _sizes(folder: Location) -> list[tuple[str, int]]:
-    return [(name, info.size) for name, info in folder.parquets().items()]
-
-
-def _merge(folder: Location, there: Collection[str], aside: Location, merged: str, parts: list[str]) -> None:
-    place = folder / f"{merged}.parquet"
-    if merged not in there:
-        with place.open_whole(aside / f"{folder.name}-{merged}.parquet") as stream:
-            tables = ((folder / f"{part}.parquet").read_parquet() for part in parts)
-            groups = map(pa.concat_tables, batches(tables, lambda table: table.nbytes, _ROW_GROUP_BYTES))
-            first = next(groups)
-            with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:
-                for table in chain([first], groups):
-                    writer.write_table(table)
-    for part in parts:
-        if part in there:
-            folder.filesystem.delete_file((folder / f"{part}.parquet").path)

@@ -40,6 +40,7 @@ class EngineFacts:
     """An engine's models and verifier. Saved in `run.json`, as all engines of a job have the same."""
 
     base_fingerprint: str
+    weights: str  # what the target model's are, in words
     verifier: str
     lossless: bool
     verifier_settings: dict[str, float] = field(default_factory=dict)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from heapq import nsmallest
 from itertools import zip_longest
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 from drafter.errors import without_secrets
-from drafter.statistics import PairedSums
 from pipeline.cluster.model_copies import model_name
 from pipeline.command_line import say
 from pipeline.errors import InputError
@@ -99,12 +100,32 @@ def _marked(tokenizer: Any, row: Row, spans: Sequence[Span]) -> list[MarkedText]
     return [MarkedText("".join(pieces[start:stop]), "differs" if differs else "") for start, stop, differs in spans]
 
 
+@dataclass(frozen=True)
+class Utilities:
+    """Mean utilities of paired rows. `margin` is half the 95 % interval of their difference; None for a single row."""
+
+    first: float
+    second: float
+    margin: float | None
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Utilities:
+        ours, theirs = zip(*pairs, strict=True)
+        differences = [second - first for first, second in pairs]
+        margin = 1.96 * stdev(differences) / sqrt(len(pairs)) if len(pairs) > 1 else None
+        return cls(fmean(ours), fmean(theirs), margin)
+
+    @property
+    def difference(self) -> float:
+        return self.second - self.first
+
+
 @dataclass
 class Comparison:
     """Result of a comparison of two outputs: of `rows` that both have, `identical` ones have the same tokens.
 
-    `earliest` is the row with the earliest difference, `shown` are some of the differing rows, drawn by name, and
-    `utility` sums the rows' utilities.
+    `earliest` is the row with the earliest difference, and `shown` are some of the differing rows, drawn by name.
+    `utility` is None without a scorer, or without rows.
     """
 
     rows: int = 0
@@ -113,7 +134,7 @@ class Comparison:
     only_second: int = 0
     earliest: DifferingRow | None = None
     shown: list[DifferingRow] = field(default_factory=list)
-    utility: PairedSums | None = None
+    utility: Utilities | None = None
 
     @property
     def differing(self) -> int:
@@ -127,14 +148,14 @@ def compare_rows(
 
     Raises `InputError` if the scorer cannot score a row.
     """
-    result = Comparison(utility=None if scorer is None else PairedSums())
+    result, utilities = Comparison(), list[tuple[float, float]]()
     pairs = RowPairs(first, second, by)
     for ours, theirs in pairs:
         result.rows += 1
         scores = None
-        if scorer is not None and result.utility is not None:
+        if scorer is not None:
             scores = (scorer(ours), scorer(theirs))
-            result.utility.add(*scores)
+            utilities.append(scores)
         place = first_difference(ours["token_ids"], theirs["token_ids"])
         if place is None:
             result.identical += 1
@@ -146,6 +167,7 @@ def compare_rows(
             examples, [*result.shown, row], key=lambda one: (zlib.crc32(one.name.encode()), one.name)
         )
     result.only_first, result.only_second = len(pairs.only_first), len(pairs.only_second)
+    result.utility = Utilities.of(utilities) if utilities else None
     return result
 
 
@@ -185,11 +207,10 @@ def _summary(found: Comparison, config: CompareConfig) -> list[str]:
         lines.append(f"{found.only_first:,} rows only in {config.first}, {found.only_second:,} only in {config.second}")
     if found.earliest is not None:
         lines.append(f"earliest difference: row {found.earliest.name}, token {found.earliest.place}")
-    if found.utility is not None and found.rows:
-        difference = found.utility.difference
-        margin = "" if difference.margin is None else f" ± {difference.margin:.4f} (95 %, paired)"
+    if (utility := found.utility) is not None:
+        margin = "" if utility.margin is None else f" ± {utility.margin:.4f} (95 %, paired)"
         lines.append(
-            f"utility by {config.scorer}: {difference.first:.4f} and {difference.second:.4f}, "
-            f"difference {difference.mean:+.4f}{margin}"
+            f"utility by {config.scorer}: {utility.first:.4f} and {utility.second:.4f}, "
+            f"difference {utility.difference:+.4f}{margin}"
         )
     return lines

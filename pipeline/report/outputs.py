@@ -38,12 +38,12 @@ _COLUMNS = (
     "request_id",
     *COUNTS,
     "num_prompt_tokens",
+    "num_cached_tokens",
     "acceptance_histogram",
     "finish_reason",
     "generation_seconds",
 )
 _LENIENT = "num_lenient_tokens"  # only outputs of verifiers that are not lossless have this column
-_CACHED = "num_cached_tokens"  # which outputs of an earlier version have not
 TOKENS = "token_ids"  # which outputs of programs have not
 _MOST_CATEGORIES = 10_000
 
@@ -159,7 +159,7 @@ def read_rows(
         raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
     result = RowSummary()
     keys: list[tuple[int, str, str]] = []
-    some = [*({_LENIENT, _CACHED} & set(dataset.schema.names)), *record_columns(dataset)]
+    some = [*({_LENIENT} & set(dataset.schema.names)), *record_columns(dataset)]
     for table in _tables(dataset, list(dict.fromkeys([*_COLUMNS, *some, *filter(None, [category])]))):
         ids = table["request_id"].to_pylist()
         _add_counts(result, table)
@@ -190,8 +190,7 @@ def _tables(dataset: pyarrow.dataset.Dataset, columns: Sequence[str]) -> Iterato
 def _add_counts(result: RowSummary, table: pa.Table) -> None:
     result.rows += table.num_rows
     result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
-    if _CACHED in table.column_names:
-        result.cached_tokens += pc.sum(table[_CACHED]).as_py() or 0
+    result.cached_tokens += pc.sum(table["num_cached_tokens"]).as_py() or 0
     if _LENIENT in table.column_names:
         result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
     result.counts = total([result.counts, counts_of(table)])

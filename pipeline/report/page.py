@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from types import MappingProxyType
 from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
 
-from drafter.errors import LoadError, one_line, without_secrets
+from drafter.errors import LoadError, RequestError, one_line, without_secrets
+from drafter.images.opening import open_image
 from drafter.statistics import (
     DecodeCounts,
     acceptance_by_depth,
@@ -24,13 +28,14 @@ from drafter.text.detokenizer import Detokenizer
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.model_copies import model_name
 from pipeline.errors import InputError
+from pipeline.generate.output_images import images_of_output, reading_of_output
+from pipeline.generate.row_images import ImageReading
 from pipeline.io.files import locate
 from pipeline.output.columns import PROMPT_IMAGES
-from pipeline.output.folder import read_status
+from pipeline.output.folder import OutputFolder, read_status
 from pipeline.output.result import Cost, cost_of, times_as_fast
 from pipeline.output.summary import RECORDS, time_span
 from pipeline.report.config import CATEGORY, ReportConfig
-from pipeline.report.images import pictures_of
 from pipeline.report.outputs import (
     TOKENS,
     Category,
@@ -50,6 +55,8 @@ _SLOWEST = 10
 _ERRORS_EACH = 5
 _MOST_GROUPS = 24
 _LONGEST_TEXT = 2000
+_SIDE = 480  # most pixels of a side of a picture in the page
+_LOSSLESS = 128  # pixels of a side up to which a picture is a PNG; larger ones are JPEG
 
 
 def report(config: ReportConfig) -> None:
@@ -324,3 +331,35 @@ def steps_of(
         steps.append(Step(number, accepted, runs, "".join(pieces[own : own + 1]), marks.get(own, "")))
         start = own + 1
     return steps
+
+
+# Images of rows, as small pictures.
+
+
+def pictures_of(output: OutputFolder, run: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the images of rows, by their names, as `data:` URIs, or as texts that say why there is none.
+
+    Nothing is fetched from the web.
+    """
+    seen = [row for row in rows if row.get(PROMPT_IMAGES)]
+    if not seen:
+        return {}
+    sources = images_of_output(output, run).sources([row["request_id"] for row in seen])
+    reading = replace(reading_of_output(run), hosts=())
+    found = {}
+    for row in seen:
+        name, count = row["request_id"], len(row[PROMPT_IMAGES])
+        pictures = [_picture(one, reading) for one in sources.get(name, ())]
+        found[name] = pictures or ["not shown: the staged input is gone"] * count
+    return found
+
+
+def _picture(source: Any, reading: ImageReading) -> str:
+    try:
+        image = open_image(source, reading.limits, fetch=reading.fetch)
+    except RequestError as error:
+        return f"not shown: {one_line(error)}"
+    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    stream, kind = BytesIO(), "png" if max(image.size) <= _LOSSLESS else "jpeg"
+    image.save(stream, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -89,12 +89,12 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
 
 
 def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
-    learning, loading = config.learning, config.loading
+    learning = config.learning
     if not learning.enabled or learning.folder is None:
         return None
     output = OutputFolder(locate(learning.folder))
     name, model = config.served_name, model_name(config.model)
-    return learner_spec(learning, output, name, model, loading.dtype, trust_remote_code=loading.trust_remote_code)
+    return learner_spec(learning, output, name, model, config.loading)
 
 
 def _deployment(kind: type, name: str, resources: dict[str, float], **options: Any) -> serve.Deployment:

@@ -44,8 +44,8 @@ Encode = Callable[[Call], Awaitable[list[Request]]]
 def parse_request(body: dict[str, Any]) -> ParsedRequest:
     """Parse the body of `Open.request`: of either route, for one text without log-probabilities."""
     parsed = (parse_chat if "messages" in body else parse_completion)({"model": "edge", **body})
-    if parsed.choices != 1 or parsed.stream or parsed.wants_logprobs or parsed.echo:
-        raise OpenAIError(400, "A session is one text: without 'n', 'stream', 'echo' and log-probabilities.")
+    if parsed.choices != 1 or parsed.stream or parsed.wants_logprobs or parsed.echo or parsed.token_ids:
+        raise OpenAIError(400, "A session is one text: without 'n', 'stream', 'echo', token ids and log-probabilities.")
     if parsed.images:
         raise OpenAIError(400, "A device drafts from text alone: its messages may have no images.", "messages")
     return parsed

@@ -22,7 +22,7 @@ from pipeline.cluster.cluster_watch import ClusterWatch
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import connect, free_ports, will_start
 from pipeline.command_line import say
-from pipeline.engines.models import generation_settings, head_fingerprints, model_fingerprint
+from pipeline.engines.models import adapter_fingerprint, generation_settings, head_fingerprints, model_fingerprint
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import local_path, locate, make_folders
 from pipeline.serving.config import EVERYBODY, NOBODY, ServeConfig
@@ -217,6 +217,8 @@ def check_models(config: ServeConfig) -> None:
         folder = locate(config.batches.folder)
         make_folders(folder, [folder], folder, "batches.folder")
     model_fingerprint(name)
+    if config.loading.adapter is not None:
+        adapter_fingerprint(config.loading.adapter)
     head_fingerprints(config.model, config.drafter)
     if learning.enabled and learning.folder is not None:
         if learning.given_head is not None:

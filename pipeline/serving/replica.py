@@ -44,7 +44,6 @@ from pipeline.openai.answers import (
     echoed,
     error_event,
     generation_statistics,
-    logprobs_format,
     long_answer,
     lossless_mark,
     response,
@@ -165,7 +164,8 @@ class Answers:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 texts = partial(self._token_text, call.client)
-                chunks = Chunks(request, name, created, texts, speculation=call.speculation)
+                prompts = [each.prompt_ids for each in requests]
+                chunks = Chunks(request, name, created, texts, speculation=call.speculation, prompts=prompts)
                 async for events in self._stream(chunks, handles, apart=request.wants_logprobs):
                     for part in _messages(events):
                         yield part
@@ -207,17 +207,21 @@ class Answers:
         request = call.request
         generations = await asyncio.gather(*(handle.outcome() for handle in handles))
         generations = [self._finished(generation) for generation in generations]
+        if request.scored is not None:  # the first choice of each prompt has been
+            scores = [one.prompt_logprobs for one in generations[:: request.n] for _ in range(request.n)]
+            generations = [replace(one, prompt_logprobs=of) for one, of in zip(generations, scores, strict=True)]
         if request.echo:
-            prompts = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
-            generations = [echoed(one, prompt) for one, prompt in zip(generations, prompts, strict=True)]
+            said = (self._text(prompt) for prompt in request.prompts for _ in range(request.n))
+            count = handles[0].request.sampling.logprobs
+            generations = [echoed(one, prompt, count) for one, prompt in zip(generations, said, strict=True)]
         short = [replace(generation, logprobs=None) for generation in generations]
-        texts = partial(self._token_text, call.client)
-        body = response(request, short, name, created, texts) | lossless_mark(*generations)
+        texts, prompts = partial(self._token_text, call.client), [handle.request.prompt_ids for handle in handles]
+        body = response(request, short, name, created, texts, prompts) | lossless_mark(*generations)
         if call.speculation:
             body[FIELD] = [generation_statistics(generation) for generation in generations]
         if not request.wants_logprobs:
             return to_json(body)
-        return await _written(long_answer(body, generations, logprobs_format(request), texts))
+        return await _written(long_answer(body, generations, request, texts))
 
     async def _stream(self, chunks: Chunks, handles: list[Handle], *, apart: bool) -> AsyncIterator[str]:
         """Yield the events of all choices as they come, batched where several are ready."""
@@ -275,7 +279,7 @@ class Answers:
         for ids in prompts:
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
-                scored = own.logprobs if request.echo else None
+                scored = None if choice else request.scored
                 # A row in the background may wait for as long as there are live ones; its batch has its own deadline.
                 seconds = None if call.background else self._seconds
                 made = Request(ids, own, "", seconds, scored, may_teach=call.may_teach, salt=call.client)

@@ -33,15 +33,9 @@ ImageFiles = list[bytes] | str
 
 @dataclass(frozen=True)
 class TextImages:
-    """How the images of a distillation's rows are read.
-
-    Args:
-        parts: Staged parts whose rows are in a file of results, by its name without suffix, where they are not of that
-            name.
-    """
+    """How the images of a distillation's rows are read."""
 
     images: OutputImages
-    parts: Mapping[str, list[str]]
     reading: ImageReading
 
     def files(self, rows: pa.Table, model: str, trust_remote_code: bool) -> dict[int, ImageFiles]:
@@ -86,7 +80,7 @@ class TextImages:
             names[file.rpartition("/")[2].removesuffix(".parquet")].append(name)
         found: dict[str, list[Any]] = {}
         for file, some in names.items():
-            found |= self.images.sources(some, self.parts.get(file, [file]))
+            found |= self.images.sources(some, [file])
         return found
 
     def _check(
@@ -112,8 +106,7 @@ class TextImages:
 
 def text_images(output: OutputFolder, run: Mapping[str, Any]) -> TextImages:
     """Return how the images of a distillation's rows are read; `run` is its `run.json`."""
-    plan = output.compaction()
-    return TextImages(images_of_output(output, run), {} if plan is None else plan.data, reading_of_output(run))
+    return TextImages(images_of_output(output, run), reading_of_output(run))
 
 
 @lru_cache(maxsize=1)

@@ -244,7 +244,7 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
         ({"stop": (f"{ids[end - 1]}<turn>", "never")}, text.removesuffix(str(ids[end - 1]))),
         ({"stop_token_ids": (ids[end],)}, text),
     ):
-        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **settings)
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, **settings)
         for drafter in (PlainDecoding(), OracleDrafter([prompt + ids])):
             engine = Engine(base, drafter, WithSpecialToken(), EngineConfig(max_num_seqs=1, num_draft_tokens=10))
             handle = engine.submit(Request(prompt, sampling), stream=True)
@@ -252,6 +252,10 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
             found = handle.result(0)
             assert (found.token_ids, found.text, found.finish_reason) == (ids[: end + 1], shown, "stop")
             assert "".join(delta.text for delta in handle) == shown
+            # What was accepted beyond the end is no output: of a step's tokens it is neither counted nor told.
+            assert [one.token_id for one in found.logprobs or ()] == found.token_ids
+            steps = found.counts.per_step_accepted
+            assert sum(steps) == found.counts.num_accepted_draft_tokens <= len(found.token_ids)
 
 
 def test_a_row_ends_at_the_slots_last_position() -> None:

@@ -34,7 +34,7 @@ def test_our_names_exist_and_theirs_do_not() -> None:
     ("name", "message"),
     [
         ("n", "unknown setting n: it is an argument of generate and chat"),
-        ("prompt_logprobs", "unknown setting prompt_logprobs: it is a field of Request"),
+        ("prompt_logprobs", "unknown setting prompt_logprobs: it is an argument of generate"),
         ("guided_json", "unknown setting guided_json: use structured_outputs"),
         ("response_format", "unknown setting response_format: use structured_outputs"),
         ("tool_choice", "unknown setting tool_choice: not supported: an endpoint's chats have tools and tool_choice"),

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from drafter import SamplingParams, SpeculativeLM
+from pipeline.generate.prompts import PromptSettings
 from pipeline.generate.rollout import ProgramRow, Rollout
-from pipeline.generate.row_requests import PromptSettings
 from pipeline.io.listing import PromptSource
 from pipeline.settings import ReadingConfig
 from tests.support.waiting import PATIENCE

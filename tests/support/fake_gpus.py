@@ -73,7 +73,7 @@ def base_of_shape(config: Any) -> BaseModel:
         return True
 
     with ExitStack() as taken:
-        for name, result in (("prepack", None), ("prove_tree_decoding", None), ("fingerprint", "fake")):
+        for name, result in (("prepack", None), ("prove_tree_decoding", None), ("target_fingerprint", "fake")):
             taken.enter_context(mock.patch(f"drafter.target_model.model.{name}", return_value=result))
         taken.enter_context(mock.patch("drafter.target_model.model.attention_agrees", agrees))
         # As on a GPU, where the weights go later.

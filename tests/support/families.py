@@ -164,7 +164,7 @@ def table(tried: Iterable[Tried]) -> Iterator[str]:
         "softmax attention, or keep a recurrent state in transformers' own cache: linear attention, state spaces, "
         "short convolutions. It must run with a tree mask, explicit positions and a slot cache, and give the same "
         "logits with them as alone. Settings may matter, too: `falcon` with ALiBi is refused. Models that see are on "
-        "[a page of their own](images.md).\n\n"
+        "[a page of their own](images.md), and so are [formats of weights](formats.md).\n\n"
         "In recurrent layers, all nodes of a draft tree run at once where a kernel for trees is known: for short "
         "convolutions, the gated delta rule, Kimi delta attention and Mamba 2. Others, such as Mamba's, run once for "
         "each depth of the tree, and read what follows a prompt's first chunk token by token. Models with recurrent "

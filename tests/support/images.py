@@ -20,7 +20,6 @@ from drafter.target_model.architecture import transformers_loading
 from drafter.target_model.model import BaseModel
 from tests.support.models import DEVICE, EOS
 
-_QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"}
 _TOKENS: dict[str, str] = {
     "image_token": "<image>",
     "video_token": "<video>",

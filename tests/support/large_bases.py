@@ -41,7 +41,7 @@ def large_base(config: LlamaConfig) -> Iterator[BaseModel]:
         mock.patch(f"{where}.run_plainly", return_value=plain),
         mock.patch(f"{where}.prove_tree_decoding"),
         mock.patch(f"{where}.attention_agrees", side_effect=lambda base, change, *_: change() or True),
-        mock.patch(f"{where}.fingerprint", return_value=""),
+        mock.patch(f"{where}.target_fingerprint", return_value=""),
         mock.patch(f"{where}.prepack"),
     ):
         for module in model.modules():

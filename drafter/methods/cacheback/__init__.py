@@ -5,6 +5,6 @@ from drafter.plugins import Method
 METHOD = Method(
     drafters={"cacheback": "drafter.methods.cacheback.drafter:cacheback"},
     families={"cacheback": "drafter.methods.cacheback.drafter:with_frozen_table"},
-    files={"cacheback": "make one with drafter cache"},
+    files={"cacheback": "make one with python -m recipes.cacheback"},
     automatic={"cacheback": "merged"},
 )

@@ -228,7 +228,7 @@ def cacheback(loading: Loading) -> CachebackDrafter:
 
 
 def with_frozen_table(path: str, loading: Loading) -> CachebackDrafter:
-    """Load `cacheback:PATH`, with a table of `drafter cache`; raise `LoadError` if it is damaged or of other tokens."""
+    """Load `cacheback:PATH`, with a frozen table; raise `LoadError` if it is damaged or of other tokens."""
     target = loading.base
     table = load_table(path, vocabulary_digest(load_tokenizer(target.name)), target.vocab_size)
     return CachebackDrafter(loading.nodes, isolated=loading.isolated, frozen=table)

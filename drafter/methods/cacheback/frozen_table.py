@@ -132,14 +132,14 @@ def table_bytes(table: FrozenTable, vocabulary: str, provenance: Mapping[str, An
 def load_table(path: str | Path, vocabulary: str, vocab_size: int) -> FrozenTable:
     """Load a table; raise `LoadError` if it is missing or damaged, or of another tokeniser's vocabulary."""
     if read_metadata(path)["vocabulary"] != vocabulary:
-        raise LoadError(f"table {str(path)!r} is of another tokeniser: make one with drafter cache for this model")
+        raise LoadError(f"table {str(path)!r} is of another tokeniser: make one with python -m recipes.cacheback")
     try:
         with safe_open(Path(path).expanduser(), framework="numpy") as opened:
             table = FrozenTable(**{name: opened.get_tensor(name) for name in _KINDS})
         _check(table, vocab_size)
     except (OSError, SafetensorError, ValueError) as error:
         raise LoadError(
-            f"table {str(path)!r} is damaged: {first_line(error)}: make it again with drafter cache"
+            f"table {str(path)!r} is damaged: {first_line(error)}: make it again with python -m recipes.cacheback"
         ) from error
     return table
 
@@ -150,9 +150,9 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         with safe_open(Path(path).expanduser(), framework="numpy") as opened:
             metadata = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise LoadError(f"{str(path)!r} is no table of drafter cache: {first_line(error)}") from error
+        raise LoadError(f"{str(path)!r} is no table of recipes.cacheback: {first_line(error)}") from error
     if metadata.get("format") != _FORMAT:
-        raise LoadError(f"{str(path)!r} is no table of drafter cache, whose format is {_FORMAT!r}")
+        raise LoadError(f"{str(path)!r} is no table of recipes.cacheback, whose format is {_FORMAT!r}")
     return metadata
 
 

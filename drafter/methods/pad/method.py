@@ -126,12 +126,12 @@ def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier
     if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
         raise LoadError(
             f"classifier {str(name)!r} is not a folder with {CONFIG_FILE} and {WEIGHTS_FILE}: make one with "
-            "drafter pivots"
+            "python -m recipes.pad"
         )
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         if (config["format_version"], config["verifier"]) != (_FORMAT, _KIND):
-            raise LoadError(f"classifier {str(name)!r} is not one of drafter pivots of this release")
+            raise LoadError(f"classifier {str(name)!r} is not one of recipes.pad of this release")
         named, layer = config["base_model"], int(config["layer"])
         base = BaseOfClassifier(str(named["name"]), str(named["fingerprint"]), layer)
         with torch.device("cpu"):
@@ -141,7 +141,7 @@ def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise LoadError(f"classifier {str(name)!r} is damaged: {why}: make it again with drafter pivots") from error
+        raise LoadError(f"classifier {str(name)!r} is damaged: {why}; run python -m recipes.pad again") from error
     return classifier.eval().requires_grad_(False), base
 
 
@@ -166,7 +166,7 @@ class PadVerifier(Verifier):
             raise ValueError(f"sigma must be between 0 and 1, not {sigma:g}")
         if classifier is None:
             raise LoadError(
-                "the verifier pad needs a classifier: make one with drafter pivots, and give its folder as "
+                "the verifier pad needs a classifier: make one with python -m recipes.pad, and give its folder as "
                 "verifier.classifier"
             )
         self._folder, self._sigma = str(classifier), sigma
@@ -183,7 +183,7 @@ class PadVerifier(Verifier):
             raise LoadError(
                 f"classifier {self._folder!r} was made for another target model: for {self._base.name} "
                 f"({self._base.fingerprint}), not for {base.name} ({base.fingerprint}): make one for this model with "
-                "drafter pivots"
+                "python -m recipes.pad"
             )
         self._classifier.to(base.device)
 

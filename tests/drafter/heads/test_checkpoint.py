@@ -17,6 +17,7 @@ from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
+from drafter.heads.packed import pack, unpack
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
@@ -47,6 +48,42 @@ def test_round_trip(tiny_base: BaseModel, saved: Path) -> None:
     assert sum(tensor.numel() for tensor in tensors.values()) == sum(p.numel() for p in head.parameters())
     save_head(head, saved)
     assert json.loads((saved / "config.json").read_text())["training"]["steps"] == 7
+
+
+def test_a_packed_head_takes_half_of_bf16_and_proposes_nearly_the_same(tiny_base: BaseModel, saved: Path) -> None:
+    head = load_head(saved, tiny_base)
+    save_head(head, saved, packed=True)
+    again = load_head(saved, tiny_base)
+    for name, tensor in head.state_dict().items():
+        step = tensor.abs().amax(-1, keepdim=True) / 254  # half of one
+        assert bool(((again.state_dict()[name] - tensor).abs() <= step * 1.001).all())
+    stored = {
+        name: one.numel() for name, one in load_file(saved / "model.safetensors").items() if one.dtype == torch.int8
+    }
+    assert sum(stored.values()) > 0.9 * sum(tensor.numel() for tensor in head.parameters())
+
+
+def test_rounding_twice_changes_nothing() -> None:
+    torch.manual_seed(0)
+    tensors = {"a": torch.randn(20, 7), "none": torch.zeros(16, 3), "few": torch.randn(3, 5), "ids": torch.arange(4)}
+    tensors["a"][0, 0] = torch.inf
+    once = unpack(pack(tensors))
+    assert not torch.isfinite(once["a"][0]).any()
+    assert once["none"].eq(0).all()
+    assert torch.equal(once["few"], tensors["few"])
+    assert torch.equal(once["ids"], tensors["ids"])
+    again = unpack(pack(once))
+    assert torch.allclose(again["a"][1:], once["a"][1:], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(3), torch.ones(20, dtype=torch.int64), torch.ones(20, 1)])
+def test_integers_without_scales_are_refused(tiny_base: BaseModel, saved: Path, scale: torch.Tensor | None) -> None:
+    packed = pack(load_file(saved / "model.safetensors"))
+    name = next(name for name, tensor in packed.items() if tensor.dtype == torch.int8)
+    del packed[name + ".scale"]
+    save_file(packed if scale is None else packed | {name + ".scale": scale}, saved / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"damaged weights: tensor '{name}' is of integers"):
+        load_head(saved, tiny_base)
 
 
 def test_a_head_is_not_saved_without_its_base(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     for name, words in {
-        "model-Q4_K_M.gguf": "but model-Q4_K_M.gguf; GGUF files are not read",
+        "model-Q4_K_M.gguf": "but model-Q4_K_M.gguf; give that file as the model",
         "pytorch_model.bin": "but pytorch_model.bin; pickled weights are never loaded",
         "model.fp16.safetensors": "but model.fp16.safetensors; rename it to model.safetensors",
         "model-00001.distcp": "but model-00001.distcp; it is a part of a training's state",
@@ -224,11 +224,13 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path) -> None:
     weights.write_bytes(whole[:-1])
     assert "has damaged weights: model.safetensors: " in refusal(folder)
     weights.rename(folder / "model-Q4_K_M.gguf")
+    assert "has no model.safetensors, but model-Q4_K_M.gguf; give that file as the model" in refusal(folder)
     (folder / "config.json").unlink()
-    assert "it has no config.json, but model-Q4_K_M.gguf; GGUF files are not read" in refusal(folder)
+    assert "model-Q4_K_M.gguf is damaged" in refusal(folder)
     (tmp_path / "training" / "checkpoint-500").mkdir(parents=True)
     assert "no config.json, but checkpoint-500; give the folder of one checkpoint" in refusal(tmp_path / "training")
-    assert "it is a file (give a folder" in refusal(folder / "model-Q4_K_M.gguf")
+    (folder / "notes.txt").write_text("mine")
+    assert "it is a file (give a folder" in refusal(folder / "notes.txt")
 
 
 @pytest.mark.parametrize("kept", ["model.safetensors", "config.json", "nothing"])
@@ -240,9 +242,8 @@ def test_an_adapter_is_refused_with_its_model(tmp_path: Path, kept: str) -> None
         kept, ["model.safetensors", "config.json"]
     ):
         (folder / name).unlink()
-    assert "has a PEFT adapter (adapter_config.json) of 'org/name', which is not applied here: merge it" in (
-        refusal(folder)
-    )
+    said = "has a PEFT adapter (adapter_config.json) of 'org/name': give that as model and this as loading.adapter"
+    assert said in refusal(folder)
 
 
 def test_weights_quantised_to_fp8_are_read_with_their_scales(tmp_path: Path) -> None:

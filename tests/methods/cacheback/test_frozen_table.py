@@ -60,7 +60,7 @@ def test_a_table_without_leaders_finds_nothing(tmp_path: Path) -> None:
 
 def test_a_table_of_another_tokeniser_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, TABLE)
-    with pytest.raises(LoadError, match=r"is of another tokeniser: make one with drafter cache for this model"):
+    with pytest.raises(LoadError, match=r"is of another tokeniser: make one with python -m recipes\.cacheback"):
         load_table(file, "fedcba9876543210", 100)
 
 
@@ -81,12 +81,12 @@ def test_a_damaged_table_is_refused(tmp_path: Path, bad: FrozenTable, why: str) 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "table"
-    with pytest.raises(LoadError, match="is no table of drafter cache: No such file"):
+    with pytest.raises(LoadError, match=r"is no table of recipes\.cacheback: No such file"):
         load_table(file, VOCABULARY, 100)
     file.write_text("{}")
-    with pytest.raises(LoadError, match="is no table of drafter cache"):
+    with pytest.raises(LoadError, match=r"is no table of recipes\.cacheback"):
         load_table(file, VOCABULARY, 100)
-    with pytest.raises(LoadError, match="is no table of drafter cache, whose format is"):
+    with pytest.raises(LoadError, match=r"is no table of recipes\.cacheback, whose format is"):
         load_table(EMBEDDED_BASE / "model.safetensors", VOCABULARY, 100)
 
 

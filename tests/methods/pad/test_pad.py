@@ -196,7 +196,7 @@ def test_another_base_is_refused_with_the_reason(tiny_base: BaseModel, tmp_path:
 
 
 def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"needs a classifier: make one with drafter pivots"):
+    with pytest.raises(LoadError, match=r"needs a classifier: make one with python -m recipes.pad"):
         make_verifier(VerifierSettings("pad"))
     with pytest.raises(LoadError, match=r"is not a folder with config\.json and model\.safetensors"):
         make_verifier(VerifierSettings("pad", {"classifier": str(tmp_path)}))
@@ -205,5 +205,5 @@ def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
     damaged = classifier_folder(tmp_path / "damaged", BaseOfClassifier("none", "v2-0", 0), WIDTH)
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "hidden_size": 5}))
-    with pytest.raises(LoadError, match=r"is damaged: RuntimeError: .*make it again with drafter pivots"):
+    with pytest.raises(LoadError, match=r"is damaged: RuntimeError: .*run python -m recipes\.pad again"):
         PadVerifier(damaged)

@@ -29,7 +29,7 @@ from pipeline.dataset.processor import Answers, ProcessorConfig, build_processor
 from pipeline.dataset.prompt_stage import make_prompts
 from pipeline.engines.ledger import RowOutcome
 from pipeline.errors import InputError
-from pipeline.generate.row_requests import Encoder, PromptSettings
+from pipeline.generate.prompts import Encoder, PromptSettings
 from pipeline.io.listing import PromptSource
 from pipeline.output.columns import COLUMNS
 from pipeline.settings import ReadingConfig
@@ -106,11 +106,11 @@ def test_a_chat_has_nothing_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> No
     """Ray Data keeps messages as structs, in which each row has the fields of all; and there is one date for all."""
     asked: list[tuple[Any, datetime]] = []
 
-    def render(tokenizer: Any, prompt: Any, now: datetime) -> list[int]:
+    def render(tokenizer: Any, prompt: Any, now: datetime) -> Prompt:
         asked.append((replace(prompt, chat_template_kwargs=prompt.chat_template_kwargs or None), now))
-        return [1]
+        return Prompt([1])
 
-    monkeypatch.setattr("pipeline.generate.row_requests.render_chat", render)
+    monkeypatch.setattr("pipeline.generate.prompts.render_chat", render)
 
     def chat(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}]

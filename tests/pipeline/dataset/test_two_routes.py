@@ -19,8 +19,9 @@ from drafter.images.opening import ImageLimits
 from drafter.prompt import Prompt
 from drafter.requests import SamplingParams
 from pipeline.dataset.prompt_stage import add_prompts, make_prompts, take_prompts
+from pipeline.generate.prompts import PromptSettings, encoder_of
 from pipeline.generate.row_images import ImageReading, folders_of
-from pipeline.generate.row_requests import PromptSettings, encoder_of, make_requests
+from pipeline.generate.row_requests import make_requests
 from pipeline.io.listing import PromptSource
 from pipeline.io.prompts import read_prompts
 from pipeline.settings import ReadingConfig, RowImagesConfig

@@ -13,7 +13,7 @@ from drafter.engine.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.engines.feeder import Feeder
+from pipeline.engines.feeder import Feeder, pause_after
 from pipeline.engines.ledger import ALONE_FROM, Ledger, RowKey, RowOutcome
 from pipeline.engines.models import capacity
 from pipeline.errors import JobError
@@ -164,3 +164,7 @@ def test_a_part_that_is_given_twice_at_once_is_an_error(pool: ThreadPoolExecutor
     assert set(first.result(PATIENCE)) == {"a", "b"}
     again = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: None)
     assert set(again.result(PATIENCE)) == {"a", "b"}
+
+
+def test_a_ledger_that_is_slow_because_all_engines_ask_it_is_asked_less_often() -> None:
+    assert [pause_after(seconds) for seconds in (0.0, 0.01, 0.05, 60.0)] == [1.0, 1.0, 2.5, 5.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -18,11 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter.engine.config import EngineSettings
+from drafter.gguf_files import tensor_spans as gguf_spans
+from drafter.target_model.loading import load_base
 from pipeline.cluster import model_copies
 from pipeline.cluster.model_copies import model_name
 from pipeline.engines.models import (
     engine_spec,
     folder_fingerprint,
+    generation_settings,
     head_fingerprints,
     longest_request,
     model_fingerprint,
@@ -31,7 +35,8 @@ from pipeline.engines.models import (
 from pipeline.errors import InputError
 from pipeline.io.files import Location
 from pipeline.settings import LoadingConfig
-from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
+from tests.support.gguf_files import tiny_llama, write_gguf
 from tests.support.paths import ROOT
 
 # What tells models' folders apart, and what shows that weights are not whole.
@@ -216,6 +221,54 @@ def test_an_output_is_not_gone_on_with_by_a_base_with_a_merged_adapter(
     refused = run(finished.source, *JOB_SETTINGS, base=merged)
     assert refused.code == 2
     assert "belongs to another job (model was 'v2-" in refused.error
+
+
+@pytest.mark.slow
+def test_an_output_is_not_gone_on_with_by_a_model_with_an_adapter(
+    refused: Run, finished: FinishedJob, model: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(load_base(model, device="cpu").model, settings).save_pretrained(tmp_path / "adapter")
+    finished.reopen()
+    told = refused(finished.source, *JOB_SETTINGS, "--loading.adapter", tmp_path / "adapter")
+    assert told.code == 2
+    assert "belongs to another job (loading.adapter was None, is now 'v2-" in told.error
+    told = refused(finished.source, *JOB_SETTINGS, "--loading.adapter", tmp_path)
+    assert "is not an adapter's folder: it has no adapter_config.json" in told.error
+
+
+@pytest.mark.slow
+def test_a_job_of_a_gguf_file_says_what_was_loaded(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    write_gguf(tiny_llama(), tmp_path / "tiny.gguf")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "the 12"}, {"prompt": "12"}])
+    done = run(source, "--sampling.max_new_tokens", 8, base=tmp_path / "tiny.gguf")
+    assert done.code == 0
+    assert json.loads((done.folder / "run.json").read_text())["weights"] == "GGUF, dequantised to float32"
+    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    FinishedJob(source, done).reopen()
+    told = run(source, "--sampling.max_new_tokens", 8, base=tmp_path / "tiny.gguf")
+    assert told.code == 2
+    assert "belongs to another job (model was 'v2-" in told.error
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_tensor_of_a_gguf_file_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_llama(), file)
+    if sampled:
+        monkeypatch.setattr("pipeline.engines.models._WHOLE_BYTES", 100)
+    content, spans = file.read_bytes(), gguf_spans(file)
+    seen = {model_fingerprint(str(file))}
+    for begin in [200, *(begin for begin, _ in spans)]:
+        file.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[begin + 1 :])
+        seen.add(model_fingerprint(str(file)))
+    assert len(seen) == 2 + len(spans) == 22
+    assert generation_settings(str(file)) == {}
+    assert longest_request(str(file), 2048, trust_remote_code=False) == 128
 
 
 def test_a_request_may_be_as_long_as_the_model_has_positions() -> None:

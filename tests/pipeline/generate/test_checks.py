@@ -104,6 +104,7 @@ OTHERS: dict[str, list[str]] = {
     "sampling.stop was [], is now ['a']": ["--sampling.stop", "[a]"],
     "reading.chat was None, is now False": ["--reading.chat", "false"],
     "loading.dtype was 'auto', is now 'float32'": ["--loading.dtype", "float32"],
+    "loading.dequantize was None, is now True": ["--loading.dequantize", "true"],
     "engine.max_model_len was None, is now 64": ["--engine.max_model_len", "64"],
 }
 
@@ -129,7 +130,7 @@ def test_a_submission_with_another_setting_is_told_which(tmp_path: Path, told: s
 FREE = [
     *("--drafter", "memory", "--engine.max_num_seqs", "3", "--engine.num_draft_tokens", "5", "--engine.kv_gib", "1"),
     *("--resources.max_actors", "2", "--limits.row_seconds", "9", "--writing.rows_per_file", "2"),
-    *("--loading.device", "cpu", "--writing.compact_mb", "1"),
+    *("--loading.device", "cpu"),
 ]
 
 

@@ -247,18 +247,6 @@ def test_an_output_begun_with_another_draw_is_refused(run: Run, finished: Finish
     assert run(finished.source, *JOB_SETTINGS).code == 0
 
 
-def test_an_input_that_an_earlier_release_has_staged(run: Run, finished: FinishedJob) -> None:
-    """A finished job needs the list of its parts alone; one that would read them is refused."""
-    for name in ("parts.json", "parts.json.copy"):
-        file = finished.outcome.folder / "_staged" / name
-        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "format"}))
-    assert run(finished.source, *JOB_SETTINGS).code == 0
-    next((finished.outcome.folder / "data").iterdir()).unlink()
-    refused = run(finished.source, *JOB_SETTINGS)
-    assert refused.code == 2
-    assert "was begun by an earlier release, which staged its input otherwise: go on with that" in refused.error
-
-
 @pytest.mark.slow
 def test_rows_share_a_limited_memory(run: Run, lm: SpeculativeLM, finished_job: FinishedJob, tmp_path: Path) -> None:
     row = lm.engine.batch.capacity * lm.base.new_cache(1, 1).nbytes / 2**30

@@ -18,7 +18,8 @@ import pytest
 
 from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
-from pipeline.generate.row_requests import PromptSettings, make_requests
+from pipeline.generate.prompts import PromptSettings
+from pipeline.generate.row_requests import make_requests
 from pipeline.generate.staging import StagingPlan, stage_files
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
@@ -66,6 +67,9 @@ ROWS: dict[str, Kind] = {
     "stop object": sampling({"stop": {"a": 1}}, "stop must be a list of non-empty strings, not {'a': 1}"),
     "stop empty": sampling({"stop": [""]}, "stop must be a list of non-empty strings, not ['']"),
     "stop null": sampling({"stop": [None]}, "stop must be a list of non-empty strings, not [None]"),
+    "stop many": sampling({"stop": ["x"] * 17}, "stop may have up to 16 strings, not 17"),
+    "stop endless": sampling({"stop": ["y" * 1001]}, "stop may have strings of up to 1000 characters, not 1001"),
+    "unknown": sampling({"heat": 1}, "unknown setting heat; there are"),
     "stop long": sampling({"stop": ["x" * 9999, 1]}, "stop must be a list of non-empty strings, not ['xxxx"),
     "logit_bias number": sampling({"logit_bias": 5}, "logit_bias must map token ids to numbers, not be 5"),
     "logit_bias name": sampling({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers, not be {'a': 1}"),

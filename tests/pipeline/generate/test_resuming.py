@@ -25,8 +25,8 @@ from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
 from pipeline.errors import InputError
 from pipeline.generate.checks import Job, input_source, job_meaning
 from pipeline.generate.config import parse_config
-from pipeline.generate.resuming import AskedRows, compare, delete_strays, dry_run, grow, match, numbered_seeds
-from pipeline.generate.row_keys import equal_before, text_keys
+from pipeline.generate.resuming import compare, delete_strays, dry_run, grow
+from pipeline.generate.row_keys import AskedRows, equal_before, match, numbered_seeds, text_keys
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import Location, locate
@@ -34,7 +34,7 @@ from pipeline.io.listing import find_prompts, list_input
 from pipeline.io.parts import StagedInput, with_repeats, with_row_type
 from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
 from pipeline.output.folder import OutputFolder
-from pipeline.output.part_files import commit_part, compact, is_whole
+from pipeline.output.part_files import commit_part, is_whole
 from tests.pipeline.conftest import Driver, Run, job_arguments, write_jsonl
 from tests.support.faults import EndedError, FailingFiles
 from tests.support.waiting import wait_until
@@ -239,15 +239,13 @@ def test_equal_rows_have_the_seeds_of_a_new_output_when_a_row_came_and_went(tmp_
     assert len(set(seeds)) == 4
 
 
-def test_merged_files_and_rows_of_a_stopped_submission_are_found_too(tmp_path: Path) -> None:
+def test_results_and_rows_of_a_stopped_submission_are_found_too(tmp_path: Path) -> None:
     job = MadeUpJob(tmp_path, prompts(*"abcdefgh"))
     job.generate(0, 1)
-    compact(job.job.output, 10**9)
     part = job.staged.parts[2].name
     left = SavedRow(part, "in.jsonl:7", made_up('{"prompt": "g"}', "first"), None, 0)
     write_unfinished(job.job.output, [left])
     job.grow(prompts(*"gfedcbai"))
-    assert not job.job.output.compaction()
     job.finish()
     assert [(text, drafter) for _, text, drafter, _ in of(job.rows)] == [
         *[(f"on {name}", "first") for name in "gfedcba"],

@@ -20,8 +20,9 @@ from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
 from drafter.prompt import Prompt, Span
 from drafter.requests import SamplingParams
+from pipeline.generate.prompts import PromptSettings
 from pipeline.generate.row_images import ImageReading, changed_images, folders_of, images_of
-from pipeline.generate.row_requests import PromptSettings, make_requests
+from pipeline.generate.row_requests import make_requests
 from pipeline.generate.staging import StagingPlan, stage_files, told_apart
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate

@@ -9,7 +9,7 @@ import pytest
 
 from drafter.text.conversation import Conversation
 from pipeline.errors import RowError
-from pipeline.generate.row_requests import row_conversation
+from pipeline.generate.prompts import row_conversation
 
 
 @pytest.mark.parametrize(

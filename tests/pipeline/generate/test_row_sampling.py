@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams, hashed_seed
-from pipeline.errors import RowError
 from pipeline.generate.row_requests import row_sampling
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
@@ -59,29 +58,3 @@ def test_an_integer_that_only_a_float_holds_is_one(name: str) -> None:
 )
 def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:
     assert row_sampling(DEFAULTS, "r", row, "sampling").seed == seed
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"sampling": 5}, "must be an object"),
-        ({"sampling": "[1]"}, "must be an object"),
-        ({"sampling": "{"}, "is not JSON"),
-        ({"sampling": {"heat": 1}}, "unknown setting heat; there are"),
-        ({"sampling": {"temperature": -1}}, "temperature must be at least 0"),
-        ({"sampling": '{"temperature": NaN}'}, "temperature must be a finite number"),
-        ({"sampling": {"temperature": "hot"}}, "temperature must be a finite number"),
-        ({"sampling": {"max_new_tokens": 1.5}}, "max_new_tokens must be an integer"),
-        ({"sampling": {"stop": ["x"] * 17}}, "stop may have up to 16 strings, not 17"),
-        ({"sampling": {"stop": ["x", "y" * 1001]}}, "stop may have strings of up to 1000 characters, not 1001"),
-        ({"sampling": {"stop": 5}}, "stop must be a list"),
-        ({"seed": -1}, "seed must be an integer of at least 0"),
-        ({"seed": "many"}, "seed must be an integer"),
-        ({"seed": 2**63}, "less than 2**63"),
-    ],
-)
-def test_bad_settings_of_a_row(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowError) as caught:
-        row_sampling(DEFAULTS, "r", row, "sampling")
-    assert caught.value.problem.type == "BadSampling"
-    assert message in str(caught.value)

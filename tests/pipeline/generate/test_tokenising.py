@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
 from drafter.text.tokenizers import load_tokenizer
-from pipeline.generate.row_requests import PromptSettings, make_requests
+from pipeline.generate.prompts import PromptSettings
+from pipeline.generate.row_requests import make_requests
 from pipeline.io.listing import PromptSource
 from pipeline.io.parts import PROBLEM_TYPE
 from pipeline.settings import ReadingConfig

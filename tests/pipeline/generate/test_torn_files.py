@@ -120,29 +120,6 @@ def test_torn_files_of_an_unfinished_output(run: Run, unfinished: FinishedJob, b
     assert_same(run(unfinished.source, *JOB_SETTINGS), before)
 
 
-@pytest.mark.slow
-def test_torn_and_lost_files_of_a_compacted_output(
-    run: Run, finished: FinishedJob, before: Outcome, tmp_path: Path
-) -> None:
-    settings, folder = (*JOB_SETTINGS, "--writing.compact_mb", 1), finished.outcome.folder
-    large = f"{PARTS[0]}-to-{PARTS[4]}.parquet"
-    finished.reopen()
-    assert run(finished.source, *settings).code == 0
-    compacted = shutil.copytree(folder, tmp_path / "compacted")
-    for files, damage in (
-        (f"_compaction.json errors/{PARTS[3]}-to-{PARTS[4]}.parquet", empty),
-        (f"_compaction.json.copy data/{large}", empty),
-        (f"data/{large}", Path.unlink),
-    ):
-        shutil.rmtree(folder)
-        shutil.copytree(compacted, folder)
-        tear(folder, files, damage)
-        finished.reopen()
-        done = run(finished.source, *settings)
-        assert_same(done, before)
-        assert done.parts.keys() == {large}
-
-
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FailingFiles]:
     """Have the next submissions of this process find a file system whose changes fail from the n-th on."""

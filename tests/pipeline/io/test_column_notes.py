@@ -15,7 +15,7 @@ from pipeline.io.column_notes import with_column_notes
 from pipeline.io.files import locate
 from pipeline.output.columns import column_values, columns_type
 from pipeline.output.folder import OutputFolder
-from pipeline.output.part_files import commit_part, compact
+from pipeline.output.part_files import commit_part
 from tests.support.parts import RUN, made_generation
 from tests.support.staging import read_parts, staged_input
 
@@ -44,7 +44,6 @@ def test_classes_have_their_names(tmp_path: Path, samples: int) -> None:
     labelled(tmp_path / "in" / "a.parquet", ["no", "yes"])
     labelled(tmp_path / "in" / "b.parquet", ["no", "yes"])
     output = answered(tmp_path / "in", tmp_path, samples=samples)
-    compact(output, 1 << 30)
     found = load_dataset(output.root.path, cache_dir=str(tmp_path / "cache"))["train"]
     assert len(found) == 8 * samples
     assert found.features["label"] == found.features["input_text"] == ClassLabel(names=["no", "yes"])

@@ -29,6 +29,7 @@ from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, lea
 from pipeline.learning.feed import Answer
 from pipeline.learning.learner_actor import LearnerActor
 from pipeline.output.folder import OutputFolder, put_head
+from pipeline.settings import LoadingConfig
 from tests.support.quick_learner import quick_settings
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -42,7 +43,7 @@ def output(tmp_path: Path) -> OutputFolder:
 
 def spec_of(model: Path, output: OutputFolder, share: float = 1.0) -> LearnerSpec:
     config = LearningConfig(enabled=True, head="new", share=share)
-    spec = learner_spec(config, output, output.root.path, str(model), "auto", trust_remote_code=False)
+    spec = learner_spec(config, output, output.root.path, str(model), LoadingConfig())
     return replace(spec, training=quick_settings())
 
 

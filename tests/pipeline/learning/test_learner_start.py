@@ -17,6 +17,7 @@ from pipeline.learning.config import LearnerSpec, LearningConfig, beginning, lea
 from pipeline.learning.job_learner import JobLearner, beside_learner
 from pipeline.output.folder import OutputFolder, put_head
 from pipeline.progress.board import LearningReport, Progress
+from pipeline.settings import LoadingConfig
 from tests.support.paths import ROOT
 
 BOTH = ("--input", "a", "--output", "b")
@@ -117,7 +118,7 @@ class StartedLearner:
 
 def spec_of(output: Path, **settings: Any) -> LearnerSpec:
     config = LearningConfig(enabled=True, head="new", **settings)
-    return learner_spec(config, OutputFolder(locate(str(output))), "run", "model", "auto", trust_remote_code=False)
+    return learner_spec(config, OutputFolder(locate(str(output))), "run", "model", LoadingConfig())
 
 
 def told(learner: JobLearner, now: Progress) -> LearningReport:

@@ -27,7 +27,7 @@ CHAT: Prompt = Conversation([{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize("prompt", [CHAT, "x"])
-def test_the_pieces_are_the_whole(prompt: Prompt) -> None:
+def test_the_pieces_are_the_whole(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
     request = ParsedRequest("gpt", (prompt,), {"logprobs": 2}, n=4)
     made = [generation(count) for count in (200, 0, 64, 1)]
     short = [replace(one, logprobs=None) for one in made]
@@ -38,7 +38,8 @@ def test_the_pieces_are_the_whole(prompt: Prompt) -> None:
         at_once.append(len(logprobs or ()))
         return logprobs_format(request)(logprobs, *others)
 
-    pieces = list(long_answer(body, made, noted, str))
+    monkeypatch.setattr("pipeline.openai.answers.logprobs_format", lambda _: noted)
+    pieces = list(long_answer(body, made, request, str))
     assert json.loads("".join(pieces)) == whole
     assert at_once == [64, 64, 64, 8, 0, 64, 1]
     assert len(pieces) == len(at_once) + 1
@@ -49,4 +50,4 @@ def test_what_is_not_finite_is_an_error() -> None:
     made = [generation(2, math.nan)]
     body = response(request, [replace(made[0], logprobs=None)], "id", 1, str)
     with pytest.raises(OpenAIError, match="not finite"):
-        list(long_answer(body, made, logprobs_format(request), str))
+        list(long_answer(body, made, request, str))

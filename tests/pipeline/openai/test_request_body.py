@@ -201,10 +201,6 @@ def test_names_that_clients_bring_along(name: str, message: str, code: str) -> N
     assert (error.value.param, error.value.code) == (name, code)
 
 
-def test_one_token_where_top_p_is_nothing() -> None:
-    assert parse_chat(chat(top_p=0)).settings == {"top_k": 1}
-
-
 _MOST_BYTES = 16 << 20
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +20,6 @@ from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import (
     ResultFile,
     commit_part,
-    compact,
     discard_torn,
     foreign_files,
     is_whole,
@@ -131,28 +130,6 @@ def test_a_part_of_only_errors_is_committed_too(output: OutputFolder, tmp_path: 
     assert read_rows(tmp_path / "data" / "p1.parquet") == []
 
 
-@pytest.mark.parametrize("late_error", [False, True])
-def test_a_part_that_is_written_again_after_it_was_merged_is_found(tmp_path: Path, late_error: bool) -> None:
-    """As by a process on a machine that the job had lost."""
-    output = OutputFolder(locate(str(tmp_path)))
-    output.create()
-    parts = [Part(name, 2) for name in ("p1", "p2")]
-    for part in parts:
-        commit_part(output, part.name, generated_rows(part.name, [{}, {}], [None, None]))
-    compact(output, 1 << 20)
-    before = files_below(tmp_path)
-    commit_part(output, "p1", generated_rows("p1", [{}, {}], [BAD_PROMPT if late_error else None, None]))
-    assert not is_whole(output, parts)
-    # As the next submission does.
-    discard_torn(output, parts)
-    if late_error:  # whose row is in the merged file, too: which of the two is right cannot be told
-        assert output.committed() == set()
-        return
-    compact(output, None)
-    assert files_below(tmp_path) == before
-    assert is_whole(output, parts)
-
-
 def test_files_of_no_part_are_named(output: OutputFolder, tmp_path: Path) -> None:
     commit_part(output, "p1", generated_rows("p1", [{}], [None]))
     assert is_whole(output, [Part("p1", 1)])
@@ -168,8 +145,7 @@ PLACE = locate("/nowhere")
 
 
 def result(folder: str, name: str, rows: int | None) -> ResultFile:
-    """A file of the parts that its name's letters name."""
-    return ResultFile(PLACE / folder / name, folder == "data", frozenset(name), rows)
+    return ResultFile(PLACE / folder / name, folder == "data", name, rows)
 
 
 def names(files: list[ResultFile]) -> list[str]:
@@ -192,18 +168,6 @@ WHOLE = [result("data", "a", 2), result("errors", "a", 1), result("data", "b", 3
         # Errors of an attempt that was not committed are replaced by the next one; damaged ones could be believed.
         ([WHOLE[1], *WHOLE[2:]], []),
         ([result("errors", "a", None), *WHOLE[2:]], ["errors/a"]),
-        # Merged files: all that hangs together is made again, and nothing else.
-        ([result("data", "ab", 5), result("errors", "a", 1), result("data", "c", 2)], []),
-        ([result("data", "ab", None), result("errors", "a", 1), result("data", "c", 2)], ["data/ab", "errors/a"]),
-        (
-            [result("data", "ab", 5), result("errors", "ac", None), result("data", "c", 1)],
-            ["data/ab", "data/c", "errors/ac"],
-        ),
-        # In the middle of a compaction rows are there twice: in the merged file and in the parts' own.
-        ([result("data", "ab", 5), result("data", "b", 3), result("errors", "a", 1), result("data", "c", 2)], []),
-        ([result("data", "ab", None), *WHOLE], ["data/ab"]),
-        # Parts whose data is lost cannot leave their errors in a merged file.
-        ([result("errors", "ac", 2), result("data", "b", 3)], ["errors/ac"]),
         # Somebody else's file.
         ([*WHOLE, result("data", "x", None)], []),
     ],
@@ -215,18 +179,11 @@ def test_what_is_torn(files: list[ResultFile], torn: list[str]) -> None:
 @given(st.data())
 def test_what_is_left_is_whole(data: st.DataObject) -> None:
     """Whatever is damaged or gone, every part that is committed afterwards has all of its rows."""
-    parts = "abcdef"
-    errors = {part: data.draw(st.integers(0, 2), label=f"errors of {part}") for part in parts}
-    cuts = data.draw(st.sets(st.integers(1, 5)), label="merged files end at")
-    bounds = [0, *sorted(cuts), 6]
     files = []
-    for kind in ("data", "errors"):
-        for first, end in pairwise(bounds):
-            some = parts[first:end]
-            rows = sum(5 - errors[part] if kind == "data" else errors[part] for part in some)
-            if kind == "data" or rows:
-                files.append(result(kind, some, rows))
-    wanted = dict.fromkeys(parts, 5)
+    for part in "abcdef":
+        errors = data.draw(st.integers(0, 2), label=f"errors of {part}")
+        files += [result("data", part, 5 - errors), *([result("errors", part, errors)] if errors else [])]
+    wanted = dict.fromkeys("abcdef", 5)
     assert torn_files(files, wanted) == []
     damage = st.sampled_from(["none", "torn", "gone"])
     left = []
@@ -235,28 +192,25 @@ def test_what_is_left_is_whole(data: st.DataObject) -> None:
             case "none":
                 left.append(file)
             case "torn":
-                left.append(ResultFile(file.place, file.commits, file.parts, None))
+                left.append(replace(file, rows=None))
     torn = torn_files(left, wanted)
     # A death between two deletions leaves something that is found torn again, or can be believed.
     for deleted in range(len(torn) + 1):
         there = [file for file in left if file not in torn[:deleted]]
         kept = [file for file in there if file not in torn_files(there, wanted)]
         assert all(file.rows is not None for file in kept)
-        committed = {part for file in kept if file.commits for part in file.parts}
-        assert sum(file.rows or 0 for file in kept if file.parts <= committed) == 5 * len(committed)
+        committed = {file.part for file in kept if file.commits}
+        assert sum(file.rows or 0 for file in kept if file.part in committed) == 5 * len(committed)
 
 
 @pytest.mark.parametrize("damage", [empty, cut])
-@pytest.mark.parametrize("compacted", [False, True])
-def test_files_on_disk(tmp_path: Path, damage: Damage, compacted: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_on_disk(tmp_path: Path, damage: Damage, capsys: pytest.CaptureFixture[str]) -> None:
     output = OutputFolder(locate(str(tmp_path)))
     output.create()
     parts = [Part(name, 2) for name in ("p1", "p2", "p3")]
     for part in parts:
         problems = [None, BAD_PROMPT] if part.name == "p2" else [None, None]
         commit_part(output, part.name, generated_rows(part.name, [{"prompt": "a"}, {"prompt": "b"}], problems))
-    if compacted:
-        compact(output, 1 << 20)
     assert is_whole(output, parts)
     discard_torn(output, parts)
     assert capsys.readouterr().err == ""
@@ -265,6 +219,5 @@ def test_files_on_disk(tmp_path: Path, damage: Damage, compacted: bool, capsys: 
     damage(Path(torn.path))
     assert not is_whole(output, parts)
     discard_torn(output, parts)
-    gone = {f"data/{'p1-to-p3' if compacted else 'p2'}.parquet", "errors/p2.parquet"}
-    assert before - files_below(tmp_path) == gone
+    assert before - files_below(tmp_path) == {"data/p2.parquet", "errors/p2.parquet"}
     assert "results that are not whole are made again: data/p" in capsys.readouterr().err

@@ -37,6 +37,7 @@ def write_output(folder: Path, parts: list[list[dict[str, Any]]], errors: list[d
                     "token_ids": row.get("token_ids", [30] * tokens),
                     "finish_reason": "length",
                     "num_prompt_tokens": 2,
+                    "num_cached_tokens": 0,
                     "num_output_tokens": tokens,
                     **statistics_columns(counts),
                     "generation_seconds": row.get("seconds", 1.0),

@@ -262,6 +262,97 @@ def test_a_prompt_is_echoed(client: OpenAI, plain: SpeculativeLM, logprobs: int 
     assert by_ids.choices[0].logprobs == found
 
 
+def test_token_ids_are_told(client: OpenAI, plain: SpeculativeLM) -> None:
+    """As trainers need them: the prompt's as they were read, and the output's as they were drawn, by vLLM's names."""
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "seed": 3,
+        "max_tokens": 9,
+        "n": 2,
+        "extra_body": {"return_token_ids": True},
+    }
+    ids = plain.encode(QUESTIONS[0])
+    wanted = [
+        plain.generate([ids], temperature=1.0, seed=sample_seed(3, choice), max_new_tokens=9)[0].token_ids
+        for choice in range(2)
+    ]
+    whole = client.completions.create(prompt=ids, **asked)
+    assert [choice.model_dump()["token_ids"] for choice in whole.choices] == wanted
+    assert [choice.model_dump()["prompt_token_ids"] for choice in whole.choices] == [ids, ids]
+    found: list[list[int]] = [[], []]
+    prompts = []
+    for chunk in client.completions.create(prompt=[ids], **asked, stream=True):
+        for choice in chunk.choices:
+            told = choice.model_dump()
+            found[choice.index] += told.get("token_ids", [])
+            prompts += [told["prompt_token_ids"]] if "prompt_token_ids" in told else []
+    assert (found, prompts) == (wanted, [ids, ids])
+    assert "token_ids" not in client.completions.create(prompt=ids, model=NAME, max_tokens=2).choices[0].model_dump()
+
+
+def test_token_ids_of_a_chat(client: OpenAI, plain: SpeculativeLM) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": chat(QUESTIONS[1]), "temperature": 0, "max_tokens": 9}
+    asked["extra_body"] = {"return_token_ids": True}
+    wanted, prompt = expected(plain, QUESTIONS[1], max_new_tokens=9), plain.encode(chat(QUESTIONS[1]))
+    whole = client.chat.completions.create(**asked).model_dump()
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (prompt, wanted.token_ids)
+    chunks = [chunk.model_dump() for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt]
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == wanted.token_ids
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_prompt_is_scored(client: OpenAI, plain: SpeculativeLM, count: int) -> None:
+    """In vLLM's form: what transformers' forward says of each token, and of the likeliest at its place."""
+    ids = [plain.encode(QUESTIONS[0]), plain.encode(QUESTIONS[2])]
+    extra = {"prompt_logprobs": count, "return_token_ids": True}
+    told = client.completions.create(model=NAME, prompt=ids, max_tokens=1, n=2, extra_body=extra).model_dump()
+    assert told["choices"][0]["prompt_logprobs"] == told["choices"][1]["prompt_logprobs"]
+    of_chat = client.chat.completions.create(model=NAME, messages=chat(QUESTIONS[1]), max_tokens=1, extra_body=extra)
+    cases = [(told["choices"][0], ids[0]), (told["choices"][2], ids[1])]
+    for answer, prompt in [*cases, (of_chat.model_dump(), plain.encode(chat(QUESTIONS[1])))]:
+        assert answer["prompt_token_ids"] == prompt
+        with torch.no_grad():
+            wanted = plain.base.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        first, *others = answer["prompt_logprobs"]
+        assert first is None
+        assert len(others) == len(prompt) - 1
+        for entry, row, token in zip(others, wanted[:-1], prompt[1:], strict=True):
+            assert entry[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
+            best = row.topk(count)
+            ranked = sorted(entry.values(), key=lambda one: one["rank"])
+            assert [one["rank"] for one in ranked[:count]] == list(range(1, count + 1))
+            assert [one["logprob"] for one in ranked[:count]] == pytest.approx(best.values.tolist(), abs=1e-4)
+            rank = 1 + int((row > row[token]).sum())
+            assert entry[str(token)]["rank"] == rank
+            assert len(entry) == count + (rank > count)
+
+
+def test_a_scored_prompt_may_be_echoed(client: OpenAI) -> None:
+    """With another number of alternatives than `logprobs` has."""
+    asked: dict[str, Any] = {"model": NAME, "prompt": QUESTIONS[0], "max_tokens": 2, "temperature": 0, "echo": True}
+    plainly = client.completions.create(**asked, logprobs=1).choices[0]
+    both = client.completions.create(**asked, logprobs=1, extra_body={"prompt_logprobs": 4}).choices[0]
+    assert both.logprobs == plainly.logprobs
+    assert all(len(entry) in (4, 5) for entry in both.model_dump()["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": -1}, "prompt_logprobs")],
+)
+def test_what_cannot_be_scored(client: OpenAI, wrong: dict[str, Any], param: str) -> None:
+    for route, asked in (
+        (client.completions, {"prompt": "how"}),
+        (client.chat.completions, {"messages": chat("how")}),
+    ):
+        with pytest.raises(BadRequestError) as caught:
+            route.create(model=NAME, **asked, extra_body=wrong)
+        assert caught.value.param == param
+    with pytest.raises(BadRequestError, match="needs 'stream' to be false"):
+        client.completions.create(model=NAME, prompt="how", stream=True, extra_body={"prompt_logprobs": 1})
+
+
 def test_log_probabilities(client: OpenAI, plain: SpeculativeLM) -> None:
     wanted = expected(plain, QUESTIONS[2], max_new_tokens=10, logprobs=3)
     assert wanted.logprobs is not None

@@ -50,7 +50,7 @@ def distilled(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     columns = [list(column) for column in zip(*rows, strict=True)]
     pyarrow.parquet.write_table(pa.table(columns, ["prompt", "sheet"]), source := folder / "in.parquet")
     settings: tuple[Any, ...] = ("--reading.images_column", "sheet", "--sampling.max_new_tokens", 10)
-    settings += ("--writing.rows_per_file", 5, "--writing.compact_mb", 1)
+    settings += ("--writing.rows_per_file", 5)
     assert distill(job_arguments(source, folder / "out", EMBEDDED_DIGITS, *settings, drafter="none")) == 0
     return folder / "out"
 

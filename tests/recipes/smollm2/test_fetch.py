@@ -19,7 +19,8 @@ from recipes.smollm2 import dequantise
 from recipes.smollm2.__main__ import main
 from recipes.smollm2.fetch import fetch, is_fetched
 from recipes.smollm2.gguf_wheel import GgufWheel
-from tests.recipes.smollm2.gguf_files import rounded, tiny_llama, write_gguf, write_wheel
+from tests.recipes.smollm2.wheels import write_wheel
+from tests.support.gguf_files import rounded, tiny_llama, write_gguf
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from drafter.embedded import EMBEDDED_BASE
 from drafter.text.tokenizers import load_tokenizer
 from recipes.smollm2.magpie import Repeats, choose, is_english, opening
-from tests.recipes.smollm2.gguf_files import TEMPLATE
+from tests.support.gguf_files import TEMPLATE
 
 
 def row(text: str, tokens: int = 20, reason: str = "stop") -> dict[str, Any]:

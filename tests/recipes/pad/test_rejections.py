@@ -7,9 +7,9 @@ import torch
 
 from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import PlainDecoding
-from drafter.methods.pad.training import RecordingVerifier
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
+from recipes.pad.training import RecordingVerifier
 from tests.drafter.acceptance.test_contract import tree_of
 from tests.methods.pad.test_pad import row_of
 from tests.support.models import AdversarialDrafter, run_engine, tokens_of

@@ -1,4 +1,4 @@
-"""The job that makes a table of n-grams: from any input to a file that the drafter loads."""
+"""The recipe that makes a table of n-grams: from any input, such as a job's output, to a file that a drafter loads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 
 from drafter.methods.cacheback.frozen_table import FrozenTable, load_table, read_metadata
 from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
-from jobs.cache import main
-from pipeline.cacheback.config import parse_config
-from pipeline.errors import InputError
+from recipes.cacheback.__main__ import main
 from tests.pipeline.conftest import FinishedJob, Run, write_jsonl
 
 SENTENCE = "how many apples and pens does she have"
@@ -37,9 +35,9 @@ def ids(model: Path, text: str = SENTENCE) -> list[int]:
     ("rows", "settings"),
     [
         ([{"text": SENTENCE}] * 3, ()),
-        ([{"words": SENTENCE, "text": "x"}] * 3, ("--reading.column", "words")),
+        ([{"words": SENTENCE, "text": "x"}] * 3, ("--column", "words")),
         ([{"messages": [{"role": "user", "content": SENTENCE}]}] * 3, ()),
-        ([{"chat": [{"role": "user", "content": SENTENCE}]}] * 3, ("--reading.column", "chat")),
+        ([{"chat": [{"role": "user", "content": SENTENCE}]}] * 3, ("--column", "chat")),
     ],
 )
 def test_texts_and_chats_become_a_table(
@@ -58,7 +56,7 @@ def test_token_ids_of_parquet_and_lines_of_text(model: Path, tmp_path: Path) -> 
     assert make(tmp_path / "in.parquet", tmp_path / "of-ids", model) == 0
     assert load(tmp_path / "of-ids", model).leaders.tolist() == [5, 6]
     (tmp_path / "in.txt").write_text(f"{SENTENCE}\n\n{SENTENCE}\n")
-    assert make(tmp_path / "in.txt", tmp_path / "of-lines", model, "--reading.limit", 1) == 0
+    assert make(tmp_path / "in.txt", tmp_path / "of-lines", model, "--limit", 1) == 0
     assert json.loads(read_metadata(tmp_path / "of-lines")["provenance"])["texts"] == 1
 
 
@@ -85,7 +83,7 @@ def test_a_job_that_is_submitted_again_changes_nothing(model: Path, tmp_path: Pa
     [
         ({"text": "x"}, (), "has no text of four tokens in column 'text'"),
         ({"body": SENTENCE}, (), "has none of the columns text, prompt, messages, token_ids (it has body)"),
-        ({"body": SENTENCE}, ("--reading.column", "text"), "has no column 'text' (it has body)"),
+        ({"body": SENTENCE}, ("--column", "text"), "has no column 'text' (it has body)"),
         ({"token_ids": [5, 6, 7, 999]}, (), "has the token 999, and the model's vocabulary ends at"),
         ({"token_ids": [5, -1, 7, 9]}, (), "has the token -1, and the model's vocabulary ends at"),
         ({"token_ids": "5 6 7 8 9"}, (), "has no text of four tokens in column 'token_ids'"),
@@ -105,13 +103,8 @@ def test_nonsense_is_refused(
 def test_a_file_that_is_no_table_stays(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": SENTENCE}])
     assert make(source, source, model) == 2
-    assert "is no table of drafter cache" in capsys.readouterr().err
+    assert "is no table of recipes.cacheback" in capsys.readouterr().err
     assert source.exists()
-
-
-def test_an_output_has_a_name() -> None:
-    with pytest.raises(InputError, match="output is empty"):
-        parse_config(["--input", "x", "--output", " "])
 
 
 @pytest.mark.slow

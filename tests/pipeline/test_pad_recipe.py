@@ -1,3 +1,5 @@
+"""The recipe of the verifier pad, from answers to a classifier: here, as it needs the Ray of the pipeline's tests."""
+
 from __future__ import annotations
 
 import json
@@ -9,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from drafter.methods.pad.method import load_classifier
-from jobs.pivots import main
 from pipeline.engines.models import folder_fingerprint
+from recipes.pad.__main__ import main
 from tests.pipeline.conftest import FinishedJob, JobRun, Run, write_jsonl
 
 Pivots = Callable[..., JobRun]
@@ -46,7 +48,7 @@ def test_from_answers_to_a_verifier(pivots: Pivots, run: Run, tmp_path: Path) ->
         source, "--sampling.max_new_tokens", 32, *sizes, "--engine.num_draft_tokens", 3, output=tmp_path / "answers"
     )
     assert answers.code == 0, answers.stderr
-    settings = ("--rollouts", 3, "--tokens_per_prompt", 4, "--resources.cpus_per_actor", 1)
+    settings = ("--rollouts", 3, "--tokens_per_prompt", 4, "--cpus", 1)
     outcome = pivots(answers.folder, *settings)
     assert outcome.code == 0, outcome.stderr
     folder = outcome.folder
@@ -58,7 +60,7 @@ def test_from_answers_to_a_verifier(pivots: Pivots, run: Run, tmp_path: Path) ->
     assert f"{len(labels):,} rejected tokens" in outcome.stdout
     training = json.loads((folder / "verifier" / "config.json").read_text())["training"]
     assert training["labels"] == len(labels)
-    assert training["command"].startswith("drafter pivots --input")
+    assert training["command"].startswith("python -m recipes.pad --input")
 
     # The same answers give the same labels.
     assert pivots(answers.folder, *settings).code == 0
@@ -84,7 +86,6 @@ def test_bad_settings_are_refused(pivots: Pivots, finished: FinishedJob, tmp_pat
         (["--rollouts", "0"], "rollouts must be at least 1, not 0"),
         (["--held_out", "1"], "held_out must be between 0 and 1, not 1"),
         (["--temperature", "0"], "temperature must be more than 0, not 0"),
-        (["--output", "s3://bucket/out"], "must be a folder of this machine"),
         (["--scorer", "number"], "the scorer number compares with a column of the rows: name it with --target"),
         (["--scorer", f"{tmp_path}/nothing.py:f"], "nothing.py is not a Python file"),
         (["--input", str(tmp_path)], "is not the output of a generation job"),

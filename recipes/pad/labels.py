@@ -1,4 +1,4 @@
-"""The job that trains a classifier for `pad`.
+"""Labels of rejected draft tokens, and the classifier that learns from them.
 
 Exact answers are decoded once more, and rejected draft tokens recorded; a generation stage of Ray Data continues texts
 with and without each of them; the continuations are scored; a classifier learns from the labels.
@@ -26,26 +26,24 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.decoders import decode_all
 from drafter.methods.pad.method import BaseOfClassifier, PivotFeatures, published_layer, save_classifier
-from drafter.methods.pad.training import RecordingVerifier, Rejection, is_pivot, roc_area, train_classifier
 from drafter.requests import Request, SamplingParams, hashed_seed, sample_seed
 from drafter.text.text_stream import read_output
 from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.model_copies import model_name
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data, share_out
-from pipeline.command_line import say
+from pipeline.command_line import at_least, say
 from pipeline.dataset.processor import ProcessorConfig, build_processor
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_job import output_folder
-from pipeline.evaluation.measuring import as_job_errors, load_models, measured
+from pipeline.evaluation.evaluate_job import as_job_errors, load_models, measured, output_folder
 from pipeline.generate.row_requests import row_sampling
 from pipeline.io.files import locate
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.output.columns import PROMPT_IMAGES
 from pipeline.output.folder import OutputFolder, versions
-from pipeline.pad.config import PivotsConfig
 from pipeline.report.outputs import Row, open_output, open_rows, read_run_of, rows_of
 from pipeline.report.scorers import Scorer, make_scorer
-from pipeline.settings import SAMPLING_COLUMN
+from pipeline.settings import SAMPLING_COLUMN, ResourcesConfig
+from recipes.pad.training import RecordingVerifier, Rejection, is_pivot, roc_area, train_classifier
 
 _ROWS_AT_ONCE = 256
 _SIDES = {"with": "rejected", "without": "chosen"}
@@ -70,8 +68,36 @@ REJECTION_TYPE = pa.schema(
 )
 
 
+@dataclass(frozen=True)
+class PivotsConfig:
+    """What the recipe's command line says, whose help explains it.
+
+    Raises:
+        InputError: A value is out of its range.
+    """
+
+    input: str
+    output: str
+    scorer: str
+    target: str | None = None
+    drafter: str | None = None
+    tokens_per_prompt: int = 8
+    rollouts: int = 20
+    temperature: float = 0.7
+    held_out: float = 0.25
+    engines: int = 1
+    cpus: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_prompt", "rollouts", "engines"):
+            at_least(name, getattr(self, name), 1)
+        at_least("temperature", self.temperature, 0, above=True)
+        if not 0 < self.held_out < 1:
+            raise InputError(f"held_out must be between 0 and 1, not {self.held_out:g}")
+
+
 def pivots(config: PivotsConfig, command: str) -> None:
-    """Run a job to its end; `command` is kept for the record.
+    """Make the labels and the classifier; `command` is kept for the record.
 
     Raises `InputError` for a mistake in the configuration or the input, and `JobError` if the job failed on the way.
     """
@@ -164,7 +190,8 @@ def find_tokens(
 
     Raises `InputError` if there is nothing to label.
     """
-    resources = share_out(config.resources, connect(), what="searches for rejected tokens")
+    share = ResourcesConfig(cpus_per_actor=config.cpus)
+    resources = share_out(share, connect(), what="searches for rejected tokens")
     asked = (model_name(made["model"]), drafter, made["loading"], made["engine"], rows)
     limits = (config.tokens_per_prompt, resources.threads)
     (base, _), *found = measured(resources, rejected_tokens, *asked, *limits, mistakes=(LoadError, RequestError))
@@ -264,17 +291,10 @@ def continuations(config: PivotsConfig, made: Mapping[str, Any], drafter: str, t
     Yields the token's index as `number`, the `side`, the index of the `rollout`, and the new `token_ids`.
     """
     quiet_ray_data()
-    share = config.resources
-    engines = share.min_actors, share.max_actors or share.min_actors
+    engine, loading = made["engine"], made["loading"]
     stage = build_processor(
         ProcessorConfig(
-            model_name(made["model"]),
-            drafter,
-            made["engine"],
-            loading=made["loading"],
-            concurrency=engines,
-            cpus=share.cpus_per_actor,
-            gpus=share.gpus_per_actor,
+            model_name(made["model"]), drafter, engine, loading=loading, concurrency=config.engines, cpus=config.cpus
         )
     )
     numbered = tokens.drop_columns(["hidden"]).append_column("number", pa.array(range(len(tokens)), pa.int64()))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.methods.pad.method import PivotFeatures
-from drafter.methods.pad.training import is_pivot, roc_area, train_classifier
+from recipes.pad.training import is_pivot, roc_area, train_classifier
 
 
 def test_a_pivot_takes_more_than_a_tenth_of_the_utility() -> None:

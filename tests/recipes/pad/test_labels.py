@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.methods.pad.training import Rejection
 from drafter.prompt import Prompt, Span
 from drafter.requests import Request, SamplingParams
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.row_requests import row_sampling
-from pipeline.pad.job import (
+from recipes.pad.labels import (
     REJECTION_TYPE,
     RepeatedRow,
     features_of,
@@ -28,6 +27,7 @@ from pipeline.pad.job import (
     tokens_of,
     worth,
 )
+from recipes.pad.training import Rejection
 from tests.pipeline.report.outputs import write_output
 from tests.support.models import SpellingTokenizer
 

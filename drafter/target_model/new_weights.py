@@ -1,0 +1,80 @@
+"""New weights for a loaded model: which of its tensors each one replaces, checked before any is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.errors import LoadError, shown
+from drafter.target_model.weights import and_more
+
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors by the names of the model's `named_parameters()` or `state_dict()`."""
+
+
+def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor, Tensor]]:
+    """Pair a model's own tensors with those that replace them: all of its parameters, and the buffers that are given.
+
+    Of parameters that the model ties, one name is enough; tensors for several of them must be equal.
+
+    Raises:
+        LoadError: A name, a shape or a number is not one that the model can have, or a parameter is missing. The
+            message names the first one.
+    """
+    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    what = f"new weights for {name!r}"
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise LoadError(f"{what}: its weights are quantised, and only those of a model in floating point can change")
+    if offloaded := [key for key, tensor in own.items() if tensor.is_meta]:
+        raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
+    given = _by_name(what, weights)
+    if unknown := [key for key in given if key not in own]:
+        raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {_why_unknown(unknown, own)}")
+    replaced: dict[int, tuple[str, Tensor]] = {}  # by the identity of the model's own tensor, which tied names share
+    for key, new in given.items():
+        _refuse_unfit(what, key, new, own[key])
+        first, other = replaced.setdefault(id(own[key]), (key, new))
+        if other is not new and not torch.equal(other, new.to(other)):
+            raise LoadError(
+                f"{what}: {first} and {key} differ, and the model ties them: give weights of a model with "
+                "tie_word_embeddings, or load one without"
+            )
+    parameters = {id(parameter): key for key, parameter in model.named_parameters()}
+    if missing := [key for number, key in parameters.items() if number not in replaced]:
+        raise LoadError(
+            f"{what}: there is no {missing[0]}{and_more(missing)}: give all parameters, such as named_parameters() or "
+            "a whole state_dict"
+        )
+    return [(own[key], new) for key, new in replaced.values()]
+
+
+def _by_name(what: str, weights: Weights) -> dict[str, Tensor]:
+    given: dict[str, Tensor] = {}
+    for pair in weights.items() if isinstance(weights, Mapping) else weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], Tensor):
+            raise LoadError(f"{what}: give a state_dict, or pairs of a name and a tensor, not {shown(pair)}")
+        if pair[0] in given:
+            raise LoadError(f"{what}: {pair[0]} comes twice")
+        given[pair[0]] = pair[1]
+    return given
+
+
+def _refuse_unfit(what: str, key: str, new: Tensor, own: Tensor) -> None:
+    if new.shape != own.shape:
+        raise LoadError(f"{what}: {key} has the shape {list(new.shape)}, and the model's own has {list(own.shape)}")
+    if new.is_meta or new.is_floating_point() != own.is_floating_point():
+        raise LoadError(f"{what}: {key} is {new.dtype} on {new.device}, which cannot replace {own.dtype}")
+    if not bool(new.isfinite().all()):
+        raise LoadError(f"{what}: {key} has values that are not finite, as where a training has diverged")
+
+
+def _why_unknown(unknown: Collection[str], own: Mapping[str, Tensor]) -> str:
+    if any("lora_" in key or ".base_layer." in key for key in unknown):
+        return "merge the adapter into the weights first, by peft's merge_and_unload or merge_adapter"
+    for key in unknown:
+        if wrapper := next((key.removesuffix(name) for name in own if key.endswith(f".{name}")), None):
+            return f"names begin with {wrapper!r}, as a wrapper gives them: give those of the model inside"
+    return "give weights of the same architecture, under the names of the model's state_dict"
