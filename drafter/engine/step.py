@@ -8,7 +8,6 @@ from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +30,9 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers
-
-
-class WantedLogprobs(NamedTuple):
-    """What a row wants: so many of the most probable tokens beside its own, and whether after all settings."""
-
-    top: int
-    drawn: bool
-
-
-_NOTHING: Mapping[int, WantedLogprobs] = MappingProxyType({})
+Wanted = Mapping[int, tuple[int, bool]]
+"""Log-probabilities by row: with how many of the most probable tokens, and whether as `Request.drawn_logprobs`."""
+_NOTHING: Wanted = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class StepPlan:
     ask: Ask
     depth: int  # of the deepest draft token that a row may get
     deepest: list[int]  # the same of each row
-    wanted: dict[int, WantedLogprobs]  # of the rows that want log-probabilities
+    wanted: Wanted
     stays: list[int]  # of the sequences
     load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
     follows: bool = True  # the host follows it stage by stage; otherwise it is queued as a whole
@@ -130,7 +122,7 @@ class StepPlan:
             if sequence.handling is Handling.PLAIN:
                 deepest[row] = 0
         wanted = {
-            row: WantedLogprobs(top, one.handle.request.drawn_logprobs)
+            row: (top, one.handle.request.drawn_logprobs)
             for row, one in enumerate(sequences)
             if (top := one.sampling.logprobs) is not None
         }
@@ -211,7 +203,7 @@ class Outcome:
         logprobs: dict[int, list[TokenLogprob]] = {}
         wanted = step.plan.wanted
         if tensors.logprobs is not None:
-            found = tensors.logprobs.read([tokens[row] for row in wanted], [one.top for one in wanted.values()])
+            found = tensors.logprobs.read([tokens[row] for row in wanted], [top for top, _ in wanted.values()])
             logprobs = dict(zip(wanted, found, strict=True))
         return Outcome(step, tokens, sound, accepted, drafted, on_path, lenient, logprobs)
 
@@ -320,11 +312,8 @@ class DeviceStep:
         ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
         return Verified(tree, ancestors, depth, logits, ours, read)
 
-    def finish(self, verified: Verified, rows: slice, wanted: Mapping[int, WantedLogprobs] = _NOTHING) -> StepTensors:
-        """Let the verifier decide on the trees of slots `rows`, commit the accepted paths, and pack the result.
-
-        `wanted` are log-probabilities by row.
-        """
+    def finish(self, verified: Verified, rows: slice, wanted: Wanted = _NOTHING) -> StepTensors:
+        """Let the verifier decide on the trees of slots `rows`, commit the accepted paths, and pack the result."""
         sampling = self.state.row_sampling(rows)
         accepted = self.verifier.accept(verified, sampling)
         tree, logprobs = verified.tree, None
@@ -332,12 +321,12 @@ class DeviceStep:
             row = devices.send(torch.tensor(list(wanted)), self.base.device)
             path = accepted.path[row]
             at_path = verified.logits[row[:, None], path]
-            if drawn := [place for place, one in enumerate(wanted.values()) if one.drawn]:
+            if drawn := [place for place, (_, as_drawn) in enumerate(wanted.values()) if as_drawn]:
                 some = devices.send(torch.tensor(drawn), self.base.device)
                 nodes = row[some][:, None].expand_as(path[some]).flatten(), path[some].flatten()
                 found = verified.choices(sampling).log_probs(*nodes).float().view(len(drawn), *at_path.shape[1:])
                 at_path = at_path.float().index_copy(0, some, found)
-            logprobs = token_logprobs(at_path, accepted.tokens[row], max(one.top for one in wanted.values()))
+            logprobs = token_logprobs(at_path, accepted.tokens[row], max(top for top, _ in wanted.values()))
         # One node that is not finite spoils the whole tree.
         sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
