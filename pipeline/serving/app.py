@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from drafter.edge.messages import PATH
@@ -389,8 +390,11 @@ async def _refused(request: Request, error: Exception) -> Response:
                 "/v1/chat/completions, /v1/completions, /v1/models, and with batches.folder /v1/files and /v1/batches"
             )
             message = f"'{clipped(request.url.path)}' is not supported: there are {known}."
-        refusal = OpenAIError(error.status_code, message)
-        return JSONResponse(refusal.body(), refusal.status, error.headers)
+        refusal, headers = OpenAIError(error.status_code, message), error.headers
+        if error.status_code == 405:  # Starlette would name the methods of one of the path's routes
+            here = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+            headers = {"Allow": ", ".join(sorted({method for route in here for method in route.methods}))}
+        return JSONResponse(refusal.body(), refusal.status, headers)
     if isinstance(error, RequestValidationError):
         error = OpenAIError(400, "The request cannot be read.")
     elif not isinstance(error, OpenAIError):
