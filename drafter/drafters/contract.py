@@ -213,6 +213,13 @@ class Drafter(ABC):
     def select(self, member: int) -> None:  # noqa: B027
         """Make `members[member]` draft from now on. Called before `prepare`."""
 
+    def follows(self, ask: Ask) -> bool:
+        """Return whether the drafter would draft on the host, from all tokens so far: no step may be under way then.
+
+        What it drafts in other steps is captured in a CUDA graph on a GPU.
+        """
+        return bool(ask.nodes) and not self.spec.graph_safe
+
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
         """Do a step's work that is not captured in a CUDA graph, such as reading a new prompt, before each `propose`.
 
@@ -226,7 +233,7 @@ class Drafter(ABC):
         A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding. `ask.nodes` is
         from 1 to `spec.max_nodes`.
 
-        On a GPU this is captured and replayed if the spec is `graph_safe`: the operations must depend only on the
+        On a GPU this is captured and replayed unless the drafter `follows`: the operations must depend only on the
         tensors, the number of rows, `context.longest` and `ask.nodes`, and must not wait for the device.
         """
 
@@ -244,7 +251,8 @@ class Drafter(ABC):
     def brought(self, rows: int) -> tuple[int, ...]:
         """Return how many draft tokens from elsewhere wait for each of the first slots; empty if none do.
 
-        The step verifies all of them, whatever a budget plans, and `propose` gets them in `Ask.brought`.
+        This comes before a step that `follows`, which verifies all of them, whatever a budget plans; `propose` gets
+        them in `Ask.brought`.
         """
         return ()
 

@@ -59,6 +59,11 @@ class LateDrafter(Drafter):
         self._vocabulary = loan.base.vocab_size
         self.slots = [self._rows]
 
+    @property
+    def has_some(self) -> bool:
+        """True if drafts have come since the last `take`."""
+        return bool(self._came)
+
     def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:
         in_order = len(tokens) == len(parents) and all(-1 <= parent < one for one, parent in enumerate(parents))
         if at < 0 or not in_order or not all(0 <= token < self._vocabulary for token in tokens):
@@ -91,13 +96,13 @@ class LateDrafter(Drafter):
 class BesideDrafter(MergedDrafter):
     """Lets `own` draft, but for rows that a draft has come for: of these all of it is verified, up to `nodes` tokens.
 
-    What a budget plans, and learns, is of `own` alone.
+    What a budget plans, and learns, is of `own` alone. The host drafts only where a draft has come.
     """
 
     def __init__(self, own: Drafter, nodes: int) -> None:
         self.own, self._late, self._drafts = own, LateDrafter(nodes), list[Nodes]()
         super().__init__(own, self._late)
-        self.spec = replace(self.spec, max_nodes=own.spec.max_nodes, brought=nodes)
+        self.spec = replace(self.spec, max_nodes=own.spec.max_nodes, brought=nodes, graph_safe=own.spec.graph_safe)
         self.members, self.known, self.drafts = own.members, own.known, own.drafts
 
     @property
@@ -106,6 +111,9 @@ class BesideDrafter(MergedDrafter):
 
     def select(self, member: int) -> None:
         self.own.select(member)
+
+    def follows(self, ask: Ask) -> bool:
+        return self._late.has_some or bool(ask.brought) or self.own.follows(ask)
 
     def prepare(self, context: DraftContext) -> None:
         self.own.prepare(context)

@@ -6,13 +6,15 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from drafter import devices
 from drafter.acceptance.choices import are_sound
@@ -30,7 +32,7 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers
-_NOTHING: Mapping[int, int] = MappingProxyType({})
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,18 @@ class StepTensors:
     logprobs: PathLogprobs | None = None  # of emitted tokens, of the rows that want them; None if none do
     lenient: Tensor | None = None  # `[B, D + 1]` bool; see `Accepted`
 
+    @property
+    def path(self) -> Tensor:
+        """`[B, D + 1]` node ids; entries past an accepted path are 0."""
+        width = self.packed.shape[1]
+        return self.packed[:, 2 : 1 + width // 2] if width > 1 else torch.zeros_like(self.packed)
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[B, D + 1]` tokens along the path; -1 in a row that is not sound."""
+        width = self.packed.shape[1]
+        return self.packed[:, 1 + width // 2 :] if width > 1 else self.packed
+
     def to_host(self, rows: int) -> StepTensors:
         """Copy the first `rows` rows to the host; valid once queued work is done."""
         return StepTensors(
@@ -58,32 +72,36 @@ class StepTensors:
 
 @dataclass
 class Clock:
-    """Times the parts of a step, in seconds: on the host that follows it, or on a `device` that works behind it."""
+    """Times the parts of a step, in seconds: on the host, or on a `device` that works behind it."""
 
     since: float = field(default_factory=time.perf_counter)  # when the present part began
     reading: float = 0.0  # the drafter's prefill
     drafting: float = 0.0
-    rest: float | None = None  # all else; None where the host does not know
-    device: devices.DeviceTimer | None = None
+    rest: float | None = None  # all else; None until it is known
+    device: devices.DeviceTimer | None = None  # None where the host waits for the step
     shadow: StepSeconds | None = None  # a shadow draft, beside these; None without one
+    usual: bool = True  # later steps like this one take as long
 
     def lap(self) -> float:
         """Begin the next part; return the seconds of the last one."""
         before, self.since = self.since, time.perf_counter()
         return self.since - before
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """Return a `with` block for a part that the device does."""
-        return nullcontext() if self.device is None else self.device.part()
+    def on_device(self, part: str) -> AbstractContextManager[None]:
+        """Return a `with` block for a part that the device does: `drafting`, or another name for the rest."""
+        return nullcontext() if self.device is None else self.device.part(part)
+
+    def landed(self) -> None:
+        """Note that the step's result is on the host, which has waited for it."""
+        if self.rest is None:
+            self.rest = self.lap()
 
     def seconds(self) -> StepSeconds | None:
-        """Return the times of a step that has landed; None if they are not known.
-
-        On a device drafting is a part of the step, as in the table of latencies there.
-        """
-        if self.device is not None:
-            return StepSeconds(0.0, 0.0, self.device.seconds)
-        return None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
+        """Return the times of a step that has landed; None if they tell nothing of later ones."""
+        if self.usual and self.device is not None:
+            drafting = self.device.seconds("drafting")
+            return StepSeconds(0.0, drafting, self.device.seconds() - drafting)
+        return StepSeconds(self.reading, self.drafting, self.rest) if self.usual and self.rest is not None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +117,7 @@ class StepPlan:
     wanted: dict[int, int]  # row → number of most probable tokens whose log-probabilities it wants
     stays: list[int]  # of the sequences
     load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
-    follows: bool = True  # the host follows it stage by stage; otherwise it is queued as a whole
+    follows: bool = True  # it needs what the host knows of all texts, so that no step may be under way before
 
     @staticmethod
     def of(
@@ -177,12 +195,11 @@ class Outcome:
         rows, width = packed.shape
         on_path = np.zeros((rows, nodes), dtype=np.bool_)
         counts = drafted = [0] * rows
-        chosen = packed
+        chosen = tensors.tokens.numpy()
         if width > 1:
-            path, chosen = packed[:, 2 : 1 + width // 2], packed[:, 1 + width // 2 :]
             counts, drafted = packed[:, 0].tolist(), packed[:, 1].tolist()
             with_root = np.zeros((rows, 1 + nodes), dtype=np.bool_)
-            with_root[np.arange(rows)[:, None], path] = True
+            with_root[np.arange(rows)[:, None], tensors.path.numpy()] = True
             on_path = with_root[:, 1:]
         sound = (chosen[:, 0] != _NOT_FINITE).tolist()
         accepted = [count if fine else 0 for count, fine in zip(counts, sound, strict=True)]
@@ -267,6 +284,18 @@ class Flights:
         self._under_way = []
 
 
+class Stages(Protocol):
+    """Stages of a step; see `DeviceStep`. What `verify` returns is for `finish` alone."""
+
+    def draft(self, context: DraftContext, ask: Ask) -> TokenTree: ...
+
+    def verify(self, tree: TokenTree, kv_length: int) -> Any: ...
+
+    def finish(
+        self, verified: Any, rows: slice, wanted: Mapping[int, int] = ..., allowed: Tensor | None = ...
+    ) -> StepTensors: ...
+
+
 class DeviceStep:
     """The stages over the first slots of a batch state. None of them waits for the device.
 
@@ -306,17 +335,23 @@ class DeviceStep:
         ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
         return Verified(tree, ancestors, depth, logits, ours, read)
 
-    def finish(self, verified: Verified, rows: slice, wanted: Mapping[int, int] = _NOTHING) -> StepTensors:
+    def finish(
+        self, verified: Verified, rows: slice, wanted: Mapping[int, int] = NOTHING, allowed: Tensor | None = None
+    ) -> StepTensors:
         """Let the verifier decide on the trees of slots `rows`, commit the accepted paths, and pack the result.
 
-        `wanted` are numbers of log-probabilities by row.
+        Args:
+            wanted: Numbers of log-probabilities by row.
+            allowed: What may follow the first nodes of each tree, on the host; see `masks`.
         """
-        accepted = self.verifier.accept(verified, self.state.row_sampling(rows))
         tree, logprobs = verified.tree, None
+        if allowed is not None:
+            missing = (0, 0, 0, tree.size - allowed.shape[1], 0, len(tree.tokens) - len(allowed))
+            allowed = F.pad(devices.send(allowed, tree.tokens.device), missing, value=-1)
+            verified = replace(verified, allowed=allowed)
+        accepted = self.verifier.accept(verified, self.state.row_sampling(rows))
         if wanted:
-            row = devices.send(torch.tensor(list(wanted)), self.base.device)
-            at_path = verified.logits[row[:, None], accepted.path[row]]
-            logprobs = token_logprobs(at_path, accepted.tokens[row], max(wanted.values()))
+            logprobs = wanted_logprobs(verified.logits, accepted.path, accepted.tokens, wanted)
         # One node that is not finite spoils the whole tree.
         sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
@@ -326,3 +361,12 @@ class DeviceStep:
             lenient = accepted.lenient
         self.state.commit(accepted, verified.hidden, sound, rows)
         return StepTensors(packed, tree.size - 1, logprobs, lenient)
+
+
+def wanted_logprobs(logits: Tensor, path: Tensor, tokens: Tensor, wanted: Mapping[int, int]) -> PathLogprobs:
+    """Return log-probabilities along the paths `[B, D + 1]` of the rows that want a number of them.
+
+    `logits` `[B, N, V]` are by node id, `tokens` `[B, D + 1]` those that were chosen.
+    """
+    row = devices.send(torch.tensor(list(wanted)), logits.device)
+    return token_logprobs(logits[row[:, None], path[row]], tokens[row], max(wanted.values()))

@@ -52,8 +52,6 @@ class RowDrafts:
 class RowPart:
     """A part of a row. This one adds nothing."""
 
-    follows: bool = False
-    """The host must follow the row's steps stage by stage."""
     apart: bool = False
     """The row's prompt has forwards of its own."""
     alone: bool = False
@@ -93,8 +91,6 @@ class RowPart:
 
 class Steering(RowPart, ABC):
     """A part that says which tokens may come, and so changes what is drafted. A row has at most one."""
-
-    follows = True
 
     @abstractmethod
     def before_step(self, drafts: RowDrafts, depth: int) -> tuple[RowDrafts, int]:
