@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,11 @@ class Ask:
     def most(self) -> int:
         """Draft tokens of the largest tree of the step."""
         return max(self.nodes, *self.brought, 0)
+
+    @property
+    def own(self) -> Ask:
+        """What the drafter itself drafts: nothing where all rows have drafts from elsewhere."""
+        return replace(self, nodes=0 if self.brought and 0 not in self.brought else self.nodes, brought=())
 
 
 @dataclass(frozen=True)
@@ -251,10 +256,13 @@ class Drafter(ABC):
     def brought(self, rows: int) -> tuple[int, ...]:
         """Return how many draft tokens from elsewhere wait for each of the first slots; empty if none do.
 
-        This comes before a step that `follows`, which verifies all of them, whatever a budget plans; `propose` gets
-        them in `Ask.brought`.
+        This comes before a step that `follows`, which verifies all of them, whatever a budget plans.
         """
         return ()
+
+    def with_brought(self, own: TokenTree, counts: tuple[int, ...]) -> TokenTree:
+        """Return the drafts of which `brought` has told `counts`, and in other rows the `own` ones of `propose`."""
+        return own
 
     def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:  # noqa: B027
         """Take a draft that was made elsewhere for one request; see `Handle.draft`. Called like `remember`.

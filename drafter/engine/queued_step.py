@@ -83,8 +83,12 @@ class QueuedStep:
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + N]` of the rows of `context`, and of padding; valid until the next step."""
-        drafter, nodes, capacity = self.state.drafter, ask.most, self.state.capacity
-        if nodes and drafter.follows(ask):
+        tree = self._own_draft(context, ask.own)
+        return self.state.drafter.with_brought(tree, ask.brought) if ask.brought else tree
+
+    def _own_draft(self, context: DraftContext, ask: Ask) -> TokenTree:
+        drafter, nodes, capacity = self.state.drafter, ask.nodes, self.state.capacity
+        if drafter.follows(ask):
             return self._step.draft(context, ask)
         rows, length = padded_rows(len(context.host_lengths), self.state.slots), capacity
         if nodes and drafter.spec.bounded:
@@ -118,9 +122,6 @@ class QueuedStep:
     ) -> StepTensors:
         """See `DeviceStep.finish`. The result has more rows, and is valid until the next step."""
         step, mode, table = self._step, self.state.mode, self.state.sampling
-        if self._together and allowed is not None:
-            verified = step.verify(self._tree(trees.rows, trees.size), trees.kv_length)
-            return step.finish(verified, slice(0, trees.rows), wanted, allowed)
         if allowed is not None:
             self._buffers.put_padded("allowed", devices.send(allowed, step.base.device), trees.rows, trees.size, _ALL)
 

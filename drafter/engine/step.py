@@ -309,7 +309,9 @@ class DeviceStep:
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.most]`."""
-        return self.state.drafter.propose(context, ask) if ask.most else root_only(context.pending)
+        drafter, own = self.state.drafter, ask.own
+        tree = drafter.propose(context, own) if own.nodes else root_only(context.pending)
+        return drafter.with_brought(tree, ask.brought) if ask.brought else tree
 
     def verify(self, tree: TokenTree, kv_length: int) -> Verified:
         """Run the target model over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""

@@ -73,7 +73,7 @@ def steered_drafts(
 
 def on_host(tree: TokenTree, rows: int) -> TokenTree:
     """Return the first rows of trees on the host, which waits once for a device."""
-    tree = TokenTree(*(part[:rows] for part in vars(tree).values()))
+    tree = tree.first_rows(rows)
     if not devices.is_asynchronous(tree.tokens.device):
         return tree
     numbers = torch.stack([tree.tokens, tree.parents, tree.depths, tree.log_probs.double().view(torch.long)])

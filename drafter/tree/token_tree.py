@@ -35,6 +35,10 @@ class TokenTree:
         """Return the trees of the first `nodes` nodes, root included: the best trees of that size."""
         return TokenTree(*(part[:, :nodes] for part in vars(self).values()))
 
+    def first_rows(self, rows: int) -> TokenTree:
+        """Return the trees of the first rows."""
+        return TokenTree(*(part[:rows] for part in vars(self).values()))
+
     def padded(self, size: int) -> TokenTree:
         """Return the trees with padding up to `size` nodes, root included."""
         parts = zip(vars(self).values(), PADDING, strict=True)
