@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,6 +113,23 @@ def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor that the host has just made to `device`, without waiting for queued work."""
     return staged(tensor, device).to(device, non_blocking=True)
+
+
+def send_beside(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to `device` while that does what has been queued; what is queued from now on waits for it."""
+    if device.type != "cuda":
+        return send(tensor, device)
+    now, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    with torch.cuda.stream(beside):
+        copy = send(tensor, device)
+    now.wait_stream(beside)
+    copy.record_stream(now)
+    return copy
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def staged(tensor: Tensor, device: torch.device) -> Tensor:

@@ -322,10 +322,10 @@ class Engine:
         """Read all steps but the last `keep` ones: hand out tokens, let budget and drafter learn, retire."""
         for step, tensors in self.flights.land(keep):
             self._times.mark("wait")
-            if step.plan.follows:
-                step.clock.landed()
             outcome, alive, sequences = Outcome.read(step, tensors), step.alive, step.plan.sequences
             emitted = {row: outcome.hand_out(row) for row in alive}
+            if step.plan.follows:
+                step.clock.landed()  # the device has waited for the host until here
             self._counts.update(
                 steps=1,
                 row_steps=len(alive),

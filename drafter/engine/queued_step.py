@@ -123,7 +123,8 @@ class QueuedStep:
         """See `DeviceStep.finish`. The result has more rows, and is valid until the next step."""
         step, mode, table = self._step, self.state.mode, self.state.sampling
         if allowed is not None:
-            self._buffers.put_padded("allowed", devices.send(allowed, step.base.device), trees.rows, trees.size, _ALL)
+            sent = devices.send_beside(allowed, step.base.device)  # under the forward
+            self._buffers.put_padded("allowed", sent, trees.rows, trees.size, _ALL)
 
         def work() -> StepTensors:
             if self._together:

@@ -92,7 +92,7 @@ class Clock:
         return nullcontext() if self.device is None else self.device.part(part)
 
     def landed(self) -> None:
-        """Note that the step's result is on the host, which has waited for it."""
+        """Note that the host, which has waited for the step, has handed out its result."""
         if self.rest is None:
             self.rest = self.lap()
 

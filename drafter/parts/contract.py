@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from drafter.acceptance.guide import PutOff
 from drafter.engine.handle import Handle
 from drafter.requests import FinishReason, TokenLogprob
 from drafter.statistics import DecodeCounts
@@ -100,10 +101,11 @@ class Steering(RowPart, ABC):
         """
 
     @abstractmethod
-    def allow(self, mask: Tensor, drafts: RowDrafts) -> None:
+    def allow(self, mask: Tensor, drafts: RowDrafts, later: PutOff) -> None:
         """Set which tokens may follow the text's end and each draft, in `[1 + N, ceil(V / 32)]` int32 on the host.
 
         Bit `v % 32` of word `v // 32` stands for token `v`. On a GPU this comes while the target model's forward runs.
+        What takes time may be put off to `later`, with that of all rows.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafter import devices
+from drafter.acceptance.guide import PutOff
 from drafter.drafters.contract import Ask, DraftSpec
 from drafter.parts.contract import RowDrafts, Steering
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
@@ -95,7 +96,9 @@ def masks(tree: TokenTree | None, steering: Sequence[Steering | None], vocabular
     if tree is None:
         tree = root_only(torch.zeros(len(steering), dtype=torch.long))
     found = torch.full((*tree.tokens.shape, (vocabulary + 31) // 32), _EVERYTHING, dtype=torch.int32)
+    later = PutOff()
     for of_row, drafts, part in zip(found, _rows(tree), steering, strict=True):
         if part is not None:
-            part.allow(of_row, drafts)
+            part.allow(of_row, drafts, later)
+    later.do()
     return found

@@ -201,9 +201,9 @@ def _tell_graphs(recorder: TapeRecorder, counts: StepCounts, patch: pytest.Monke
 
 
 def _send(handle: Handle, engine: Engine) -> None:
-    sequence = next(one for one in engine.scheduler.in_slots or [None] if one is None or one.handle is handle)
-    if sequence is not None:
-        handle.draft([5, 6], [-1, 0], len(sequence.output))
+    for sequence in engine.scheduler.in_slots:
+        if sequence.handle is handle:
+            handle.draft([5, 6], [-1, 0], len(sequence.output))
 
 
 def counts() -> Iterator[tuple[str, int, int]]:

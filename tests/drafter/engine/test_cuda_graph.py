@@ -18,7 +18,8 @@ from drafter.engine.cuda_graph import CudaRecorder, Part, PartGraphs, Work
 from drafter.engine.handle import Handle
 from drafter.engine.queued_step import QueuedStep, padded_length, padded_nodes, padded_rows
 from drafter.engine.step import DeviceStep, StepTensors
-from drafter.errors import RequestTimeoutError
+from drafter.engine.warm_up import record_steps
+from drafter.errors import LoadError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
@@ -39,6 +40,8 @@ from tests.support.models import (
 )
 from tests.support.tapes import TapeRecorder, queue_steps
 
+RECORD_STEPS = record_steps
+"""Which `queue_steps` leaves out, as it takes long with tapes."""
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_p": 0.9},
@@ -363,6 +366,40 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 2, 1, 3, 1, 2):  # the third takes the place of the second, which was used before the first
         run_part(graphs, script, rows, times=4)
     assert script.log.count("record") == 4
+
+
+@pytest.mark.parametrize("nodes", [0, 4])
+def test_steps_of_all_numbers_of_rows_are_recorded_at_start_the_largest_first(
+    tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    tried: list[tuple[int, int]] = []
+    whole = QueuedStep.whole
+
+    def noted(queue: QueuedStep, rows: int, count: int, longest: int) -> StepTensors:
+        tried.append((rows, count))
+        return whole(queue, rows, count, longest)
+
+    monkeypatch.setattr(QueuedStep, "whole", noted)
+    monkeypatch.setattr("drafter.engine.warm_up.record_steps", RECORD_STEPS)
+    drafter = AdversarialDrafter(0) if nodes else PlainDecoding()
+    engine = engine_of(tiny_base, drafter, max_num_seqs=3, num_draft_tokens=nodes, max_model_len=64)
+    first, *tried = tried  # the dearest step
+    assert first == (3, drafter.spec.max_nodes)
+    assert list(dict.fromkeys(tried)) == [(rows, count) for rows in (3, 2, 1) for count in ([4, 0] if nodes else [0])]
+    assert engine.batch.lengths.tolist() == [64] * 3
+    recorded = recorder.recorded
+    requests = [Request([5 + row, 6], SamplingParams(20, ignore_eos=True)) for row in range(3)]
+    same(decode(engine, requests), plainly(tiny_base, requests))
+    assert recorder.recorded == recorded > 0
+
+
+def test_graphs_that_do_not_fit_are_refused_at_the_start(
+    tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.engine.warm_up.record_steps", RECORD_STEPS)
+    monkeypatch.setattr(recorder, "record", run_out(recorder.record, {2}))
+    with pytest.raises(LoadError, match=r"the CUDA graphs of steps of 3 slots do not fit .*lower max_num_seqs"):
+        engine_of(tiny_base, PlainDecoding(), max_num_seqs=3, max_model_len=64)
 
 
 def test_another_threads_waits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.acceptance.choices import bits
+from drafter.acceptance.guide import PutOff
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -106,7 +107,7 @@ def test_masks_are_made_of_what_the_host_knows(tree: TokenTree | None) -> None:
     filled: list[list[int]] = []
 
     class Noting(RuleGuide):
-        def fill(self, mask: Tensor) -> None:
+        def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
             filled.append(list(self.output))
 
     allowed = masks(tree, [GuidePart(Noting(phrases((3,), (5, 4)), WORDS, EOS))], WORDS)
