@@ -127,5 +127,10 @@ def row(cell: Key, values: Values) -> dict[str, object]:
 
 
 STAGE = Stage(
-    "capture", "Steps of 4 rows as CUDA graphs, and whether they report what they did before.", cells, prepare, row
+    "capture",
+    "Steps of 4 rows as CUDA graphs, and whether they report what they did before.",
+    cells,
+    prepare,
+    row,
+    first=lambda cell: cell["mode"] in ("greedy", "top-k and top-p"),
 )
