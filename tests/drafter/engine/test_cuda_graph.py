@@ -444,15 +444,17 @@ def test_a_drafter_that_reads_what_the_host_knows_is_never_behind(tiny_base: Bas
     same(found, plainly(tiny_base, requests))
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("sampled", "drawn"), [(False, False), (True, False), (True, True)])
 def test_rows_that_want_log_probabilities_keep_nobody_waiting(
-    tiny_base: BaseModel, recorder: TapeRecorder, sampled: bool
+    tiny_base: BaseModel, recorder: TapeRecorder, sampled: bool, drawn: bool
 ) -> None:
     """One step is under way meanwhile, as before and after."""
-    how: dict[str, Any] = {"ignore_eos": True, **({"temperature": 0.9, "seed": 4} if sampled else {})}
+    how: dict[str, Any] = {"ignore_eos": True}
+    if sampled:
+        how |= {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.8}
     requests = [
         Request([5, 6, 7], SamplingParams(40, **how)),
-        Request([8, 9, 10], SamplingParams(6, logprobs=1, **how)),
+        Request([8, 9, 10], SamplingParams(6, logprobs=1, **how), drawn_logprobs=drawn),
     ]
     expected = plainly(tiny_base, requests)
     engine = engine_of(tiny_base, AdversarialDrafter(0), max_num_seqs=3, num_draft_tokens=4, max_model_len=96)
