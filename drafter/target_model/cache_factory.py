@@ -18,7 +18,7 @@ from drafter.target_model.state_cache import LayerStates, StateCache
 class CacheFactory:
     """What each of the layers of the model `name` keeps: keys and values of `shapes`, or `states`, or neither.
 
-    `node_bytes` and `reads_on` are what `find_mixers` says of layers with states.
+    `node_bytes`, `reads_on` and `trees_wait` are what `find_mixers` says of layers with states.
     """
 
     name: str
@@ -27,6 +27,7 @@ class CacheFactory:
     states: LayerStates
     node_bytes: int = 0
     reads_on: bool = True
+    trees_wait: bool = False
 
     def make(
         self, slots: int, length: int, device: torch.device, memory: int | None = None, layers: int | None = None

@@ -47,11 +47,11 @@ def state_shapes(layers: Iterable[Any]) -> LayerStates:
 
 def find_mixers(
     decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
-) -> tuple[int, bool]:
+) -> tuple[int, bool, bool]:
     """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
 
-    Returns the bytes that they keep of a node until it is committed, and whether all read several tokens at once behind
-    others.
+    Returns the bytes that they keep of a node until it is committed, whether all read several tokens at once behind
+    others, and whether one waits for the device where it runs over trees.
 
     Raises:
         LoadError: A layer's mixer cannot be told.
@@ -76,7 +76,8 @@ def find_mixers(
                 mixer.prove(shapes[layer], width, proved.setdefault(type(mixer.module), mixer))
             except _ERRORS as error:
                 raise unknown from error
-    return sum(mixer.node_bytes for mixer in mixers.values()), all(mixer.reads_on for mixer in mixers.values())
+    reads_on, waits = (all(one.reads_on for one in mixers.values()), any(one.waits for one in mixers.values()))
+    return sum(mixer.node_bytes for mixer in mixers.values()), reads_on, waits
 
 
 class Mixer:
@@ -97,6 +98,11 @@ class Mixer:
         if not isinstance(module.forward, Mixer):
             module.forward = Mixer(module)
         return module.forward
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for the device where it runs over trees: depth by depth, whose sizes the device knows."""
+        return self.at_once is None
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         given = self._signature.bind(*args, **others).arguments

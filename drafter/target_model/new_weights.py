@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.errors import LoadError, shown
-from drafter.target_model.weights import and_more
+from drafter.target_model.architecture import make_model
+from drafter.target_model.weights import STRANGE, and_more
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Tensors by the names of the model's `named_parameters()` or `state_dict()`."""
+"""Tensors by the names of the model's `named_parameters()` or `state_dict()`, or of a whole checkpoint of it."""
 
 
 def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor, Tensor]]:
@@ -32,6 +34,8 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)
     if unknown := [key for key in given if key not in own]:
+        given = _of_checkpoint(model, given) or given
+    if unknown := [key for key in unknown if key in given]:
         raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {_why_unknown(unknown, own)}")
     replaced: dict[int, tuple[str, Tensor]] = {}  # by the identity of the model's own tensor, which tied names share
     for key, new in given.items():
@@ -60,6 +64,16 @@ def _by_name(what: str, weights: Weights) -> dict[str, Tensor]:
             raise LoadError(f"{what}: {pair[0]} comes twice")
         given[pair[0]] = pair[1]
     return given
+
+
+def _of_checkpoint(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return weights under the model's own names; None if theirs are not those of a whole checkpoint of it."""
+    like = {"config": model.config, "dtype": model.dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        made, report = make_model(partial(type(model).from_pretrained, None, state_dict=given, **like))
+    except STRANGE:
+        return None
+    return None if any(report.values()) else made.state_dict()
 
 
 def _refuse_unfit(what: str, key: str, new: Tensor, own: Tensor) -> None:

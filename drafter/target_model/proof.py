@@ -23,7 +23,7 @@ from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, pr
 from drafter.target_model.sight import Features, Sight
 from drafter.target_model.state_cache import LayerStates
 
-_MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+_MODEL_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a model's code may raise when called in an unsupported way."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 """Largest difference of logits ÷ the largest logit, in fp32 and in half precision."""

@@ -136,6 +136,25 @@ def _compressed(preset: str) -> Callable[[Path], Path]:
     return make
 
 
+def _hqq(folder: Path) -> Path:
+    """Write what HQQ's own layers have, as transformers once saved it."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    model = random_model("llama", **_SIZES)
+    model.save_pretrained(folder / "made")
+    weights = folder / "made" / "model.safetensors"
+    tensors, scheme = load_file(weights), BaseQuantizeConfig(nbits=4, group_size=64)
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            del tensors[f"model.{name}.weight"]
+            made = HQQLinear(module, scheme, compute_dtype=torch.float32, device="cpu", del_orig=False).state_dict()
+            tensors |= {f"model.{name}.{key}": one.clone() for key, one in made.items() if torch.is_tensor(one)}
+    save_file(tensors, weights, {"format": "pt"})
+    stored = transformers.HqqConfig(nbits=4, group_size=64).to_dict()
+    _configure(folder / "made", quantization_config={**stored, "quant_method": "hqq"})
+    return folder / "made"
+
+
 def _mxfp4(folder: Path) -> Path:
     """Write the experts of a small gpt-oss as blocks of 32 numbers of four bits, with a power of two for each."""
     kinds = ["full_attention", "sliding_attention"]
@@ -201,6 +220,7 @@ FORMATS: dict[str, Format] = {
     ),
     "bitsandbytes, 4 bit (nf4)": Format(_by_transformers(_bitsandbytes(**_NF4)), _BNB),
     "bitsandbytes, 8 bit (LLM.int8)": Format(_by_transformers(_bitsandbytes(load_in_8bit=True)), _BNB),
+    "HQQ, 4 bit": Format(_hqq, ("hqq",)),
     "fp8 in blocks, as DeepSeek's": Format(_fp8, ("accelerate",)),
     "MXFP4 (gpt-oss)": Format(_mxfp4, ("accelerate",)),
 }
@@ -260,7 +280,7 @@ def row(name: str) -> str:
         assert tried.outcome != "differs", f"{name}, dequantize={dequantize}: {tried.reason}"
         if tried.outcome == "refused":
             why = _WHY.search(tried.reason)
-            cells.append(f"refused: {why[1] if why else tried.reason}")
+            cells.append(f"refused: {why[1] if why else tried.reason.rpartition(': ')[2]}")
         else:
             how = tried.weights.partition(", ")[2]
             cells.append(f"{how}, in {'C++' if tried.executor == 'NativeDecoder' else 'transformers’ code'}")
@@ -273,7 +293,7 @@ def main() -> None:
     parser.add_argument("page", type=Path)
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    packages = ("transformers", "torchao", "bitsandbytes", "compressed-tensors", "gguf")
+    packages = ("transformers", "torchao", "bitsandbytes", "compressed-tensors", "hqq", "gguf")
     lines = [
         f"By {', '.join(f'{one} {version(one)}' for one in packages)}:\n",
         "| stored as | loaded | with `loading.dequantize` |",

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.acceptance.choices import bits
-from drafter.acceptance.contract import Verified
+from drafter.acceptance.guide import PutOff
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handling
 from drafter.errors import RequestError
 from drafter.parts.guide import GuidePart
-from drafter.parts.steering import masks, steered, with_masks
+from drafter.parts.steering import masks, steered
 from drafter.requests import Request, SamplingParams
 from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
@@ -91,27 +91,28 @@ def test_rows_without_a_guide_keep_their_trees() -> None:
 
 def test_each_node_has_a_mask_of_its_own() -> None:
     found = masks(FORK, [part_of((3, 69), (3, 31), (5, 4, 32), (5, 2))], WORDS)
+    assert found is not None
     allowed = [set(row.nonzero()[:, 0].tolist()) for row in bits(found[0], WORDS)]
     assert allowed == [{3, 5}, {69, 31}, {4, 2}, {32}]
-    assert bool(bits(masks(FORK, [None], WORDS)[0], WORDS).all())
+    two = TokenTree(*(part.repeat(2, 1) for part in vars(FORK).values()))
+    found = masks(two, [None, part_of((3, 1), (3, 2))], WORDS)
+    assert found is not None
+    assert bool(bits(found[0], WORDS).all())
 
 
 @pytest.mark.parametrize("tree", [FORK, None])
 def test_masks_are_made_of_what_the_host_knows(tree: TokenTree | None) -> None:
-    """The verified trees are on a device whose numbers cannot be read, as those of a GPU that is at work."""
-    meta = TokenTree(*(part.to("meta") for part in vars(FORK).values()))
-    logits, hidden = (torch.empty(1, 4, width, device="meta") for width in (WORDS, 0))
-    verified = Verified(meta, meta.ancestors(), 2, logits, hidden)
-    assert with_masks([None], tree, verified) is verified
+    """Without draft tokens of steered rows, that is their texts' ends."""
+    assert masks(tree, [None], WORDS) is None
     filled: list[list[int]] = []
 
     class Noting(RuleGuide):
-        def fill(self, mask: Tensor) -> None:
+        def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
             filled.append(list(self.output))
 
-    allowed = with_masks([GuidePart(Noting(phrases((3,), (5, 4)), WORDS, EOS))], tree, verified).allowed
+    allowed = masks(tree, [GuidePart(Noting(phrases((3,), (5, 4)), WORDS, EOS))], WORDS)
     assert allowed is not None
-    assert (allowed.shape, allowed.device.type) == ((1, 4, 3), "meta")
+    assert allowed.shape == (1, 1 if tree is None else 4, 3)
     assert filled == ([[], [3], [5], [5, 4]] if tree is FORK else [[]])
 
 
