@@ -18,8 +18,8 @@ from pipeline.batches.records import ENDED, BatchRecord, FileRecord, new_id, pag
 from pipeline.batches.runner import Batches
 from pipeline.batches.uploads import boundary_of, read_form
 from pipeline.openai.errors import OpenAIError, bad_request, can_only_be, invalid, missing, not_supported, parse_json
+from pipeline.serving.answering import PARSERS
 from pipeline.serving.connections import FILES, Connections, read_body
-from pipeline.serving.generation import PARSERS
 from pipeline.serving.openapi import FORM, NEW_BATCH, BatchList, FileList, described
 
 _BODY_BYTES = 64 << 10  # of the request that begins a batch
