@@ -110,7 +110,7 @@ class BaseModel:
         texts, logits, shapes, states = run_plainly(self)
         self.caches = CacheFactory(self.name, self.num_layers, shapes, states)
         if recurrent:
-            self.caches.node_bytes, self.caches.reads_on = find_mixers(
+            self.caches.mixing, self.caches.reads_on = find_mixers(
                 self.decoder, states, recurrent, self.hidden_size, self.name, model.config.model_type
             )
         self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
