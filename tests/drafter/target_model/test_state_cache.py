@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drafter.target_model.cache import CacheBytes
 from drafter.target_model.nodes import prompt_nodes
 from drafter.target_model.state_cache import Key, StateCache, StateShape, StateView
 from tests.support.caches import tree_nodes
@@ -20,7 +21,7 @@ LAYER, VIEW = 0, 1
 
 def new_cache(slots: int = 3) -> StateCache:
     cpu = torch.device("cpu")
-    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4, True)
+    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, CacheBytes(node=4), True)
 
 
 def read_prompt(
