@@ -102,12 +102,9 @@ def trainer_of(**changes: Any) -> Any:
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "seed": 1}
     args = {**given, "max_completion_length": 8, "generation_kwargs": None, **changes}
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, process_index=0)
-    own = {name: args.pop(name) for name in ("tools", "model", "processing_class") if name in args}
-    state = SimpleNamespace(global_step=0)
-    return SimpleNamespace(
-        **{"tools": [], "eos_token_ids": [2], "accelerator": accelerator, "state": state, **own},
-        args=SimpleNamespace(**args),
-    )
+    facts: dict[str, Any] = {"tools": [], "eos_token_ids": [2], "accelerator": accelerator}
+    facts |= {name: args.pop(name) for name in ("tools", "model", "processing_class") if name in args}
+    return SimpleNamespace(**facts, state=SimpleNamespace(global_step=0), args=SimpleNamespace(**args))
 
 
 def test_calls_of_a_rollout() -> None:
