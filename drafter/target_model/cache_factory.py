@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from drafter import devices
 from drafter.errors import LoadError
-from drafter.target_model.cache import BLOCK, SPARE, Blocks, CacheBytes, GrowingBlocks, LayerCache, TargetCache, blocks_of
+from drafter.target_model.cache import (
+    BLOCK,
+    SPARE,
+    Blocks,
+    CacheBytes,
+    GrowingBlocks,
+    LayerCache,
+    TargetCache,
+    blocks_of,
+)
 from drafter.target_model.kv_cache import KVCache, LayerShape
 from drafter.target_model.state_cache import LayerStates, StateCache
 
@@ -25,7 +34,7 @@ class CacheFactory:
     num_layers: int
     shapes: list[LayerShape | None]
     states: LayerStates
-    mixing: CacheBytes = CacheBytes()
+    mixing: CacheBytes = field(default_factory=CacheBytes)
     reads_on: bool = True
 
     def make(
