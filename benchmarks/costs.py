@@ -28,7 +28,7 @@ from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.cuda_graph import padded_length
+from drafter.engine.queued_step import padded_length
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json

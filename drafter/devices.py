@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,19 +55,19 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._parts: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def part(self, name: str) -> Iterator[None]:
         """Time what a `with` block queues."""
         begin = self._mark()
         yield
-        self._parts.append((begin, self._mark()))
+        self._parts.append((name, begin, self._mark()))
 
-    @property
-    def seconds(self) -> float:
-        """Of all parts together, which must be done."""
-        return sum(float(begin.elapsed_time(end)) for begin, end in self._parts) / 1000
+    def seconds(self, name: str | None = None) -> float:
+        """Return the seconds of all parts together, or of those with a name; they must be done."""
+        parts = [(begin, end) for part, begin, end in self._parts if name in (None, part)]
+        return sum(float(begin.elapsed_time(end)) for begin, end in parts) / 1000
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -114,9 +115,31 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return staged(tensor, device).to(device, non_blocking=True)
 
 
+def send_beside(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to `device` while that does what has been queued; what is queued from now on waits for it."""
+    if device.type != "cuda":
+        return send(tensor, device)
+    now, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    with torch.cuda.stream(beside):
+        copy = send(tensor, device)
+    now.wait_stream(beside)
+    copy.record_stream(now)
+    return copy
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def staged(tensor: Tensor, device: torch.device) -> Tensor:
     """Put a host tensor where `device` can copy it asynchronously (pinned memory)."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def wait_for(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host, which waits for all queued work."""
+    return tensor.cpu()
 
 
 def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -78,7 +78,7 @@ def pretrained(name: str) -> tuple[str, dict[str, Any]]:
     file = gguf_file(name)
     if file is None:
         return name, {"local_files_only": local_only(name)}
-    return str(file.parent), {"local_files_only": True, "gguf_file": file.name}
+    return str(file.parent), {"gguf_file": file.name}
 
 
 def tensor_spans(file: Path) -> list[tuple[int, int]]:

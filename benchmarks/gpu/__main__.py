@@ -35,8 +35,19 @@ from drafter.evaluation.environment import surroundings, without_folders
 from drafter.target_model.loading import pick_device
 
 STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
-KITS = {"correctness": ("operators", "capture", "identity", "families"), "times": ("choices", "costs", "profile")}
-"""Stages of each of the two commands that a borrowed machine is given first."""
+KITS = {
+    "correctness": (
+        "operators",
+        "capture:first",
+        "families:first",
+        "identity:first",
+        "capture",
+        "identity",
+        "families",
+    ),
+    "times": ("choices", "costs:first", "steps", "costs", "profile"),
+}
+"""Stages of each of the two commands that a borrowed machine is given first; `:first` are the most telling cells."""
 _DONE, _LEFT, _BROKEN = 0, 1, 3
 """Exit codes: nothing is left; something is; the process cannot go on, but another can."""
 _KIT_MINUTES, _STAGE_MINUTES = 4.0, 9.0
@@ -53,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter", default="ctc", help="its drafter, for example a head's folder (default: ctc)")
     parser.add_argument("--tiny", action="store_true", help="few and small cells")
     parser.add_argument("--minutes", type=float, help="no cell begins later (default: 4 for a kit, 9 for a stage)")
+    parser.add_argument("--first", action="store_true", help="only the most telling cells of a stage")
     parser.add_argument("--run", default=datetime.now(UTC).isoformat(), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -63,13 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in names:
             if args.kit:  # its stages share the time
                 args.minutes = max(end - time.monotonic(), 1.0) / 60
-            codes[name] = _in_process(name, args.output, [*_asked(args), "--run", args.run])
+            stage, _, part = name.partition(":")
+            part_of_it = ["--first"] * bool(part)
+            codes[stage] = _in_process(stage, args.output, [*part_of_it, *_asked(args), "--run", args.run])
         left = [name for name, code in codes.items() if code]
     else:
         signal.signal(signal.SIGTERM, _interrupt)
         plan = Plan(args.model, args.drafter, args.tiny)
         command = shlex.join(["python", "-m", "benchmarks.gpu", "--stage", names[0], *_asked(args)])
-        code = run(STAGES[names[0]], plan, args.output, args.minutes, args.run, command)
+        code = run(STAGES[names[0]], plan, args.output, args.minutes, args.run, command, only_first=args.first)
         if code == _BROKEN:
             sys.exit(_BROKEN)
         left = names if code else []
@@ -77,14 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"not all has a result: {', '.join(left)}. The same command goes on.")
 
 
-def run(stage: Stage, plan: Plan, output: Path, minutes: float, run_name: str, command: str) -> int:
+def run(
+    stage: Stage, plan: Plan, output: Path, minutes: float, run_name: str, command: str, *, only_first: bool = False
+) -> int:
     """Measure the cells of a stage that have no result yet. Return an exit code."""
     device, end = pick_device(), time.monotonic() + 60 * minutes
     about = surroundings(device, command)
     same = {name: about[name] for name in ("commit", "hardware", "threads", "versions")}
     asked = asdict(plan) | {"model": without_folders(plan.model), "drafter": without_folders(plan.drafter)}
     file = CellFile(output, stage.name, same | asked)
-    left = file.left(stage.cells(plan), run_name)
+    left = file.left([cell for cell in stage.cells(plan) if stage.first(cell) or not only_first], run_name)
     failed, measure = 0, None
     for place, cell in enumerate(left, start=1):
         if time.monotonic() > end:

@@ -47,6 +47,7 @@ class Stage:
         cells: What it measures, cheap to ask.
         prepare: Loads what all cells need, and returns what measures one.
         row: A row of the stage's table, of a cell and its values.
+        first: Whether a cell tells most, so that a kit measures it before other stages' rest.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Stage:
     cells: Callable[[Plan], list[Key]]
     prepare: Callable[[Plan], Measure]
     row: Callable[[Key, Values], dict[str, object]]
+    first: Callable[[Key], bool] = lambda cell: True
 
 
 class CellFile:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import capture, choices, costs, decoding, families, identity, operators, profile
+from benchmarks.gpu import capture, choices, costs, decoding, families, identity, operators, profile, whole_steps
 from benchmarks.gpu.cells import Stage
 from drafter.evaluation.environment import machine
 from drafter.evaluation.tables import markdown_table
@@ -20,6 +20,7 @@ STAGES: tuple[Stage, ...] = (
     operators.STAGE,
     choices.STAGE,
     costs.STAGE,
+    whole_steps.STAGE,
     decoding.STAGE,
     profile.STAGE,
 )

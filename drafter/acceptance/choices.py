@@ -187,6 +187,8 @@ class NodeChoices:
         """Return the choice after node `nodes` `[R]` of each of `rows` `[R]`, `[R]` token ids."""
         if self.kernels is not None:
             return self._by_kernels(self.kernels, rows, nodes)
+        if self._mode.likeliest:  # the logits as they are: no number changes, so that their own type tells
+            return self._guided(rows, nodes, self._logits[rows, nodes]).argmax(-1)
         scores = self._scores(rows, nodes)
         if not self._mode.random:
             return scores.argmax(-1)

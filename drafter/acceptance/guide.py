@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from typing import Any
 
@@ -17,6 +17,29 @@ from torch import Tensor
 from drafter.errors import RequestError
 from drafter.plugins import resolved
 from drafter.structured_outputs import StructuredOutputs
+
+
+class PutOff:
+    """Work on the masks of a step that is put off until all of it is known, and may then be done in parallel."""
+
+    def __init__(self) -> None:
+        self._together: dict[Callable[[list[Any]], None], list[Any]] = {}
+        self._after: list[Callable[[], object]] = []
+
+    def together(self, do: Callable[[list[Any]], None], piece: Any) -> None:
+        """Put off a piece of what `do` does, which gets all of its pieces at once."""
+        self._together.setdefault(do, []).append(piece)
+
+    def after(self, work: Callable[[], object]) -> None:
+        """Put off work that comes after all pieces, in the order in which it was put off."""
+        self._after.append(work)
+
+    def do(self) -> None:
+        """Do it."""
+        for do, pieces in self._together.items():
+            do(pieces)
+        for work in self._after:
+            work()
 
 
 class Guide(ABC):
@@ -38,8 +61,11 @@ class Guide(ABC):
         """
 
     @abstractmethod
-    def fill(self, mask: Tensor) -> None:
-        """Set the bits of `mask` `[ceil(V / 32)]` int32, on the host: 1 for tokens that may follow, 0 for others."""
+    def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
+        """Set the bits of `mask` `[ceil(V / 32)]` int32, on the host: 1 for tokens that may follow, 0 for others.
+
+        What takes time may be put off to `later`, if there is such a thing; the guide may have gone on by then.
+        """
 
     @property
     @abstractmethod

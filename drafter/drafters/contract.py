@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,11 @@ class Ask:
     def most(self) -> int:
         """Draft tokens of the largest tree of the step."""
         return max(self.nodes, *self.brought, 0)
+
+    @property
+    def own(self) -> Ask:
+        """What the drafter itself drafts: nothing where all rows have drafts from elsewhere."""
+        return replace(self, nodes=0 if self.brought and 0 not in self.brought else self.nodes, brought=())
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,13 @@ class Drafter(ABC):
     def select(self, member: int) -> None:  # noqa: B027
         """Make `members[member]` draft from now on. Called before `prepare`."""
 
+    def follows(self, ask: Ask) -> bool:
+        """Return whether the drafter would draft on the host, from all tokens so far: no step may be under way then.
+
+        What it drafts in other steps is captured in a CUDA graph on a GPU.
+        """
+        return bool(ask.nodes) and not self.spec.graph_safe
+
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
         """Do a step's work that is not captured in a CUDA graph, such as reading a new prompt, before each `propose`.
 
@@ -226,7 +238,7 @@ class Drafter(ABC):
         A row may have fewer draft tokens, down to the root alone (a plain step), followed by padding. `ask.nodes` is
         from 1 to `spec.max_nodes`.
 
-        On a GPU this is captured and replayed if the spec is `graph_safe`: the operations must depend only on the
+        On a GPU this is captured and replayed unless the drafter `follows`: the operations must depend only on the
         tensors, the number of rows, `context.longest` and `ask.nodes`, and must not wait for the device.
         """
 
@@ -244,9 +256,13 @@ class Drafter(ABC):
     def brought(self, rows: int) -> tuple[int, ...]:
         """Return how many draft tokens from elsewhere wait for each of the first slots; empty if none do.
 
-        The step verifies all of them, whatever a budget plans, and `propose` gets them in `Ask.brought`.
+        This comes before a step that `follows`, which verifies all of them, whatever a budget plans.
         """
         return ()
+
+    def with_brought(self, own: TokenTree, counts: tuple[int, ...]) -> TokenTree:
+        """Return the drafts of which `brought` has told `counts`, and in other rows the `own` ones of `propose`."""
+        return own
 
     def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:  # noqa: B027
         """Take a draft that was made elsewhere for one request; see `Handle.draft`. Called like `remember`.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, Renewal
@@ -16,7 +17,7 @@ from drafter.drafters.slots import SlotObjects
 from drafter.errors import RequestError
 from drafter.requests import Request
 from drafter.tree.paths import left_behind
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, from_nodes
 
 _WAITING = 4096  # drafts between two steps; the oldest are dropped
 _FADING = 0.5
@@ -59,6 +60,11 @@ class LateDrafter(Drafter):
         self._vocabulary = loan.base.vocab_size
         self.slots = [self._rows]
 
+    @property
+    def has_some(self) -> bool:
+        """True if drafts have come since the last `take`."""
+        return bool(self._came)
+
     def receive(self, request: Request, tokens: Sequence[int], parents: Sequence[int], at: int) -> None:
         in_order = len(tokens) == len(parents) and all(-1 <= parent < one for one, parent in enumerate(parents))
         if at < 0 or not in_order or not all(0 <= token < self._vocabulary for token in tokens):
@@ -73,7 +79,7 @@ class LateDrafter(Drafter):
             self._rows.rows[slot].output += tokens
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        return _trees_of(self.take(len(context.tokens)), context, ask.nodes)
+        return _trees_of(self.take(len(context.tokens)), context.pending, ask.nodes)
 
     def take(self, rows: int) -> list[Nodes]:
         """Return the drafts that have come for the first slots, as far as they continue the texts; none comes twice."""
@@ -91,13 +97,13 @@ class LateDrafter(Drafter):
 class BesideDrafter(MergedDrafter):
     """Lets `own` draft, but for rows that a draft has come for: of these all of it is verified, up to `nodes` tokens.
 
-    What a budget plans, and learns, is of `own` alone.
+    What a budget plans, and learns, is of `own` alone. The host drafts only where a draft has come.
     """
 
     def __init__(self, own: Drafter, nodes: int) -> None:
         self.own, self._late, self._drafts = own, LateDrafter(nodes), list[Nodes]()
         super().__init__(own, self._late)
-        self.spec = replace(self.spec, max_nodes=own.spec.max_nodes, brought=nodes)
+        self.spec = replace(self.spec, max_nodes=own.spec.max_nodes, brought=nodes, graph_safe=own.spec.graph_safe)
         self.members, self.known, self.drafts = own.members, own.known, own.drafts
 
     @property
@@ -106,6 +112,9 @@ class BesideDrafter(MergedDrafter):
 
     def select(self, member: int) -> None:
         self.own.select(member)
+
+    def follows(self, ask: Ask) -> bool:
+        return self._late.has_some or self.own.follows(ask)
 
     def prepare(self, context: DraftContext) -> None:
         self.own.prepare(context)
@@ -119,19 +128,18 @@ class BesideDrafter(MergedDrafter):
         return counts if any(counts) else ()
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        if not ask.brought:
-            return self.own.propose(context, ask)
-        own = root_only(context.pending)
-        if ask.nodes and 0 in ask.brought:
-            own = self.own.propose(context, replace(ask, brought=()))
-        late = _trees_of(self._drafts, context, max(ask.brought))
+        return self.own.propose(context, ask)
+
+    def with_brought(self, own: TokenTree, counts: tuple[int, ...]) -> TokenTree:
+        own = own.first_rows(len(counts))
+        late = _trees_of(self._drafts, own.tokens[:, 0], max(counts))
         size = max(own.size, late.size)
-        came = send(torch.tensor(ask.brought) > 0, context.tokens.device)[:, None]
+        came = send(torch.tensor(counts) > 0, own.tokens.device)[:, None]
         parts = zip(vars(late.padded(size)).values(), vars(own.padded(size)).values(), strict=True)
         return TokenTree(*(torch.where(came, *part) for part in parts))
 
 
-def _trees_of(drafts: Sequence[Nodes], context: DraftContext, nodes: int) -> TokenTree:
+def _trees_of(drafts: Sequence[Nodes], pending: Tensor, nodes: int) -> TokenTree:
     width = max(1, *map(len, drafts))
     parts = np.zeros((3, len(drafts), width), np.int64)
     log_probs = np.full((len(drafts), width), -np.inf, np.float32)
@@ -139,9 +147,9 @@ def _trees_of(drafts: Sequence[Nodes], context: DraftContext, nodes: int) -> Tok
         if draft:
             parts[:, place, : len(draft)] = np.array(draft).T
             log_probs[place, : len(draft)] = parts[2, place, : len(draft)] * -_FADING
-    device = context.tokens.device
+    device = pending.device
     tokens, parents, depths, falling = (send(torch.from_numpy(part), device) for part in (*parts, log_probs))
-    return from_nodes(context.pending, tokens, parents, depths, falling, nodes + 1)
+    return from_nodes(pending, tokens, parents, depths, falling, nodes + 1)
 
 
 def _begin(text: Ids, request: Request | None) -> _Row:

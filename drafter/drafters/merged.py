@@ -67,6 +67,9 @@ class MergedDrafter(Drafter):
             max(one.room for one in memories),
         )
 
+    def follows(self, ask: Ask) -> bool:
+        return any(one.follows(replace(ask, member=0)) for one in self._groups[ask.member])
+
     def prepare(self, context: DraftContext) -> None:
         for drafter in self._groups[self._chosen]:
             drafter.prepare(self._seen_by(drafter, context))

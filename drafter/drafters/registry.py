@@ -75,7 +75,7 @@ def _load(name: str, loading: Loading) -> Drafter:
 def _automatic(loading: Loading) -> Drafter:
     """Return the shipped head and what drafts from texts, of which a budget chooses.
 
-    On a GPU a step is captured with its drafter, so there is one alone.
+    On a GPU, where no choice among them has been measured, there is one alone.
     """
     head = shipped_head(loading.base)
     if loading.base.device.type != "cpu":
@@ -87,8 +87,6 @@ def _chosen_among(rest: str, loading: Loading) -> Drafter:
     names = candidates(rest)
     if not all(names) or len(set(names)) < len(names):
         raise LoadError(f"drafter 'auto:{rest}': name different drafters, with commas between them")
-    if loading.base.device.type != "cpu":  # a step is recorded with its drafter
-        return loading.load(names[0])
     return ChoosingDrafter({name: loading.load(name) for name in names})
 
 

@@ -18,19 +18,19 @@ from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter
 from drafter.engine import cuda_graph
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
-from drafter.engine.cuda_graph import StepGraphs, StepShape, step_shape
 from drafter.engine.handle import Handle
 from drafter.engine.memory import plan_or_refuse, rows_to_keep
+from drafter.engine.queued_step import QueuedStep
 from drafter.engine.reading import PromptReader
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Handling, Sequence, refuse_unusable
 from drafter.engine.shadows import Shadows
-from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Step, StepPlan, StepTensors
+from drafter.engine.step import Clock, DeviceStep, Flights, Outcome, Stages, Step, StepPlan, StepTensors
 from drafter.engine.warm_up import compile_base, make_budget, try_dearest_step
 from drafter.errors import EngineError, LoadError, RequestError
 from drafter.parts.learning import RowTap
 from drafter.parts.rooms import rooms
-from drafter.parts.steering import steered_drafts, with_masks
+from drafter.parts.steering import masks, steered_drafts
 from drafter.requests import Request, sampling_defaults
 from drafter.salted import kept_for
 from drafter.statistics import EngineState, StageTimes
@@ -89,19 +89,19 @@ class Engine:
             base.leave_native()
         self._packs = base.allow_packing()
         self._queued, alone = devices.is_asynchronous(base.device), len(base.devices) == 1
-        recorded = self._queued and alone and drafter.spec.graph_safe and not base.cache_bytes.node
+        recorded = self._queued and alone and not (base.caches.trees_wait and drafter.spec.largest)
         graphs, plan = cuda_graph.MOST_GRAPHS if recorded else 0, None
         kept = rows_to_keep(base, drafter.spec, config, self.max_length, graphs)
         if self._queued and alone:
             plan = plan_or_refuse(base, drafter.spec, replace(config, kept_rows=kept), self.max_length, graphs)
         slots, kv_bytes = config.max_num_seqs, config.kv_bytes
         self.batch = BatchState(base, drafter, slots, self.max_length, self._times, kv_bytes, kept)
-        # A step that is repeated as a whole always has the same nodes.
+        # Graphs of a shape always have the same nodes.
         self._device = device = DeviceStep(base, verifier, self.batch, packs=self._packs and not self._queued)
         recorder = cuda_graph.CudaRecorder(base.device) if recorded else None
-        self._graphs = StepGraphs(recorder, lambda shape: Engine.decode_shape(device, shape))
-        # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
-        self.flights = Flights(base.device, lag=int(self._queued and drafter.spec.graph_safe))
+        self._queue = QueuedStep(device, recorder) if self._queued else None
+        self._stages: Stages = self._queue or device
+        self.flights = Flights(base.device, lag=int(self._queued))
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._reader = PromptReader(self.scheduler, self.batch, self._counts)
         self._rooms = rooms(tokenizer, self.guides, self.batch, tap)
@@ -110,10 +110,10 @@ class Engine:
         self.last_step = time.monotonic()
         if config.compile:
             compile_base(device)
-        if plan is not None:
-            try_dearest_step(device, self._graphs, plan)
-        queue, kept_by = self._graphs if self._queued else None, None if config.compile else drafter_name
-        self.budget = budget or make_budget(device, queue, config.num_draft_tokens, kept_by)
+        if self._queue and plan is not None:
+            try_dearest_step(device, self._queue, plan)
+        kept_by = None if config.compile else drafter_name
+        self.budget = budget or make_budget(device, self._queue, config.num_draft_tokens, kept_by)
 
     # ---- from any thread
 
@@ -197,14 +197,11 @@ class Engine:
             self._share_slots()
             self._admit()
             self._park()  # the first token of a prompt may be all that is wanted for now
-            if follows := self._follows():
-                self._deliver(0)
-            self._make_room()
-            if sequences := list(self.scheduler.active):
-                clock = Clock(device=devices.device_timer(self.base.device))
-                self.flights.add(*self._run(self._plan(sequences, follows=follows), clock))
-            self._deliver(0 if follows or not self.scheduler.active else self.flights.lag)
-            if sequences:
+            if (plan := self._planned()) is not None:
+                self.flights.add(*self._run(plan))
+            lands = plan is None or plan.follows or not self.scheduler.active
+            self._deliver(0 if lands else self.flights.lag)
+            if plan is not None:
                 self.scheduler.limit.reached()
         except torch.OutOfMemoryError:
             if len(self.scheduler.in_slots) <= 1:
@@ -215,28 +212,29 @@ class Engine:
         self._times.mark("host")
         self.last_step = time.monotonic()
 
-    @staticmethod
-    def decode_shape(device: DeviceStep, shape: StepShape) -> StepTensors:
-        """Do a step without the host, for a CUDA graph: it depends on `shape` and the contents of the buffers alone."""
-        context = device.state.bounded_context(shape.rows, shape.kv_length - shape.nodes - 1)
-        tree = device.draft(context, Ask(shape.nodes))
-        return device.finish(device.verify(tree, context.longest + tree.size), slice(0, shape.rows))
+    def _planned(self) -> StepPlan | None:
+        """Decide about the next step, which there is memory for; None if no sequence is active."""
+        while True:
+            self._make_room()
+            if not (sequences := list(self.scheduler.active)):
+                return None
+            plan = self._plan(sequences)
+            if not (plan.follows and self.flights):
+                return plan
+            self._deliver(0)  # of what the host knows then the plan may be another one
 
-    def _follows(self) -> bool:
-        """Return whether the host follows the next step stage by stage, because the device, drafter or a row needs it.
-
-        A step before it must not be under way then.
-        """
-        return not self.flights.lag or any(sequence.follows for sequence in self.scheduler.active)
-
-    def _plan(self, sequences: list[Sequence], *, follows: bool) -> StepPlan:
-        """Decide about the next step of the active sequences."""
+    def _plan(self, sequences: list[Sequence]) -> StepPlan:
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
         load, ask, useful = self.batch.load(context.host_lengths), Ask(0), self._useful(sequences)
+        follows = not self._queued or any(sequence.steering is not None for sequence in sequences)
         if max(useful):
-            ask = replace(self.budget.plan(load), brought=self.drafter.brought(len(sequences)))
-        # Other numbers of draft tokens than a budget has learnt of would cost it more than they save.
-        limits = useful if ask.fixed else None
+            ask = self.budget.plan(load)
+            if self.drafter.follows(ask):
+                follows = True
+                ask = ask if self.flights else replace(ask, brought=self.drafter.brought(len(sequences)))
+        # Other numbers of draft tokens than a budget has learnt of would cost it more than they save, and a graph has
+        # always the same.
+        limits = useful if ask.fixed and follows else None
         return StepPlan.of(sequences, 0, self.batch, ask, context, limits, load, follows=follows)
 
     def _useful(self, sequences: list[Sequence]) -> list[int]:
@@ -245,45 +243,40 @@ class Engine:
             return [self.drafter.spec.max_nodes] * len(sequences)
         return [one.limit - len(one.output) - 1 for one in sequences]
 
-    def _run(self, plan: StepPlan, clock: Clock) -> tuple[Step, StepTensors]:
-        """Do a planned step stage by stage, or queue it as a CUDA graph of its shape."""
+    def _run(self, plan: StepPlan) -> tuple[Step, StepTensors]:
+        """Do a planned step stage by stage; on a GPU that is queued, and under way when this returns."""
         assert plan.context is not None
+        clock = Clock(device=None if plan.follows else devices.device_timer(self.base.device))
+        slow = self._queue.graphs.slow if self._queue else 0
         self._prepare(plan, plan.context, clock)
-        if not plan.follows:
-            shape = step_shape(self._device, len(plan.sequences), plan.ask.nodes, plan.context.longest)
-            if not self._graphs.repeats(shape):
-                clock.device = None  # it is not as fast as later
-            with clock.on_device():
-                tensors = self._graphs.run(shape)
-            self._times.mark("verify")
-            return Step(plan, clock, self.drafter.version, [0] * len(plan.sequences)), tensors
         tree, on_host, forced = self._draft(plan, plan.context, clock)
-        if plan.ask.most:
+        if plan.ask.most and plan.follows:
             self._times.mark("host")
             clock.drafting += clock.lap()
             self._admit()  # between drafting and verification, which halves the wait of sequences that enter
             # The tree's rows are the first slots. A new sequence takes a slot behind them, and what ends now is new.
             assert self.scheduler.active[: len(plan.sequences)] == plan.sequences
         clock.lap()
-        with clock.on_device():
-            verified = self._device.verify(tree, plan.context.longest + tree.size)
-        verified = with_masks(plan.steering, on_host, verified)  # on a GPU while the forward is under way
+        with clock.on_device("verifying"):
+            verified = self._stages.verify(tree, plan.context.longest + tree.size)
+        allowed = masks(on_host, plan.steering, self.base.vocab_size)  # while a GPU does it
         self._times.mark("verify")
-        with clock.on_device():
-            tensors = self._device.finish(verified, plan.rows, plan.wanted)
-        clock.rest = None if self._queued else clock.lap()
+        with clock.on_device("committing"):
+            tensors = self._stages.finish(verified, plan.rows, plan.wanted, allowed)
+        clock.usual = not self._queue or self._queue.graphs.slow == slow
+        if not self._queue:
+            clock.rest = clock.lap()
         self._times.mark("commit")
         return Step(plan, clock, self.drafter.version, forced), tensors
 
     def _prepare(self, plan: StepPlan, context: DraftContext, clock: Clock) -> None:
-        """Let the drafter do what is not part of a step's graph, and draft a shadow if the plan has one."""
+        """Let the drafter do what is no part of a graph, and draft a shadow if the plan has one."""
         self._times.mark("host")
         planning = clock.lap()
         if plan.ask.shadow is not None:
             self._draft_shadow(plan.sequences[:SHADOW_ROWS], plan.ask.shadow, clock)
         if plan.ask.most:
-            if plan.follows:  # a graph has its drafter
-                self.drafter.select(plan.ask.member)
+            self.drafter.select(plan.ask.member)
             clock.drafting = planning + clock.lap()
             self.drafter.prepare(context)
             clock.reading = clock.lap()
@@ -310,14 +303,15 @@ class Engine:
         Returns:
             The trees; the same on the host if a row is steered; and how many tokens at each one's start must come.
         """
-        with clock.on_device():
-            tree = self._device.draft(context, plan.ask)
+        with clock.on_device("drafting"):
+            tree = self._stages.draft(context, plan.ask)
         if plan.ask.most:
             if min(plan.deepest) < plan.depth:
-                tree = tree.no_deeper(devices.send(torch.tensor(plan.deepest), tree.depths.device))
-            sizes = (tree.tokens[:, 1:] >= 0).sum(1)
+                deepest = plan.deepest + [0] * (len(tree.tokens) - len(plan.deepest))  # rows of padding
+                tree = tree.no_deeper(devices.send(torch.tensor(deepest), tree.depths.device))
             self._times.mark("tree")
-            tree = tree.trimmed(1 + sizes)  # without padding
+            if not self._queued:
+                tree = tree.trimmed((tree.tokens >= 0).sum(1))  # without padding
         found = steered_drafts(tree, plan.drafted_steering, plan.ask, self.drafter.spec)
         if found is None:
             return tree, None, [0] * len(plan.sequences)
@@ -331,6 +325,8 @@ class Engine:
             self._times.mark("wait")
             outcome, alive, sequences = Outcome.read(step, tensors), step.alive, step.plan.sequences
             emitted = {row: outcome.hand_out(row) for row in alive}
+            if step.plan.follows:
+                step.clock.landed()  # the device has waited for the host until here
             self._counts.update(
                 steps=1,
                 row_steps=len(alive),
@@ -390,7 +386,8 @@ class Engine:
         if verified is None:
             return
         plan = StepPlan.of([sequence], slot, self.batch, Ask(0))
-        tensors = self._device.finish(with_masks(plan.steering, None, verified), plan.rows, plan.wanted)
+        allowed = masks(None, plan.steering, self.base.vocab_size)
+        tensors = self._device.finish(verified, plan.rows, plan.wanted, allowed)
         self._times.mark("verify")
         self.flights.add(Step(plan, clock, None, [0]), tensors)
         # The step before is still under way on a GPU, and must be while the next one is queued.
@@ -426,7 +423,8 @@ class Engine:
     def _preempt(self) -> None:
         self._deliver(0)
         self._counts["preemptions"] += self.scheduler.preempt()
-        self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
+        if self._queue:
+            self._queue.graphs.forget()  # they hold memory, and those of more rows are not needed for now
         if self.base.sight is not None:
             self.base.sight.forget()
         devices.release_unused(self.base.device)

@@ -22,7 +22,7 @@ _HIDDEN_COPIES, _INNER_COPIES = 10, 3
 """Copies of a node's hidden state, and of its state inside an MLP, that a layer makes; some are in fp32."""
 _MASKS = 3  # bytes of a mask's bool entries beside those of the mask of numbers
 _KEPT_ROWS = 16  # ended rows that are kept where no setting says how many
-_RECORDED = 4 << 20  # bytes that a recorded step is taken to need of its own: the list of its kernels
+_RECORDED = 4 << 20  # bytes that the three parts of a recorded step are taken to need: the lists of their kernels
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
 
     Args:
         max_length: Prompt and output tokens of a sequence.
-        graphs: Number of recorded steps.
+        graphs: Number of recorded parts of steps.
     """
     slots, nodes, width, number = config.max_num_seqs, spec.largest, base.hidden_size, base.dtype.itemsize
     in_all = slots + (config.kept_rows or 0)
@@ -92,8 +92,11 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
     }
     if base.sight is not None:  # one prompt at a time is looked at
         kept["images"] = KEPT_BYTES + base.sight.bytes_per_token * max_length
-    # A graph's memory is apart from that of steps that run as they are; all graphs share theirs.
-    return MemoryPlan({**kept, **step, "graphs": sum(step.values()) + graphs * _RECORDED if graphs else 0})
+    # A graph's memory is apart from that of steps that run as they are; all graphs share theirs. Between the parts of a
+    # step are buffers of logits, bits of masks, hidden states, and the numbers of a tree.
+    held = step["logits"] + tree * (base.vocab_size // 8 + len(spec.hidden_layers) * width * number + 32)
+    graphs_bytes = sum(step.values()) + graphs * _RECORDED // 3 + held if graphs else 0
+    return MemoryPlan({**kept, **step, "graphs": graphs_bytes})
 
 
 def what_would_fit(

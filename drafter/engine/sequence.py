@@ -145,15 +145,6 @@ class Sequence:
         return self.proven and not self.lenient and self.handling in (Handling.FREE, Handling.ALONE)
 
     @property
-    def follows(self) -> bool:
-        """True if the host must follow its steps stage by stage."""
-        return self.handling is Handling.PLAIN or self._part_follows
-
-    @cached_property
-    def _part_follows(self) -> bool:
-        return any(part.follows for part in self.parts)
-
-    @property
     def text(self) -> Ids:
         return np.array([*self.handle.request.prompt_ids, *self.output], dtype=np.int64)
 

@@ -6,17 +6,18 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from drafter import devices
-from drafter.acceptance.choices import are_sound
+from drafter.acceptance.choices import NodeChoices, are_sound
 from drafter.acceptance.contract import PathLogprobs, Verified, Verifier, token_logprobs
 from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
@@ -31,16 +32,9 @@ from drafter.target_model.nodes import TreeNodes
 from drafter.tree.token_tree import TokenTree, root_only
 
 _NOT_FINITE = -1  # token chosen from logits that are not numbers
-
-
-class WantedLogprobs(NamedTuple):
-    """What a row wants: so many of the most probable tokens beside its own, and whether after all settings."""
-
-    top: int
-    drawn: bool
-
-
-_NOTHING: Mapping[int, WantedLogprobs] = MappingProxyType({})
+Wanted = Mapping[int, tuple[int, bool]]
+"""Log-probabilities by row: with how many of the most probable tokens, and whether as `Request.drawn_logprobs`."""
+NOTHING: Wanted = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,18 @@ class StepTensors:
     logprobs: PathLogprobs | None = None  # of emitted tokens, of the rows that want them; None if none do
     lenient: Tensor | None = None  # `[B, D + 1]` bool; see `Accepted`
 
+    @property
+    def path(self) -> Tensor:
+        """`[B, D + 1]` node ids; entries past an accepted path are 0."""
+        width = self.packed.shape[1]
+        return self.packed[:, 2 : 1 + width // 2] if width > 1 else torch.zeros_like(self.packed)
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[B, D + 1]` tokens along the path; -1 in a row that is not sound."""
+        width = self.packed.shape[1]
+        return self.packed[:, 1 + width // 2 :] if width > 1 else self.packed
+
     def to_host(self, rows: int) -> StepTensors:
         """Copy the first `rows` rows to the host; valid once queued work is done."""
         return StepTensors(
@@ -68,32 +74,36 @@ class StepTensors:
 
 @dataclass
 class Clock:
-    """Times the parts of a step, in seconds: on the host that follows it, or on a `device` that works behind it."""
+    """Times the parts of a step, in seconds: on the host, or on a `device` that works behind it."""
 
     since: float = field(default_factory=time.perf_counter)  # when the present part began
     reading: float = 0.0  # the drafter's prefill
     drafting: float = 0.0
-    rest: float | None = None  # all else; None where the host does not know
-    device: devices.DeviceTimer | None = None
+    rest: float | None = None  # all else; None until it is known
+    device: devices.DeviceTimer | None = None  # None where the host waits for the step
     shadow: StepSeconds | None = None  # a shadow draft, beside these; None without one
+    usual: bool = True  # later steps like this one take as long
 
     def lap(self) -> float:
         """Begin the next part; return the seconds of the last one."""
         before, self.since = self.since, time.perf_counter()
         return self.since - before
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """Return a `with` block for a part that the device does."""
-        return nullcontext() if self.device is None else self.device.part()
+    def on_device(self, part: str) -> AbstractContextManager[None]:
+        """Return a `with` block for a part that the device does: `drafting`, or another name for the rest."""
+        return nullcontext() if self.device is None else self.device.part(part)
+
+    def landed(self) -> None:
+        """Note that the host, which has waited for the step, has handed out its result."""
+        if self.rest is None:
+            self.rest = self.lap()
 
     def seconds(self) -> StepSeconds | None:
-        """Return the times of a step that has landed; None if they are not known.
-
-        On a device drafting is a part of the step, as in the table of latencies there.
-        """
-        if self.device is not None:
-            return StepSeconds(0.0, 0.0, self.device.seconds)
-        return None if self.rest is None else StepSeconds(self.reading, self.drafting, self.rest)
+        """Return the times of a step that has landed; None if they tell nothing of later ones."""
+        if self.usual and self.device is not None:
+            drafting = self.device.seconds("drafting")
+            return StepSeconds(0.0, drafting, self.device.seconds() - drafting)
+        return StepSeconds(self.reading, self.drafting, self.rest) if self.usual and self.rest is not None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +116,10 @@ class StepPlan:
     ask: Ask
     depth: int  # of the deepest draft token that a row may get
     deepest: list[int]  # the same of each row
-    wanted: dict[int, WantedLogprobs]  # of the rows that want log-probabilities
+    wanted: Wanted
     stays: list[int]  # of the sequences
     load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
-    follows: bool = True  # the host follows it stage by stage; otherwise it is queued as a whole
+    follows: bool = True  # it needs what the host knows of all texts, so that no step may be under way before
 
     @staticmethod
     def of(
@@ -130,7 +140,7 @@ class StepPlan:
             if sequence.handling is Handling.PLAIN:
                 deepest[row] = 0
         wanted = {
-            row: WantedLogprobs(top, one.handle.request.drawn_logprobs)
+            row: (top, one.handle.request.drawn_logprobs)
             for row, one in enumerate(sequences)
             if (top := one.sampling.logprobs) is not None
         }
@@ -191,12 +201,11 @@ class Outcome:
         rows, width = packed.shape
         on_path = np.zeros((rows, nodes), dtype=np.bool_)
         counts = drafted = [0] * rows
-        chosen = packed
+        chosen = tensors.tokens.numpy()
         if width > 1:
-            path, chosen = packed[:, 2 : 1 + width // 2], packed[:, 1 + width // 2 :]
             counts, drafted = packed[:, 0].tolist(), packed[:, 1].tolist()
             with_root = np.zeros((rows, 1 + nodes), dtype=np.bool_)
-            with_root[np.arange(rows)[:, None], path] = True
+            with_root[np.arange(rows)[:, None], tensors.path.numpy()] = True
             on_path = with_root[:, 1:]
         sound = (chosen[:, 0] != _NOT_FINITE).tolist()
         accepted = [count if fine else 0 for count, fine in zip(counts, sound, strict=True)]
@@ -211,7 +220,7 @@ class Outcome:
         logprobs: dict[int, list[TokenLogprob]] = {}
         wanted = step.plan.wanted
         if tensors.logprobs is not None:
-            found = tensors.logprobs.read([tokens[row] for row in wanted], [one.top for one in wanted.values()])
+            found = tensors.logprobs.read([tokens[row] for row in wanted], [top for top, _ in wanted.values()])
             logprobs = dict(zip(wanted, found, strict=True))
         return Outcome(step, tokens, sound, accepted, drafted, on_path, lenient, logprobs)
 
@@ -281,6 +290,16 @@ class Flights:
         self._under_way = []
 
 
+class Stages(Protocol):
+    """Stages of a step; see `DeviceStep`. What `verify` returns is for `finish` alone."""
+
+    def draft(self, context: DraftContext, ask: Ask) -> TokenTree: ...
+
+    def verify(self, tree: TokenTree, kv_length: int) -> Any: ...
+
+    def finish(self, verified: Any, rows: slice, wanted: Wanted = ..., allowed: Tensor | None = ...) -> StepTensors: ...
+
+
 class DeviceStep:
     """The stages over the first slots of a batch state. None of them waits for the device.
 
@@ -294,7 +313,9 @@ class DeviceStep:
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Return trees `[B, 1 + ask.most]`."""
-        return self.state.drafter.propose(context, ask) if ask.most else root_only(context.pending)
+        drafter, own = self.state.drafter, ask.own
+        tree = drafter.propose(context, own) if own.nodes else root_only(context.pending)
+        return drafter.with_brought(tree, ask.brought) if ask.brought else tree
 
     def verify(self, tree: TokenTree, kv_length: int) -> Verified:
         """Run the target model over `tree` `[B, N]` of the first B slots, reading `kv_length` cache positions."""
@@ -320,24 +341,25 @@ class DeviceStep:
         ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
         return Verified(tree, ancestors, depth, logits, ours, read)
 
-    def finish(self, verified: Verified, rows: slice, wanted: Mapping[int, WantedLogprobs] = _NOTHING) -> StepTensors:
+    def finish(
+        self, verified: Verified, rows: slice, wanted: Wanted = NOTHING, allowed: Tensor | None = None
+    ) -> StepTensors:
         """Let the verifier decide on the trees of slots `rows`, commit the accepted paths, and pack the result.
 
-        `wanted` are log-probabilities by row.
+        Args:
+            wanted: Log-probabilities by row.
+            allowed: What may follow the first nodes of each tree, on the host; see `masks`.
         """
+        tree, logprobs = verified.tree, None
+        if allowed is not None:
+            missing = (0, 0, 0, tree.size - allowed.shape[1], 0, len(tree.tokens) - len(allowed))
+            allowed = F.pad(devices.send(allowed, tree.tokens.device), missing, value=-1)
+            verified = replace(verified, allowed=allowed)
         sampling = self.state.row_sampling(rows)
         accepted = self.verifier.accept(verified, sampling)
-        tree, logprobs = verified.tree, None
         if wanted:
-            row = devices.send(torch.tensor(list(wanted)), self.base.device)
-            path = accepted.path[row]
-            at_path = verified.logits[row[:, None], path]
-            if drawn := [place for place, one in enumerate(wanted.values()) if one.drawn]:
-                some = devices.send(torch.tensor(drawn), self.base.device)
-                nodes = row[some][:, None].expand_as(path[some]).flatten(), path[some].flatten()
-                found = verified.choices(sampling).log_probs(*nodes).float().view(len(drawn), *at_path.shape[1:])
-                at_path = at_path.float().index_copy(0, some, found)
-            logprobs = token_logprobs(at_path, accepted.tokens[row], max(one.top for one in wanted.values()))
+            choices = verified.choices(sampling)
+            logprobs = wanted_logprobs(verified.logits, accepted.path, accepted.tokens, wanted, choices)
         # One node that is not finite spoils the whole tree.
         sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
         packed, lenient = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE), None
@@ -347,3 +369,22 @@ class DeviceStep:
             lenient = accepted.lenient
         self.state.commit(accepted, verified.hidden, sound, rows)
         return StepTensors(packed, tree.size - 1, logprobs, lenient)
+
+
+def wanted_logprobs(
+    logits: Tensor, path: Tensor, tokens: Tensor, wanted: Wanted, choices: NodeChoices | None = None
+) -> PathLogprobs:
+    """Return log-probabilities along the paths `[B, D + 1]` of the rows that want them.
+
+    `logits` `[B, N, V]` are by node id, `tokens` `[B, D + 1]` those that were chosen. `choices` are what these were
+    drawn from, for rows that want to know it: as it was before the tokens were committed.
+    """
+    row = devices.send(torch.tensor(list(wanted)), logits.device)
+    path = path[row]
+    at_path = logits[row[:, None], path]
+    if choices is not None and (drawn := [place for place, (_, as_drawn) in enumerate(wanted.values()) if as_drawn]):
+        some = devices.send(torch.tensor(drawn), logits.device)
+        nodes = row[some][:, None].expand_as(path[some]).flatten(), path[some].flatten()
+        found = choices.log_probs(*nodes).float().view(len(drawn), *at_path.shape[1:])
+        at_path = at_path.float().index_copy(0, some, found)
+    return token_logprobs(at_path, tokens[row], max(top for top, _ in wanted.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +19,8 @@ from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes,
 from drafter.devices import timed
 from drafter.drafters.contract import Ask
 from drafter.engine.batch import BatchState
-from drafter.engine.cuda_graph import StepGraphs, step_shape
 from drafter.engine.memory import MemoryPlan
+from drafter.engine.queued_step import QueuedStep, padded_rows
 from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
 from drafter.native.build import processor
@@ -32,7 +33,7 @@ _DEAREST = SamplingMode(*[True] * len(fields(SamplingMode)))
 
 
 @torch.inference_mode()
-def try_dearest_step(step: DeviceStep, graphs: StepGraphs, plan: MemoryPlan) -> None:
+def try_dearest_step(step: DeviceStep, queue: QueuedStep, plan: MemoryPlan) -> None:
     """Do the step that takes most memory: all slots at full length, the largest trees, and all sampling operations.
 
     Args:
@@ -46,9 +47,8 @@ def try_dearest_step(step: DeviceStep, graphs: StepGraphs, plan: MemoryPlan) -> 
     mode, state.mode = state.mode, _DEAREST
     try:
         state.lengths.fill_(0)
-        if nodes:
-            state.drafter.prepare(state.context([0] * state.slots))
-        graphs.decode(step_shape(step, state.slots, nodes, state.max_length))
+        _prepare(state, state.slots, nodes, 0)
+        queue.whole(state.slots, nodes, state.max_length)
         devices.synchronise(step.base.device)
     except torch.OutOfMemoryError as error:
         raise LoadError(
@@ -60,6 +60,42 @@ def try_dearest_step(step: DeviceStep, graphs: StepGraphs, plan: MemoryPlan) -> 
     state.forget()
 
 
+@torch.inference_mode()
+def record_steps(queue: QueuedStep, nodes: int) -> None:
+    """Record plain steps and those of `nodes` draft tokens, of all numbers of rows, so that no request waits for it.
+
+    The largest come first: smaller ones then find room in what these have left of the graphs' memory.
+
+    Args:
+        queue: All slots are empty, before and after.
+
+    Raises:
+        LoadError: They do not fit into the memory.
+    """
+    state = queue.state
+    length = _probed_length(state)
+    sizes = {padded_rows(rows, state.slots) for rows in range(1, state.slots + 1)}
+    try:
+        for rows, count in sorted(product(sizes, {0, nodes}), reverse=True):
+            for _ in range(_UNTIL_RECORDED):
+                state.lengths.fill_(0)
+                _prepare(state, rows, count, 0)
+                queue.whole(rows, count, length)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            f"the CUDA graphs of steps of {state.slots:,} slots do not fit into the memory: lower max_num_seqs or "
+            "num_draft_tokens"
+        ) from error
+    state.forget()
+
+
+def _prepare(state: BatchState, rows: int, nodes: int, length: int) -> None:
+    if nodes:
+        state.drafter.prepare(state.context([length] * rows))
+
+
+_UNTIL_RECORDED = 3
+"""Runs of a step after which it is repeated, or will never be."""
 _FAR = 4096
 """Committed tokens of a long text, if a slot has so many."""
 _RUNS = 3
@@ -70,51 +106,49 @@ _SAMPLED: dict[Choosing, SamplingParams] = {
 }
 
 
-def with_load_costs(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> LatencyTable:
+def with_load_costs(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> LatencyTable:
     """Add to a table how context length and sampling add to a step's latency.
 
     Args:
         step: The stages; slots have texts of `length` tokens, and are changed.
-        graphs: Where steps are queued as a whole.
+        queue: Where steps are queued.
         table: Latencies of steps over these texts.
     """
-    longer = _longer(step, graphs, table, length)
+    longer = _longer(step, queue, table, length)
     step.state.lengths.fill_(length)
     return replace(
         table,
         length=length,
         longer=longer,
-        choosing=_choosing(step, graphs, table, length),
+        choosing=_choosing(step, queue, table, length),
         choices=_choices(step, table),
     )
 
 
-def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> Floats:
+def _longer(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> Floats:
     state, nodes = step.state, np.array(table.nodes)
     far = min(_FAR, state.max_length)
     if far <= length or not state.reserve(0, far + 1):
         return np.zeros(len(nodes))
-    # In a step that is queued as a whole, drafting follows its own memory of the text. So a plain one is timed, which
-    # reads as many keys and values.
-    sizes = [0, table.nodes[-1]] if graphs is None else [0]
+    # In a queued step drafting follows its own memory of the text. So a plain one is timed, which reads as much of the
+    # cache.
+    sizes = [0, table.nodes[-1]] if queue is None else [0]
     costs = []
     for size in sizes:
-        near, at_far = (
-            _least_seconds(step, graphs, partial(_forward, step, graphs, size, one)) for one in (length, far)
-        )
+        near, at_far = (_least_seconds(step, queue, partial(_forward, step, queue, size, one)) for one in (length, far))
         costs.append(max(at_far - near, 0.0) / (far - length))
     found: Floats = np.interp(nodes, sizes, costs)
     return found
 
 
-def _choosing(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
+def _choosing(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
     ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
     seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
     for rows in map(int, table.batches):
-        choice = _choice(step, graphs, rows, length)
+        choice = _choice(step, queue, rows, length)
         for way, params in ways.items():
             _sample(step.state, params, rows)
-            seconds[way].append(_least_seconds(step, graphs, choice))
+            seconds[way].append(_least_seconds(step, queue, choice))
     _sample(step.state, SamplingParams(), step.state.slots)
     return {way: np.maximum(np.subtract(seconds[way], seconds["greedy"]), 0.0) for way in _SAMPLED}
 
@@ -128,10 +162,10 @@ def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
     return None
 
 
-def _choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, length: int) -> Callable[[], object]:
+def _choice(step: DeviceStep, queue: QueuedStep | None, rows: int, length: int) -> Callable[[], object]:
     state = step.state
-    if graphs is not None:
-        return partial(_forward, step, graphs, 0, length, rows)
+    if queue is not None:
+        return partial(_forward, step, queue, 0, length, rows)
     verified = step.verify(root_only(state.tokens[:rows, 0]), length + 1)
     return lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows)))
 
@@ -142,17 +176,17 @@ def _sample(state: BatchState, params: SamplingParams, rows: int) -> None:
     state.expect([params] * rows)
 
 
-def _forward(step: DeviceStep, graphs: StepGraphs | None, nodes: int, length: int, rows: int = 1) -> None:
+def _forward(step: DeviceStep, queue: QueuedStep | None, nodes: int, length: int, rows: int = 1) -> None:
     state = step.state
     state.lengths.fill_(length)
-    if graphs is None:
+    if queue is None:
         step.verify(bare_trees(state.tokens[:rows, 0], 1 + nodes), length + 1 + nodes)
     else:
-        graphs.run(step_shape(step, rows, nodes, length))
+        queue.whole(rows, nodes, length)
 
 
-def _least_seconds(step: DeviceStep, graphs: StepGraphs | None, work: Callable[[], object]) -> float:
-    for _ in range(1 if graphs is None else 3):
+def _least_seconds(step: DeviceStep, queue: QueuedStep | None, work: Callable[[], object]) -> float:
+    for _ in range(1 if queue is None else _UNTIL_RECORDED):
         work()
     return min(devices.timed(step.base.device, work)[1] for _ in range(_RUNS))
 
@@ -203,32 +237,35 @@ def compile_base(step: DeviceStep) -> None:
 
 @torch.inference_mode()
 def make_budget(
-    step: DeviceStep, graphs: StepGraphs | None, nodes: int | Literal["auto"], drafter: str | None
+    step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal["auto"], drafter: str | None
 ) -> Budget:
-    """Return the budget of a number of draft tokens, `auto` by `step_costs`; `graphs` are None unless steps queue."""
+    """Return the budget of a number of draft tokens, `auto` by `step_costs`, with the steps of a `queue` recorded."""
     drafts = step.state.drafter
-    if nodes != "auto" or not drafts.spec.max_nodes:
-        return FixedBudget(0 if nodes == "auto" else min(nodes, drafts.spec.max_nodes))
+    most = drafts.spec.max_nodes if nodes == "auto" else min(nodes, drafts.spec.max_nodes)
+    if queue is not None:
+        record_steps(queue, most)
+    if nodes != "auto" or not most:
+        return FixedBudget(most)
     return AdaptiveBudget(
-        step_costs(step, graphs, drafter),
+        step_costs(step, queue, drafter),
         drafts.members or ("",),
         withheld=drafts.withheld,
         known=drafts.known,
-        shadows=step.verifier.lossless and graphs is None,
+        shadows=step.verifier.lossless and queue is None,
     )
 
 
-def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None) -> LatencyTable:
+def step_costs(step: DeviceStep, queue: QueuedStep | None, drafter: str | None) -> LatencyTable:
     """Return the table of `measure_steps`; if it was measured here before, that of the cache folder, corrected.
 
     A table that was measured while others used the machine is measured again once they do not.
 
     Args:
-        drafter: Name of the drafter, for the cache; None does without. Steps that are queued as a whole are measured at
-            each start, because that also records them.
+        drafter: Name of the drafter, for the cache; None does without. Steps that are queued are measured at each
+            start, because that also records them.
     """
-    if drafter is None or graphs is not None:
-        return measure_steps(step, graphs)
+    if drafter is None or queue is not None:
+        return measure_steps(step, queue)
     subject = _subject(step, drafter)
     others = devices.watch_others()
     if (kept := load_costs(subject)) is not None:
@@ -239,7 +276,7 @@ def step_costs(step: DeviceStep, graphs: StepGraphs | None, drafter: str | None)
         if min(plain, full) > 1 / _FASTER and (table.sure or others() > _BUSY):
             return replace(table.changed(plain, full), sure=False)
     others = devices.watch_others()
-    table = measure_steps(step, graphs)
+    table = measure_steps(step, queue)
     table = replace(table, sure=others() <= _BUSY)
     save_costs(subject, table, _samples(step))
     return table
@@ -271,11 +308,10 @@ def _samples(step: DeviceStep) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
+def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
     """Measure latencies of steps up to all slots and the drafter's largest trees, and of each member's drafting.
 
-    Steps that are queued as a whole always have the same member, and all of their time is verification. Verification is
-    timed once: it does not depend on the drafter.
+    Verification is timed once: it does not depend on the drafter. Where steps are queued it includes the choice.
 
     Args:
         step: The stages; all slots are empty.
@@ -284,16 +320,16 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
         LoadError: The largest step does not fit into the memory.
     """
     state, most = step.state, step.state.drafter.spec.max_nodes
-    # Whole steps are queued on a GPU, which verifies three draft tokens as fast as one.
-    few = () if graphs is None else (1, 2)
+    # Steps are queued on a GPU, which verifies three draft tokens as fast as one.
+    few = () if queue is None else (1, 2)
     counts = sorted({count for count in NODE_COUNTS if count < most and count not in few} | {most})
-    others = range(1, len(state.drafter.members)) if graphs is None else ()
+    others = range(1, len(state.drafter.members))
     try:
         generate_texts(step)
         depth = state.drafter.spec.max_depth
-        table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts, depth)
-        table = with_load_costs(step, graphs, table, _probed_length(state))
-        drafts = [table.draft[0], *(_measure_drafts(step, table, member) for member in others)]
+        table = measure_latency(partial(_probe, step, queue), batch_sizes(state.slots), counts, depth)
+        table = with_load_costs(step, queue, table, _probed_length(state))
+        drafts = [table.draft[0], *(_measure_drafts(step, queue, table, member) for member in others)]
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
@@ -304,8 +340,9 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
     return replace(table, draft=np.stack(drafts))
 
 
-def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Floats:
+def _measure_drafts(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, member: int) -> Floats:
     state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.verify)
+    runs = _DRAFT_RUNS if queue is None else _UNTIL_RECORDED + 1
     state.drafter.select(member)
     state.lengths.fill_(length)
     for place, rows in enumerate(int(batch) for batch in table.batches):
@@ -315,9 +352,9 @@ def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Float
             if draft[place, column - 1] > most:  # it cannot pay, and neither can more
                 draft[place, column:] = draft[place, column - 1]
                 break
-            work = partial(step.draft, context, Ask(nodes, 1 / (nodes + 1), member))
+            work = partial((queue or step).draft, context, Ask(nodes, 1 / (nodes + 1), member))
             state.drafter.prepare(context)
-            draft[place, column] = min(timed(step.base.device, work)[1] for _ in range(_DRAFT_RUNS))
+            draft[place, column] = min(timed(step.base.device, work)[1] for _ in range(runs))
     return draft
 
 
@@ -350,18 +387,20 @@ def generate_texts(step: DeviceStep) -> None:
         state.copy(slot % count, slot, length + 1)  # the pending token, too
 
 
-def _probe(step: DeviceStep, graphs: StepGraphs | None, rows: int, nodes: int) -> tuple[float, float]:
+def _probe(step: DeviceStep, queue: QueuedStep | None, rows: int, nodes: int) -> tuple[float, float]:
     state, device = step.state, step.base.device
     length = _probed_length(state)
     state.lengths.fill_(length)
     context, ask = state.context([length] * rows), Ask(nodes, 1 / (nodes + 1))
     if nodes:
         state.drafter.prepare(context)
-    if graphs is not None:
-        shape = step_shape(step, rows, nodes, length)
-        graphs.warm_up(shape)
-        state.lengths.fill_(length)
-        return 0.0, timed(device, lambda: graphs.run(shape))[1]
+    if queue is not None:
+        for _ in range(_UNTIL_RECORDED):
+            queue.whole(rows, nodes, length)
+            state.lengths.fill_(length)
+        tree, drafting = timed(device, lambda: queue.draft(context, ask))
+        verified = partial(queue.verify, tree, length + tree.size)
+        return drafting, timed(device, lambda: queue.finish(verified(), slice(0, rows)))[1]
     tree, drafting = timed(device, lambda: step.draft(context, ask))
     tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
     return drafting if nodes else 0.0, timed(device, lambda: step.verify(tree, length + tree.size))[1]

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from drafter.acceptance.guide import PutOff
 from drafter.engine.handle import Handle
 from drafter.requests import FinishReason, TokenLogprob
 from drafter.statistics import DecodeCounts
@@ -52,8 +53,6 @@ class RowDrafts:
 class RowPart:
     """A part of a row. This one adds nothing."""
 
-    follows: bool = False
-    """The host must follow the row's steps stage by stage."""
     apart: bool = False
     """The row's prompt has forwards of its own."""
     alone: bool = False
@@ -94,8 +93,6 @@ class RowPart:
 class Steering(RowPart, ABC):
     """A part that says which tokens may come, and so changes what is drafted. A row has at most one."""
 
-    follows = True
-
     @abstractmethod
     def before_step(self, drafts: RowDrafts, depth: int) -> tuple[RowDrafts, int]:
         """Return which drafts may come, with those that must, no deeper than `depth`; and how many must at the start.
@@ -104,10 +101,11 @@ class Steering(RowPart, ABC):
         """
 
     @abstractmethod
-    def allow(self, mask: Tensor, drafts: RowDrafts) -> None:
+    def allow(self, mask: Tensor, drafts: RowDrafts, later: PutOff) -> None:
         """Set which tokens may follow the text's end and each draft, in `[1 + N, ceil(V / 32)]` int32 on the host.
 
         Bit `v % 32` of word `v // 32` stands for token `v`. On a GPU this comes while the target model's forward runs.
+        What takes time may be put off to `later`, with that of all rows.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from drafter.acceptance.guide import Guide, Guides
+from drafter.acceptance.guide import Guide, Guides, PutOff
 from drafter.engine.handle import Handle
 from drafter.parts.contract import Room, Row, RowDrafts, Steering
 from drafter.tree.paths import ROOT, children_of
@@ -47,11 +47,11 @@ class GuidePart(Steering):
         visit(ROOT, ROOT, 1, 0.0)
         return found, begun
 
-    def allow(self, mask: Tensor, drafts: RowDrafts) -> None:
+    def allow(self, mask: Tensor, drafts: RowDrafts, later: PutOff) -> None:
         guide, children = self._guide, children_of(drafts.parents)
 
         def visit(node: int) -> None:
-            guide.fill(mask[1 + node])
+            guide.fill(mask[1 + node], later)
             for child in children[node]:
                 if guide.consume(drafts.tokens[child]):
                     visit(child)

@@ -16,7 +16,6 @@ class LogprobPart(RowPart):
     def __init__(self, request: Request) -> None:
         self._of_output = list[TokenLogprob]() if request.sampling.logprobs is not None else None
         self._of_prompt: list[TokenLogprob] | None = None
-        self.follows = self._of_output is not None
         self.apart = self.alone = request.prompt_logprobs is not None
         if self.alone:
             self._of_prompt = [TokenLogprob(token, None, ()) for token in request.prompt_ids]

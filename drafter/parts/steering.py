@@ -9,13 +9,12 @@ costs no less than that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafter.acceptance.contract import Verified
-from drafter.devices import send
+from drafter import devices
+from drafter.acceptance.guide import PutOff
 from drafter.drafters.contract import Ask, DraftSpec
 from drafter.parts.contract import RowDrafts, Steering
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
@@ -63,37 +62,43 @@ def steered(
 def steered_drafts(
     tree: TokenTree, steering: Sequence[Steering | None], ask: Ask, spec: DraftSpec
 ) -> tuple[TokenTree, list[int]] | None:
-    """Return what `steered` does, of trees that a drafter was asked for; None where no row is steered."""
+    """Return what `steered` does, of trees that a drafter was asked for; None where no row is steered.
+
+    Rows of the trees beyond those of `steering` are padding, and left out.
+    """
     size = ask.most if ask.fixed else spec.largest
     if not size or not any(steering):
         return None
-    on_host = TokenTree(*(part.cpu() for part in vars(tree).values()))
-    return steered(on_host, steering, ask.most, size, spec.max_depth)
+    return steered(on_host(tree, len(steering)), steering, ask.most, size, spec.max_depth)
 
 
-def masks(tree: TokenTree, steering: Sequence[Steering | None], vocabulary: int) -> Tensor:
-    """Return the tokens that may follow each node of a tree on the host, `[B, N, ceil(V / 32)]` int32, there.
+def on_host(tree: TokenTree, rows: int) -> TokenTree:
+    """Return the first rows of trees on the host, which waits once for a device."""
+    tree = tree.first_rows(rows)
+    if not devices.is_asynchronous(tree.tokens.device):
+        return tree
+    numbers = torch.stack([tree.tokens, tree.parents, tree.depths, tree.log_probs.double().view(torch.long)])
+    tokens, parents, depths, log_probs = devices.wait_for(numbers)
+    return TokenTree(tokens, parents, depths, log_probs.view(torch.double).float())
+
+
+def masks(tree: TokenTree | None, steering: Sequence[Steering | None], vocabulary: int) -> Tensor | None:
+    """Return the tokens that may follow each node, `[B, N, ceil(V / 32)]` int32 on the host; None if no row is steered.
 
     See `Steering.allow`. Rows without steering have all bits.
-    """
-    words = (vocabulary + 31) // 32
-    found = torch.full((*tree.tokens.shape, words), _EVERYTHING, dtype=torch.int32)
-    for of_row, drafts, part in zip(found, _rows(tree), steering, strict=True):
-        if part is not None:
-            part.allow(of_row, drafts)
-    return found
-
-
-def with_masks(steering: Sequence[Steering | None], tree: TokenTree | None, verified: Verified) -> Verified:
-    """Add what may follow each node, if a row is steered.
 
     Args:
-        tree: The verified trees on the host, since a GPU is busy with their forward and would have to be waited for;
-            None if steered rows have no draft tokens.
+        tree: Trees `[B, N]` on the host, since a GPU is busy with their forward and would have to be waited for; None
+            if steered rows have no draft tokens.
     """
     if not any(steering):
-        return verified
+        return None
     if tree is None:
-        tree = root_only(torch.zeros(len(steering), dtype=torch.long)).padded(verified.tree.size)
-    allowed = masks(tree, steering, verified.logits.shape[-1])
-    return replace(verified, allowed=send(allowed, verified.tree.tokens.device))
+        tree = root_only(torch.zeros(len(steering), dtype=torch.long))
+    found = torch.full((*tree.tokens.shape, (vocabulary + 31) // 32), _EVERYTHING, dtype=torch.int32)
+    later = PutOff()
+    for of_row, drafts, part in zip(found, _rows(tree), steering, strict=True):
+        if part is not None:
+            part.allow(of_row, drafts, later)
+    later.do()
+    return found

@@ -27,7 +27,7 @@ from drafter.target_model.state_cache import LayerStates, StateCache
 class CacheFactory:
     """What each of the layers of the model `name` keeps: keys and values of `shapes`, or `states`, or neither.
 
-    `mixing` and `reads_on` are what `find_mixers` says of layers with states.
+    `mixing`, `reads_on` and `trees_wait` are what `find_mixers` says of layers with states.
     """
 
     name: str
@@ -36,6 +36,7 @@ class CacheFactory:
     states: LayerStates
     mixing: CacheBytes = field(default_factory=CacheBytes)
     reads_on: bool = True
+    trees_wait: bool = False
 
     def make(
         self, slots: int, length: int, device: torch.device, memory: int | None = None, layers: int | None = None

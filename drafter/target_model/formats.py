@@ -21,7 +21,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafter.errors import LoadError, first_line
 
-_BITS = {"load_in_8bit": "8 bit", "load_in_4bit": "4 bit"}  # of bitsandbytes
+_BITSANDBYTES, _BITS = "bitsandbytes", {"load_in_8bit": "8 bit", "load_in_4bit": "4 bit"}
 _ROUNDS_ACTIVATIONS = frozenset({"bitnet", "fbgemm_fp8", "fp_quant"})
 _TORCHAO_ACTIVATIONS = re.compile(r'"_type": "\w*Activation')
 _ACTIVATIONS = "its activations are quantised, too, so that logits depend on how a text is read"
@@ -29,26 +29,29 @@ _INT8 = "LLM.int8 chooses columns over all rows of a forward, so that a row's to
 
 
 def scheme_of(config: Any) -> dict[str, Any] | None:
-    """Return how a checkpoint is quantised, of its configuration or of a loaded model's; None if it is not."""
+    """Return how a checkpoint is quantised, of its configuration or of a loaded model's; None if it is not.
+
+    transformers warns of schemes that it does not know, and reads the weights as floating-point numbers.
+    """
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
-    if found is None or isinstance(found, dict):
-        return found
-    return dict(found.to_dict())
+    scheme: dict[str, Any] = found if isinstance(found, dict) else found.to_dict() if found else {}
+    name = scheme_name(scheme)
+    return scheme if name in AUTO_QUANTIZATION_CONFIG_MAPPING or name.startswith(_BITSANDBYTES) else None
 
 
 def scheme_name(scheme: Mapping[str, Any]) -> str:
     """Return a scheme's name, such as `compressed-tensors` or `bitsandbytes 4 bit`."""
     method = scheme.get("quant_method")
     bits = next((bits for setting, bits in _BITS.items() if scheme.get(setting)), None)
-    return f"bitsandbytes {bits}" if bits else str(getattr(method, "value", method))
+    return f"{_BITSANDBYTES} {bits}" if bits else str(getattr(method, "value", method))
 
 
 def why_inexact(scheme: Mapping[str, Any]) -> str | None:
     """Return why a scheme's own plain decoding is not a function of the text alone; None if it is, or not known."""
     name = scheme_name(scheme)
-    if name == "bitsandbytes 8 bit":
+    if name == f"{_BITSANDBYTES} 8 bit":
         return _INT8
     if name in _ROUNDS_ACTIVATIONS:
         return _ACTIVATIONS
@@ -77,7 +80,11 @@ def settings_of(name: str, config: Any, *, dequantize: bool) -> dict[str, Any]:
     if scheme is None:
         return {}
     found = scheme_name(scheme)
-    if not dequantize and (why := why_inexact(scheme)):
+    try:
+        why = why_inexact(scheme)
+    except (AttributeError, TypeError) as error:
+        raise LoadError(f"model {name!r}: its quantization_config cannot be read: {first_line(error)}") from error
+    if why is not None and not dequantize:
         raise LoadError(
             f"model {name!r} is quantised by {found}, and {why}: load it dequantised (loading.dequantize true, in "
             "Python dequantize=True), or take a checkpoint whose weights alone are quantised"
@@ -109,6 +116,17 @@ def dequantised(name: str, model: Any) -> Any:
         return model.dequantize(dtype=model.dtype)
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise LoadError(f"model {name!r} cannot be loaded dequantised: {first_line(error)}") from error
+
+
+def compute_in_fp32(model: Any) -> None:
+    """Let the layers of bitsandbytes in an fp32 model compute in fp32.
+
+    They round activations to bf16 where a checkpoint names that as its type to compute in, and in any case on a CPU
+    with instructions for it: draft trees would have other logits than the text alone.
+    """
+    for module in model.modules():
+        if model.dtype == torch.float32 and type(module).__module__.startswith(f"{_BITSANDBYTES}."):
+            module.compute_dtype, module.support_avx512bf16_for_cpu = torch.float32, False
 
 
 def weights_in_words(model: Any, stored: str | None) -> str:

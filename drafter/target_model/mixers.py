@@ -48,11 +48,11 @@ def state_shapes(layers: Iterable[Any]) -> LayerStates:
 
 def find_mixers(
     decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
-) -> tuple[CacheBytes, bool]:
+) -> tuple[CacheBytes, bool, bool]:
     """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
 
-    Returns what they keep of a step's nodes and rows until its commit, and whether all read several tokens at once
-    behind others.
+    Returns what they keep of a step's nodes and rows until its commit, whether all read several tokens at once behind
+    others, and whether one waits for the device where it runs over trees.
 
     Raises:
         LoadError: A layer's mixer cannot be told.
@@ -78,7 +78,7 @@ def find_mixers(
             except _ERRORS as error:
                 raise unknown from error
     mixing = sum((mixer.bytes for mixer in mixers.values()), CacheBytes())
-    return mixing, all(mixer.reads_on for mixer in mixers.values())
+    return mixing, all(one.reads_on for one in mixers.values()), any(one.waits for one in mixers.values())
 
 
 class Mixer:
@@ -99,6 +99,11 @@ class Mixer:
         if not isinstance(module.forward, Mixer):
             module.forward = Mixer(module)
         return module.forward
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for the device where it runs over trees: depth by depth, whose sizes the device knows."""
+        return self.at_once is None
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         given = self._signature.bind(*args, **others).arguments

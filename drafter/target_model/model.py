@@ -110,9 +110,8 @@ class BaseModel:
         texts, logits, shapes, states = run_plainly(self)
         self.caches = CacheFactory(self.name, self.num_layers, shapes, states)
         if recurrent:
-            self.caches.mixing, self.caches.reads_on = find_mixers(
-                self.decoder, states, recurrent, self.hidden_size, self.name, model.config.model_type
-            )
+            found = find_mixers(self.decoder, states, recurrent, self.hidden_size, self.name, model.config.model_type)
+            self.caches.mixing, self.caches.reads_on, self.caches.trees_wait = found
         self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
         self.sight: Sight | None = None
         self.blind = f"{self.name} reads text alone"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.errors import LoadError, shown
-from drafter.target_model.weights import and_more
+from drafter.target_model.architecture import make_model
+from drafter.target_model.weights import STRANGE, and_more
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Tensors by the names of the model's `named_parameters()` or `state_dict()`."""
+"""Tensors by the names of the model's `named_parameters()` or `state_dict()`, or of a whole checkpoint of it."""
 
 
 def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor, Tensor]]:
@@ -32,7 +34,11 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)
     if unknown := [key for key in given if key not in own]:
-        raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {_why_unknown(unknown, own)}")
+        why = _why_unknown(unknown, own)
+        if why is not None or (read := _of_checkpoint(model, given)) is None:
+            why = why or "give weights of the same architecture, under the names of the model's state_dict"
+            raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {why}")
+        given = read
     replaced: dict[int, tuple[str, Tensor]] = {}  # by the identity of the model's own tensor, which tied names share
     for key, new in given.items():
         _refuse_unfit(what, key, new, own[key])
@@ -62,6 +68,16 @@ def _by_name(what: str, weights: Weights) -> dict[str, Tensor]:
     return given
 
 
+def _of_checkpoint(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return weights under the model's own names; None if theirs are not those of a whole checkpoint of it."""
+    like = {"config": model.config, "dtype": model.dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        made, report = make_model(partial(type(model).from_pretrained, None, state_dict=given, **like))
+    except STRANGE:
+        return None
+    return None if any(report.values()) else made.state_dict()
+
+
 def _refuse_unfit(what: str, key: str, new: Tensor, own: Tensor) -> None:
     if new.shape != own.shape:
         raise LoadError(f"{what}: {key} has the shape {list(new.shape)}, and the model's own has {list(own.shape)}")
@@ -71,10 +87,10 @@ def _refuse_unfit(what: str, key: str, new: Tensor, own: Tensor) -> None:
         raise LoadError(f"{what}: {key} has values that are not finite, as where a training has diverged")
 
 
-def _why_unknown(unknown: Collection[str], own: Mapping[str, Tensor]) -> str:
+def _why_unknown(unknown: Collection[str], own: Mapping[str, Tensor]) -> str | None:
     if any("lora_" in key or ".base_layer." in key for key in unknown):
         return "merge the adapter into the weights first, by peft's merge_and_unload or merge_adapter"
     for key in unknown:
         if wrapper := next((key.removesuffix(name) for name in own if key.endswith(f".{name}")), None):
             return f"names begin with {wrapper!r}, as a wrapper gives them: give those of the model inside"
-    return "give weights of the same architecture, under the names of the model's state_dict"
+    return None

@@ -23,7 +23,7 @@ from drafter.target_model.nodes import LM_HEAD_INPUT, PromptNodes, TreeNodes, pr
 from drafter.target_model.sight import Features, Sight
 from drafter.target_model.state_cache import LayerStates
 
-_MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+_MODEL_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a model's code may raise when called in an unsupported way."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 """Largest difference of logits ÷ the largest logit, in fp32 and in half precision."""
@@ -137,7 +137,7 @@ def _refuse_encoder(base: Candidate, text: Tensor, logits: Tensor) -> None:
     """
     if (scheme := scheme_of(base.model.config)) is not None:
         raise LoadError(
-            f"{base.name}: its logits depend on how a text is read, as they do where activations are quantised, too "
+            f"{base.name}: its logits depend on how a text is read, as they do where activations are rounded, too "
             f"(it is quantised by {scheme_name(scheme)}): load it dequantised (loading.dequantize true, in Python "
             "dequantize=True)"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
@@ -21,6 +22,7 @@ from transformers.integrations.gguf import read_gguf_metadata
 from drafter.errors import LoadError, first_line, shown
 from drafter.hub import hub_answers, hub_file
 from drafter.target_model.architecture import auto_class, make_model
+from drafter.target_model.formats import scheme_name, scheme_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -284,7 +286,9 @@ def _why_missing(model: Any, missing: list[str], others: list[str]) -> str:
             if key.endswith(f".{other}"):
                 return f"the names lack {key.removesuffix(other)!r} at the beginning; rename the tensors"
     if any(map(_QUANTISED.search, others)):
-        return _NO_SCHEME
+        if (scheme := scheme_of(model.config)) is None:
+            return _NO_SCHEME
+        return f"transformers {transformers.__version__} does not load what {scheme_name(scheme)} stores"
     if heads := [other for other in others if _OTHER_HEAD.search(other)]:
         return f"it is a classifier or a reward model ({heads[0]}), which writes no text"
     head = model.get_output_embeddings()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from drafter import devices
 
 PAD_TOKEN = -1  # token of a padding node; no target model generates it, so padding is never accepted
-_PADDING = (PAD_TOKEN, 0, 1, -torch.inf)  # token, parent, depth and log-probability of a padding node
+PADDING = (PAD_TOKEN, 0, 1, -torch.inf)  # token, parent, depth and log-probability of a padding node
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,13 @@ class TokenTree:
         """Return the trees of the first `nodes` nodes, root included: the best trees of that size."""
         return TokenTree(*(part[:, :nodes] for part in vars(self).values()))
 
+    def first_rows(self, rows: int) -> TokenTree:
+        """Return the trees of the first rows."""
+        return TokenTree(*(part[:rows] for part in vars(self).values()))
+
     def padded(self, size: int) -> TokenTree:
         """Return the trees with padding up to `size` nodes, root included."""
-        parts = zip(vars(self).values(), _PADDING, strict=True)
+        parts = zip(vars(self).values(), PADDING, strict=True)
         return TokenTree(*(F.pad(part, (0, size - self.size), value=padding) for part, padding in parts))
 
     def trimmed(self, sizes: Tensor) -> TokenTree:
@@ -46,7 +50,7 @@ class TokenTree:
         if int(sizes.min()) == tree.size:
             return tree
         kept = torch.arange(tree.size, device=sizes.device) < sizes[:, None]
-        parts = zip(vars(tree).values(), _PADDING, strict=True)
+        parts = zip(vars(tree).values(), PADDING, strict=True)
         return TokenTree(*(torch.where(kept, part, padding) for part, padding in parts))
 
     def no_deeper(self, depths: Tensor) -> TokenTree:
@@ -55,7 +59,7 @@ class TokenTree:
         order = kept.int().argsort(dim=1, descending=True, stable=True)
         kept, rank = kept.gather(1, order), order.argsort(1)
         moved = replace(self, parents=rank.gather(1, self.parents))  # a kept node's parent is kept
-        parts = zip(vars(moved).values(), _PADDING, strict=True)
+        parts = zip(vars(moved).values(), PADDING, strict=True)
         return TokenTree(*(torch.where(kept, part.gather(1, order), padding) for part, padding in parts))
 
     def ancestors(self, depth: int | None = None) -> Tensor:

@@ -119,7 +119,8 @@ class Batches:
     def described(self, record: BatchRecord) -> dict[str, object]:
         """Return OpenAI's object of a batch as it is now."""
         run = self._runs.get(record.id)
-        return record.public(record.counts if run is None else run.results.counts, self._troubles.get(record.id))
+        counts = record.counts if run is None or record.status in ENDED else run.results.counts
+        return record.public(counts, self._troubles.get(record.id))
 
     async def create(self, record: BatchRecord) -> None:
         """Begin a batch, with the content that its file has now. Raises `OSError`."""

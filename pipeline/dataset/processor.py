@@ -55,7 +55,7 @@ class ProcessorConfig:
     """Settings of a generation stage.
 
     Args:
-        model: Hub id or folder of the target model; None is the embedded demonstration model.
+        model: Hub id, folder or GGUF file of the target model; None is the embedded demonstration model.
         drafter: As in `drafter generate`.
         engine_kwargs: Fields of `EngineSettings`, such as `{"max_num_seqs": 32}`.
         sampling_params: Fields of `SamplingParams`, for rows without their own.

@@ -25,7 +25,7 @@ class EvaluateConfig:
             JSON lines with `prompt` or `messages`, as `drafter generate` reads them, `turns` (MT-bench's format) or
             `question` (GSM8K's).
         output: Folder for the results. It is new, empty, or the output of an earlier submission of the same job.
-        model: Target model, as a hub id or folder; by default the embedded demonstration model.
+        model: Target model, as a hub id, folder or GGUF file; by default the embedded demonstration model.
         drafter: One or a list, as `drafter generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
             default `auto`, as there.
         tree: One or a list. `exact` is the best trie under the drafter's distributions, `chain` its most probable path

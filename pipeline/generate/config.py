@@ -38,7 +38,7 @@ class GenerateConfig:
         input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder` or
             `hf://datasets/owner/name`.
         output: Folder or URI for the results: a new or empty one, or that of an earlier submission of the same job.
-        model: Target model: hub id, folder or URI of one; by default the embedded demonstration model.
+        model: Target model: hub id, folder, URI of one, or GGUF file; by default the embedded demonstration model.
         drafter: Drafter: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of a corpus, `exit:N`,
             a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft model's, several of these
             joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.

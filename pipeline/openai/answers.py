@@ -369,22 +369,12 @@ class Chunks:
         if delta.forced:
             statistics["forced"] = delta.forced
         extension = {FIELD: statistics} if self._speculation else {}
-        events, ids = self._begin(index), self._ids(index, delta)
+        events, ids = self._begin(index), {"token_ids": delta.token_ids} if self._request.token_ids else {}
         for content in said or [{"delta": {}}]:
             choice = {"index": index, **content, **ids, "logprobs": logprobs, "finish_reason": None}
             events += self._chunk([choice], **extension)
             logprobs, extension, ids = None, {}, {}  # they are the step's, whose first chunk has them
         return events
-
-    def _ids(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        """Return the token ids of a step, and before the first ones of a text completion those of its prompt."""
-        if not self._request.token_ids:
-            return {}
-        found: dict[str, Any] = {"token_ids": delta.token_ids}
-        if index not in self._begun:
-            found["prompt_token_ids"] = list(self._prompts[index])
-            self._begun.add(index)
-        return found
 
     def _said(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         """Return what each chunk of a choice has of its new text; one chunk at least, unless it is all reasoning."""
@@ -417,12 +407,14 @@ class Chunks:
         return self._chunk([], usage=usage(generations, self._request.n)) + DONE
 
     def _begin(self, index: int) -> str:
-        """The event before the first text of a choice of a chat."""
-        if not self._request.is_chat or index in self._begun:
+        """The event before the first text of a choice: of a chat, or with the token ids of the prompt."""
+        ids = {"prompt_token_ids": list(self._prompts[index])} if self._request.token_ids else {}
+        if index in self._begun or not (ids or self._request.is_chat):
             return ""
         self._begun.add(index)
+        if not self._request.is_chat:
+            return self._chunk([{"index": index, "text": "", **ids, "logprobs": None, "finish_reason": None}])
         delta = {"role": "assistant", "content": None if self._readers else "", "refusal": None}
-        ids = {"prompt_token_ids": list(self._prompts[index])} if self._request.token_ids else {}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], **ids)
 
     def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:

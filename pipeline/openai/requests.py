@@ -310,9 +310,9 @@ class Body(BaseModel):
             raise contradiction("'prompt_logprobs' needs 'stream' to be false.", "prompt_logprobs")
         include_usage = self.stream_options is not None and self.stream_options.include_usage
         output_field = "response_format" if self.response_format is not None else "structured_outputs"
-        told = {"token_ids": bool(self.return_token_ids), "prompt_logprobs": self.prompt_logprobs}
-        choices: tuple[Any, ...] = (self.n, self.stream, include_usage, echo, tools, output_field)
-        return replace(ParsedRequest(self.model, prompts, settings, *choices), **told)
+        told = self.n, self.stream, include_usage, echo, tools, output_field
+        made = ParsedRequest(self.model, prompts, settings, *told)
+        return replace(made, token_ids=bool(self.return_token_ids), prompt_logprobs=self.prompt_logprobs)
 
 
 class ChatBody(Body):

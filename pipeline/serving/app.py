@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from drafter.edge.messages import PATH
@@ -32,11 +33,11 @@ from pipeline.openai.errors import OpenAIError, clipped
 from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import learner_families
 from pipeline.serving import openapi
+from pipeline.serving.answering import Answering, no_model
 from pipeline.serving.batches import add_batches
 from pipeline.serving.config import EdgeConfig, KeyRule, LimitsConfig, ServingLearning
 from pipeline.serving.connections import Connections, LoopbackHosts, read_body
 from pipeline.serving.edge import EdgeRoute
-from pipeline.serving.generation import Generation, no_model
 from pipeline.serving.handles import (
     Answer,
     Engines,
@@ -198,10 +199,10 @@ def create_app(
         lines_at_once: Lines of batches that are being answered.
     """
     keys, agreement = connections.keys, agreement or Agreement()
-    generation = Generation(engines, connections.limits)
+    answering = Answering(engines, connections.limits)
     kept = None
     if batches is not None and batches.folder is not None:
-        kept = Batches(batches, _line_answerer(generation, agreement), lines_at_once)
+        kept = Batches(batches, _line_answerer(answering, agreement), lines_at_once)
     app = FastAPI(
         title="drafter",
         description="OpenAI's API over lossless speculative decoding.",
@@ -228,7 +229,7 @@ def create_app(
     # The first checks nothing: it has the OpenAPI document say that a key is needed.
     app.state.batches = kept
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if keys.clients else []
-    _add_generation(app, engines, generation, keyed, connections, agreement)
+    _add_generation(app, engines, answering, keyed, connections, agreement)
     if kept is not None:
         add_batches(app, kept, keyed, connections)
     if edge is not None and edge.config.sessions:
@@ -240,9 +241,9 @@ def create_app(
     return app
 
 
-def _line_answerer(generation: Generation, agreement: Agreement) -> AnswerLine:
+def _line_answerer(answering: Answering, agreement: Agreement) -> AnswerLine:
     async def answer(path: str, body: bytes, client: str) -> tuple[int, str]:
-        return await generation.answer_line(path, body, client, may_teach=agreement.covers_client(client))
+        return await answering.answer_line(path, body, client, may_teach=agreement.covers_client(client))
 
     return answer
 
@@ -262,7 +263,7 @@ async def _lifespan(batches: Batches | None, _: FastAPI) -> AsyncIterator[None]:
 def _add_generation(
     app: FastAPI,
     engines: Engines,
-    generation: Generation,
+    answering: Answering,
     keyed: list[Any],
     connections: Connections,
     agreement: Agreement,
@@ -274,7 +275,7 @@ def _add_generation(
         client = connections.keys.client(authorization)
         given = await read_body(request, limits.body_bytes)
         may_teach = agreement.covers(authorization)
-        parsed, found = await generation.ask(path, given, client, may_teach=may_teach)
+        parsed, found = await answering.ask(path, given, client, may_teach=may_teach)
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
@@ -389,8 +390,11 @@ async def _refused(request: Request, error: Exception) -> Response:
                 "/v1/chat/completions, /v1/completions, /v1/models, and with batches.folder /v1/files and /v1/batches"
             )
             message = f"'{clipped(request.url.path)}' is not supported: there are {known}."
-        refusal = OpenAIError(error.status_code, message)
-        return JSONResponse(refusal.body(), refusal.status, error.headers)
+        refusal, headers = OpenAIError(error.status_code, message), error.headers
+        if error.status_code == 405:  # Starlette would name the methods of one of the path's routes
+            here = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+            headers = {"Allow": ", ".join(sorted({method for route in here for method in route.methods}))}
+        return JSONResponse(refusal.body(), refusal.status, headers)
     if isinstance(error, RequestValidationError):
         error = OpenAIError(400, "The request cannot be read.")
     elif not isinstance(error, OpenAIError):

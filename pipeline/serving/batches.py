@@ -18,9 +18,9 @@ from pipeline.batches.records import ENDED, BatchRecord, FileRecord, new_id, pag
 from pipeline.batches.runner import Batches
 from pipeline.batches.uploads import boundary_of, read_form
 from pipeline.openai.errors import OpenAIError, bad_request, can_only_be, invalid, missing, not_supported, parse_json
+from pipeline.serving.answering import PARSERS
 from pipeline.serving.connections import FILES, Connections, read_body
-from pipeline.serving.generation import PARSERS
-from pipeline.serving.openapi import BatchList, FileList, described
+from pipeline.serving.openapi import FORM, NEW_BATCH, BatchList, FileList, described
 
 _BODY_BYTES = 64 << 10  # of the request that begins a batch
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's
@@ -37,7 +37,7 @@ def add_batches(app: FastAPI, batches: Batches, keyed: list[Any], connections: C
         batches.check_ready()
         return keys.client(request.headers.get("authorization"))
 
-    @app.post(FILES, dependencies=keyed, **described(FileObject, 400, 401, 408, 413, 415, 429, 503, 507))
+    @app.post(FILES, dependencies=keyed, **described(FileObject, 400, 401, 408, 413, 415, 429, 503, 507, body=FORM))
     async def upload(request: Request) -> Response:
         """Upload a file, as a form with the fields `purpose` (batch) and `file`."""
         whose = owner(request)
@@ -74,7 +74,11 @@ def add_batches(app: FastAPI, batches: Batches, keyed: list[Any], connections: C
         await asyncio.to_thread(batches.files.forget, found)
         return JSONResponse({"id": found.id, "object": "file", "deleted": True})
 
-    @app.post("/v1/batches", dependencies=keyed, **described(Batch, 400, 401, 404, 408, 413, 415, 429, 503, 507))
+    @app.post(
+        "/v1/batches",
+        dependencies=keyed,
+        **described(Batch, 400, 401, 404, 408, 413, 415, 429, 503, 507, body=NEW_BATCH),
+    )
     async def create_batch(request: Request) -> Response:
         """Begin a batch."""
         whose = owner(request)

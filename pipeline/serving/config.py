@@ -136,7 +136,7 @@ class ApplicationConfig:
     """The served application: the `args` in a file for Ray Serve.
 
     Args:
-        model: Target model: hub id or folder; by default the embedded demonstration model.
+        model: Target model: hub id, folder or GGUF file; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub
             id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `long:N:DRAFTER`,
             `stack:LOWER>model:A`, or `auto`.

@@ -97,13 +97,42 @@ METRICS: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _er
 LEARNING: dict[str, Any] = {"responses": {200: {"model": LearningReport}, **_errors(401, 403, 503)}}
 
 
-def described(kind: type[BaseModel] | None, *statuses: int) -> dict[str, Any]:
+FORM: dict[str, Any] = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["purpose", "file"],
+            "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
+            "additionalProperties": False,
+        }
+    }
+}
+"""An upload."""
+NEW_BATCH: dict[str, Any] = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "required": ["input_file_id", "endpoint", "completion_window"],
+            "properties": {
+                "input_file_id": {"type": "string"},
+                "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions"]},
+                "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,3}[hd]$"},
+                "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
+            },
+            "additionalProperties": False,
+        }
+    }
+}
+
+
+def described(kind: type[BaseModel] | None, *statuses: int, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the document says of a route that answers with an object; None stands for a file's content."""
     if kind is None:
         success: dict[str, Any] = {"content": {"application/octet-stream": {}}, "description": "The content."}
     else:
         success = {"model": kind}
-    return {"responses": {200: success, **_errors(*statuses)}}
+    asked = {} if body is None else {"openapi_extra": {"requestBody": {"required": True, "content": body}}}
+    return {"responses": {200: success, **_errors(*statuses)}, **asked}
 
 
 _TEXT = {"type": "string", "minLength": 1}

@@ -1,8 +1,4 @@
-"""A GGUF file becomes a folder that transformers loads: bf16 safetensors, tokeniser, chat template.
-
-transformers reads the file with the package `gguf`, and brings weights and names into its own order. What it leaves
-undone is done here: its model still calls itself quantised.
-"""
+"""A GGUF file becomes a folder that transformers loads: bf16 safetensors, tokeniser, chat template."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import GgufConfig
 
 from drafter.gguf_files import metadata_read_once
 from drafter.target_model.architecture import transformers_loading
@@ -24,17 +21,11 @@ def dequantise(gguf: Path, folder: Path) -> None:
         gguf: The file. Its weights are dequantised in fp32 and rounded to bf16.
         folder: A new folder.
     """
-    tokenizer = load_tokenizer(gguf)
+    tokenizer, how = load_tokenizer(gguf), GgufConfig(dequantize=True)
     with transformers_loading():
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = quantised.config
-    tokenizer.model_max_length = config.max_position_embeddings
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=how
+        )
+    tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
-    # A model that was loaded from a GGUF file refuses to be saved; one that was given the same weights does not.
-    del config.quantization_config
-    config.dtype = torch.bfloat16
-    with transformers_loading():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(quantised.state_dict())
-    model.generation_config = quantised.generation_config
     model.save_pretrained(folder)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from drafter import EngineConfig, EngineError, LoadError, Request, SamplingParams, SpeculativeLM
@@ -127,6 +129,22 @@ def test_weights_come_in_any_form() -> None:
         parameter.data = parameter.data.bfloat16().float()
     with loaded(new, "none") as fresh:
         assert tokens_of(third) == tokens_of(ask(fresh))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_a_checkpoints_own_names(family: str, tmp_path: Path) -> None:
+    """Files may have each expert apart, and leave out a tied head."""
+    new = model_of(family, 1, tied=True)
+    new.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file, loaded(new, "none") as fresh:
+        stored = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 (it is no mapping)
+        wanted = tokens_of(ask(fresh))
+    assert ("experts.0" in str([name for name, _ in stored])) == (family == "qwen3_moe")
+    with loaded(model_of(family, 0, tied=True), "none") as lm:
+        lm.update_weights(iter(stored))
+        assert tokens_of(ask(lm)) == wanted
+        with pytest.raises(LoadError, match=r"the model has no model\.layers|there is no model\."):
+            lm.update_weights(stored[:-1])
 
 
 def renamed(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:

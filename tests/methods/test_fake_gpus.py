@@ -134,7 +134,7 @@ def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -
         drafter = make()
         nodes = min(NODES, drafter.spec.max_nodes)
         guide = _forcing() if name == "forced" else None  # without one this drafter drafts nothing
-        step = FakeStep(base, drafter, ROWS, nodes, LENGTH, sampling, other, guide=guide).prepared()
+        step = FakeStep(base, drafter, ROWS, nodes, LENGTH, sampling, other, guide=guide, queued=True).prepared()
         if name.endswith("static"):
             step()  # sends its fixed tree, once; the first step of a shape is never recorded
         with Tape() if drafter.spec.graph_safe else nullcontext():
@@ -158,7 +158,7 @@ def test_a_lenient_verifier_waits_for_no_device(name: str, mode: str, tmp_path: 
         move_to_gpus(base, 1)
         for part in filter(lambda one: isinstance(one, nn.Module), vars(verifier).values()):
             on_gpu(part, base.device)
-        step = FakeStep(base, NgramDrafter(NODES), ROWS, NODES, LENGTH, *MODES[mode], verifier).prepared()
+        step = FakeStep(base, NgramDrafter(NODES), ROWS, NODES, LENGTH, *MODES[mode], verifier, queued=True).prepared()
         with Tape():
             outcome = step()
         assert outcome.lenient is not None
@@ -176,7 +176,7 @@ def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> Non
         move_to_gpus(base, 1)
         on_gpu(head, base.device)
         changing = ChangingHead(StartingHead(), base, NODES)
-        step = FakeStep(base, MergedDrafter(changing, NgramDrafter(NODES)), ROWS, NODES, LENGTH).prepared()
+        step = FakeStep(base, MergedDrafter(changing, NgramDrafter(NODES)), ROWS, NODES, LENGTH, queued=True).prepared()
         with Tape():
             step()
         weights = {name: torch.empty(tensor.shape) for name, tensor in head.state_dict().items()}

@@ -15,10 +15,9 @@ from benchmarks.gpu.operation_counts import OperationCounts
 from drafter.acceptance.contract import ExactVerifier, Verifier
 from drafter.acceptance.guide import Guide
 from drafter.acceptance.limits import Limits
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Ask, Drafter
 from drafter.engine.batch import BatchState
-from drafter.engine.cuda_graph import StepShape
-from drafter.engine.engine import Engine
+from drafter.engine.queued_step import QueuedStep
 from drafter.engine.step import DeviceStep, StepTensors
 from drafter.parts.guide import GuidePart
 from drafter.parts.steering import masks, steered
@@ -66,6 +65,7 @@ class FakeStep:
         other: Of every second row, where rows differ.
         verifier: Decides what is accepted.
         guide: Of all rows; their trees are then what it forces.
+        queued: Between its stages everything is in buffers, for longer texts and more positions than are asked for.
     """
 
     base: BaseModel
@@ -77,6 +77,7 @@ class FakeStep:
     other: SamplingParams | None = None
     verifier: Verifier = field(default_factory=ExactVerifier)
     guide: Guide | None = None
+    queued: bool = False
 
     def run(self) -> StepTensors:
         """Make a state and do the step."""
@@ -101,8 +102,15 @@ class FakeStep:
         step = DeviceStep(self.base, self.verifier, state, packs=False)
         if self.guide is not None:
             return self._guided(step, self.guide)
-        shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, state.sampling.sizes)
-        return partial(Engine.decode_shape, step, shape)
+        longest = self.kv_length - self.nodes - 1
+        if self.queued:
+            return partial(QueuedStep(step, None).whole, self.rows, self.nodes, longest)
+
+        def run() -> StepTensors:
+            tree = step.draft(state.bounded_context(self.rows, longest), Ask(self.nodes))
+            return step.finish(step.verify(tree, self.kv_length), slice(0, self.rows))
+
+        return run
 
     def _guided(self, step: DeviceStep, guide: Guide) -> Callable[[], StepTensors]:
         """Return a step that the host follows: it has made trees and masks, and the step begins as they are sent."""
@@ -111,6 +119,7 @@ class FakeStep:
             bare = root_only(torch.zeros(self.rows, dtype=torch.long))
             tree, _ = steered(bare, parts, 0, self.nodes, depth)
             allowed = masks(tree, parts, self.base.vocab_size)
+            assert allowed is not None
         tree = TokenTree(*(fake(part, self.base.device) for part in vars(tree).values()))
         allowed = fake(allowed, self.base.device)
         context = step.state.bounded_context(self.rows, self.kv_length - self.nodes - 1)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import transformers_loading
+from drafter.target_model.formats import compute_in_fp32
 from drafter.target_model.loading import load_base
 from tests.support.gguf_files import tiny_llama, write_gguf
 from tests.support.models import (
@@ -136,6 +137,25 @@ def _compressed(preset: str) -> Callable[[Path], Path]:
     return make
 
 
+def _hqq(folder: Path) -> Path:
+    """Write what HQQ's own layers have, as transformers once saved it."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    model = random_model("llama", **_SIZES)
+    model.save_pretrained(folder / "made")
+    weights = folder / "made" / "model.safetensors"
+    tensors, scheme = load_file(weights), BaseQuantizeConfig(nbits=4, group_size=64)
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            del tensors[f"model.{name}.weight"]
+            made = HQQLinear(module, scheme, compute_dtype=torch.float32, device="cpu", del_orig=False).state_dict()
+            tensors |= {f"model.{name}.{key}": one.clone() for key, one in made.items() if torch.is_tensor(one)}
+    save_file(tensors, weights, {"format": "pt"})
+    stored = transformers.HqqConfig(nbits=4, group_size=64).to_dict()
+    _configure(folder / "made", quantization_config={**stored, "quant_method": "hqq"})
+    return folder / "made"
+
+
 def _mxfp4(folder: Path) -> Path:
     """Write the experts of a small gpt-oss as blocks of 32 numbers of four bits, with a power of two for each."""
     kinds = ["full_attention", "sliding_attention"]
@@ -182,7 +202,7 @@ def _bitsandbytes(**settings: Any) -> Callable[[], Any]:
     return lambda: transformers.BitsAndBytesConfig(**settings)
 
 
-_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 _INT4 = torch.int4  # type: ignore[attr-defined]  # of which torch's types know nothing
 _BNB, _CT = ("bitsandbytes", "accelerate"), ("compressed_tensors",)
 FORMATS: dict[str, Format] = {
@@ -201,6 +221,7 @@ FORMATS: dict[str, Format] = {
     ),
     "bitsandbytes, 4 bit (nf4)": Format(_by_transformers(_bitsandbytes(**_NF4)), _BNB),
     "bitsandbytes, 8 bit (LLM.int8)": Format(_by_transformers(_bitsandbytes(load_in_8bit=True)), _BNB),
+    "HQQ, 4 bit": Format(_hqq, ("hqq",)),
     "fp8 in blocks, as DeepSeek's": Format(_fp8, ("accelerate",)),
     "MXFP4 (gpt-oss)": Format(_mxfp4, ("accelerate",)),
 }
@@ -249,7 +270,9 @@ def _reference(made: Path) -> Any:
     if made.suffix == ".gguf":
         source, settings["gguf_file"] = made.parent, made.name
     with transformers_loading():
-        return AutoModelForCausalLM.from_pretrained(source, **settings).eval()
+        model = AutoModelForCausalLM.from_pretrained(source, **settings).eval()
+    compute_in_fp32(model)  # of which the page tells
+    return model
 
 
 def row(name: str) -> str:
@@ -260,7 +283,7 @@ def row(name: str) -> str:
         assert tried.outcome != "differs", f"{name}, dequantize={dequantize}: {tried.reason}"
         if tried.outcome == "refused":
             why = _WHY.search(tried.reason)
-            cells.append(f"refused: {why[1] if why else tried.reason}")
+            cells.append(f"refused: {why[1] if why else tried.reason.rpartition(': ')[2]}")
         else:
             how = tried.weights.partition(", ")[2]
             cells.append(f"{how}, in {'C++' if tried.executor == 'NativeDecoder' else 'transformers’ code'}")
@@ -273,7 +296,7 @@ def main() -> None:
     parser.add_argument("page", type=Path)
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    packages = ("transformers", "torchao", "bitsandbytes", "compressed-tensors", "gguf")
+    packages = ("transformers", "torchao", "bitsandbytes", "compressed-tensors", "hqq", "gguf")
     lines = [
         f"By {', '.join(f'{one} {version(one)}' for one in packages)}:\n",
         "| stored as | loaded | with `loading.dequantize` |",

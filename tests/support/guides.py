@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 from torch import Tensor
 
-from drafter.acceptance.guide import Guide, Guides
+from drafter.acceptance.guide import Guide, Guides, PutOff
 from drafter.structured_outputs import StructuredOutputs
 from tests.support.waiting import PATIENCE
 
@@ -51,7 +51,7 @@ class RuleGuide(Guide):
     def ended(self) -> bool:
         return self.eos in self.output
 
-    def fill(self, mask: Tensor) -> None:
+    def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
         words = [0] * len(mask)
         for token in self._next:
             words[token // 32] |= 1 << token % 32

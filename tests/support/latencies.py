@@ -10,7 +10,7 @@ import pytest
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import StepObservation, StepSeconds
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes
-from drafter.engine.cuda_graph import StepGraphs
+from drafter.engine.queued_step import QueuedStep
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import step_costs
 
@@ -18,15 +18,14 @@ _DRAFT = 0.02
 """Seconds of drafting; a plain step of a row takes one."""
 
 
-def given_table(step: DeviceStep, graphs: StepGraphs | None = None, drafter: str | None = None) -> LatencyTable:
+def given_table(step: DeviceStep, queue: QueuedStep | None = None, drafter: str | None = None) -> LatencyTable:
     """Stands for `step_costs`: draft tokens cost little, so that whatever comes true now and then pays."""
     most, batches = step.state.drafter.spec.max_nodes, batch_sizes(step.state.slots)
     nodes = tuple(sorted({count for count in NODE_COUNTS if count < most} | {most}))
     rows = np.array(batches, dtype=np.float64)
     verify = (1 + 0.1 * rows[:, None]) * (1 + 0.01 * np.array(nodes))
     draft = np.broadcast_to(np.where(np.array(nodes) > 0, _DRAFT, 0.0), (len(batches), len(nodes)))
-    members = 1 if graphs is not None else max(len(step.state.drafter.members), 1)
-    return LatencyTable(rows, nodes, verify, np.stack([draft] * members))
+    return LatencyTable(rows, nodes, verify, np.stack([draft] * max(len(step.state.drafter.members), 1)))
 
 
 class TimelessBudget(AdaptiveBudget):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self
 from unittest import mock
 
@@ -76,8 +77,8 @@ class Tape(Waits):
         self.operations.append((func, args, kwargs or {}, result))
         return result
 
-    def repeat(self, report: StepTensors) -> StepTensors:
-        """Repeat all operations. Return what `report` has become."""
+    def repeat(self, report: Any) -> Any:
+        """Repeat all operations. Return what `report`, a step's tensors or nothing, has become."""
         now: dict[int, Tensor] = {}
 
         # PyTorch's own functions for nested arguments take ten times as long as the operations.
@@ -96,7 +97,9 @@ class Tape(Waits):
         for func, args, kwargs, recorded in self.operations:
             given = {name: current(value) for name, value in kwargs.items()} if kwargs else kwargs
             note(recorded, func(*map(current, args), **given))
-        return StepTensors(current(report.packed), report.nodes)
+        if not isinstance(report, StepTensors):
+            return report
+        return replace(report, packed=current(report.packed), lenient=current(report.lenient))
 
 
 class Watch(Waits):
@@ -111,10 +114,10 @@ class Watch(Waits):
 
 
 class TapeRecorder:
-    """Records the steps of an engine in place of CUDA graphs. Called with a device, it is the recorder for it.
+    """Records the parts of an engine's steps in place of CUDA graphs. Called with a device, it is the recorder for it.
 
     Attributes:
-        watched, recorded, repeated: Number of steps.
+        watched, recorded, repeated: Number of parts.
         restarts: How often all were forgotten.
     """
 
@@ -124,7 +127,7 @@ class TapeRecorder:
     def __call__(self, device: torch.device) -> TapeRecorder:
         return self
 
-    def watch(self, step: Work) -> tuple[StepTensors, str | None]:
+    def watch(self, step: Work) -> tuple[Any, str | None]:
         self.watched += 1
         with Watch() as watch:
             outcome = step()
@@ -138,7 +141,7 @@ class TapeRecorder:
         self.recorded += 1
         first = True
 
-        def repeat() -> StepTensors:
+        def repeat() -> Any:
             nonlocal first
             self.repeated += 1
             if first:
@@ -161,6 +164,7 @@ def queue_steps(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     recorder = TapeRecorder()
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr("drafter.engine.cuda_graph.CudaRecorder", recorder)
+    monkeypatch.setattr("drafter.engine.warm_up.record_steps", lambda queue, nodes: None)
     own_code = property(lambda base: base._model_code, lambda base, executor: vars(base).update(_executor=executor))
     monkeypatch.setattr(BaseModel, "_executor", own_code, raising=False)
     return recorder

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
-from drafter.acceptance.guide import Guide
+from drafter.acceptance.guide import Guide, PutOff
 from drafter.methods.grammar.bits import allow, allow_all_but
 from drafter.methods.grammar.compiling import MOST_FORCED, TOO_MUCH_FORCED
 from drafter.methods.grammar.digits import FREE, OUTSIDE, REFUSED, Digits
 from drafter.text.reasoning import Reasoning
 
+_MANY = 32  # masks from which on llguidance's threads make them: waking threads takes as long as some masks
 _STUCK: Sequence[int] = (-1,)  # the forced run where there are more bytes than that: no token can be the next one
 
 
@@ -30,6 +32,7 @@ class GrammarGuide(Guide):
         self._run: Sequence[int] | None = None  # the forced tokens, none where there is a choice; None if not known
         self._place = 0  # of them have come
         self._before: list[tuple[Sequence[int], int]] = []  # earlier runs, with what came of each
+        self.failed: str | None = None  # why a copy of the parser could make no mask
 
     def consume(self, token: int) -> bool:
         if self._ended:
@@ -74,15 +77,17 @@ class GrammarGuide(Guide):
                 self._run = list(self._eos)
         return self._run
 
-    def fill(self, mask: Tensor) -> None:
+    def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
         if self._ended:  # what comes now is not output
             allow(mask.zero_(), self._eos)
         elif (run := self._known()) is _STUCK or self._matcher.is_error():
             mask.zero_()
         elif run:
             allow(mask.zero_(), [run[self._place]])
-        else:  # it sets all bits
-            self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
+        elif later is None:
+            fill_masks([(self, self._matcher, mask)])
+        else:
+            later.together(fill_masks, (self, self._matcher.deep_copy(), mask))
 
     @property
     def ended(self) -> bool:
@@ -92,7 +97,29 @@ class GrammarGuide(Guide):
     def problem(self) -> str | None:
         if self._matcher.is_error():
             return self._matcher.get_error()
+        if self.failed is not None:
+            return self.failed
         return TOO_MUCH_FORCED if self._run is _STUCK else None
+
+
+def fill_masks(pieces: list[tuple[GrammarGuide, LLMatcher, Tensor]]) -> None:
+    """Set all bits of masks by parsers; in llguidance's threads where they are many and at regular places."""
+    places = [mask.data_ptr() for _, _, mask in pieces]
+    first, size = min(places), pieces[0][2].nbytes
+    if len(pieces) < _MANY or any((place - first) % size for place in places):
+        for _, matcher, mask in pieces:
+            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), size)
+    else:
+        at = [(matcher, (place - first) // size) for (_, matcher, _), place in zip(pieces, places, strict=True)]
+        _executor().unsafe_compute_mask_ptr(at, first, size, 1 + max(number for _, number in at))
+    for guide, matcher, _ in pieces:
+        if matcher.is_error():
+            guide.failed = matcher.get_error()
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
 
 
 class _GuideAround(Guide):
@@ -103,6 +130,13 @@ class _GuideAround(Guide):
 
     def forced(self) -> Sequence[int]:
         return self._inner.forced()
+
+    def _then(self, work: Callable[[], object], later: PutOff | None) -> None:
+        """Do what comes after `inner` has filled its mask."""
+        if later is None:
+            work()
+        else:
+            later.after(work)
 
     @property
     def ended(self) -> bool:
@@ -161,10 +195,10 @@ class RecordGuide(_GuideAround):
         if count:
             del self._tokens[-count:], self._numbers[-count:]
 
-    def fill(self, mask: Tensor) -> None:
-        self._inner.fill(mask)
+    def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
+        self._inner.fill(mask, later)
         if not self.ended and (allowed := self._digits.allowed(self._numbers[-1])) is not None:
-            mask &= allowed
+            self._then(partial(mask.bitwise_and_, allowed), later)
 
     @property
     def valid(self) -> bool:
@@ -216,10 +250,10 @@ class AfterReasoning(_GuideAround):
     def forced(self) -> Sequence[int]:
         return self._inner.forced() if self._over or self._guided else ()
 
-    def fill(self, mask: Tensor) -> None:
+    def fill(self, mask: Tensor, later: PutOff | None = None) -> None:
         if self._inside:
             allow_all_but(mask, self._eos)
             return
-        self._inner.fill(mask)
+        self._inner.fill(mask, later)
         if not (self._over or self._guided):
-            allow(mask, [self._begin])
+            self._then(partial(allow, mask, [self._begin]), later)

@@ -15,7 +15,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.handle import Handle
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
-from drafter.tree.token_tree import TokenTree
+from drafter.tree.token_tree import TokenTree, root_only
 from tests.support.models import (
     AdversarialDrafter,
     SpellingTokenizer,
@@ -138,6 +138,7 @@ def test_a_row_without_a_draft_has_the_own_drafters_tree() -> None:
 
         def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
             tokens = torch.full((len(context.tokens), 1 + ask.nodes), 5)
+            tokens[:, 0] = context.pending
             parents = torch.arange(1 + ask.nodes).sub(1).clamp_min(0).expand(len(tokens), -1)
             depths = torch.arange(1 + ask.nodes).expand(len(tokens), -1)
             return TokenTree(tokens, parents, depths, -depths.float())
@@ -145,8 +146,9 @@ def test_a_row_without_a_draft_has_the_own_drafters_tree() -> None:
     drafter = BesideDrafter(Fives(), 3)
     drafter._drafts = [[], [(7, -1, 1), (8, -1, 1), (9, 1, 2)]]
     context = DraftContext(torch.tensor([[1, 2], [1, 3]]), None, torch.tensor([1, 1]), [1, 1])
-    tree = drafter.propose(context, Ask(1, brought=(0, 3)))
-    assert tree.tokens.tolist() == [[5, 5, -1, -1], [3, 7, 8, 9]]
+    tree = drafter.with_brought(drafter.propose(context, Ask(1)), (0, 3))
+    assert tree.tokens.tolist() == [[2, 5, -1, -1], [3, 7, 8, 9]]
     assert tree.parents.tolist() == [[0, 0, 0, 0], [0, 0, 0, 2]]
-    assert drafter.propose(context, Ask(0, brought=(0, 2))).tokens.tolist() == [[2, -1, -1], [3, 7, 8]]
-    assert drafter.propose(context, Ask(2)).tokens.tolist() == [[5, 5, 5], [5, 5, 5]]
+    assert drafter.with_brought(root_only(context.pending), (0, 2)).tokens.tolist() == [[2, -1, -1], [3, 7, 8]]
+    assert [Ask(2, brought=counts).own for counts in ((), (0, 3), (1, 3))] == [Ask(2), Ask(2), Ask(0)]
+    assert drafter.propose(context, Ask(2)).tokens.tolist() == [[2, 5, 5], [3, 5, 5]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.support.models import (
     run_engine,
     tokens_of,
 )
+from tests.support.tapes import queue_steps
 
 NAMES = ("lattice", "head", "random", "none")
 
@@ -73,6 +75,31 @@ def test_tokens_stay_those_of_plain_decoding(family: str, slots: int) -> None:
     engine = Engine(base, choosing(base), SpellingTokenizer(), config, budget=budget)
     assert tokens_of(decode(engine, requests)) == tokens_of(expected)
     assert set(budget.members) == set(range(len(NAMES)))
+
+
+def test_on_a_gpu_members_are_graphs_of_their_own_but_for_one_that_drafts_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = base_of("llama")
+    requests = [
+        Request(prompt, SamplingParams(30, temperature=0.8 * (row % 2), seed=row, ignore_eos=True))
+        for row, prompt in enumerate(random_prompts(9, seed=3))
+    ]
+    expected = run_engine(base, PlainDecoding(), requests)
+    recorder, on_host = queue_steps(monkeypatch), AdversarialDrafter(1, nodes=5)
+    on_host.spec = replace(on_host.spec, graph_safe=False)
+    head = make_head(base, "context 2").drafter(base, 8)
+    drafter = ChoosingDrafter({"head": head, "random": AdversarialDrafter(0, nodes=8), "host": on_host})
+    assert [drafter.follows(Ask(nodes, member=member)) for member in range(3) for nodes in (0, 3)] == [
+        *[False] * 5,
+        True,
+    ]
+    budget = ChangingBudget(seed=2, members=3)
+    config = EngineConfig(max_num_seqs=4, num_draft_tokens=8, max_model_len=96)
+    engine = Engine(base, drafter, SpellingTokenizer(), config, budget=budget)
+    assert tokens_of(decode(engine, requests)) == tokens_of(expected)
+    assert set(budget.members) == set(range(3))
+    assert recorder.repeated > engine.state().steps
 
 
 def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:

@@ -7,6 +7,7 @@ import pytest
 from drafter.drafters.contract import PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.handle import Handle
 from drafter.errors import QueueFullError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import BLOCK, SPARE
@@ -105,6 +106,30 @@ def test_prompts_that_are_being_read_wait_again(tiny_base: BaseModel, monkeypatc
     assert live.future.done()
     assert engine.state().prefilled_tokens - before == len(request.prompt_ids) - 1
     assert tokens_of(finish(engine, behind)) == tokens_of(plainly(tiny_base, long))
+
+
+def test_a_request_that_comes_while_background_prompts_are_read_is_read_next(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them would be read in one step otherwise."""
+    monkeypatch.setattr("drafter.engine.scheduler.CHUNK", 32)
+    engine = engine_of(tiny_base, 6)
+    long = [Request([3 + row, *range(10, 40)], SamplingParams(3), background=True) for row in range(6)]
+    behind = [engine.submit(one) for one in long]
+    request = Request([5, 6, 7], SamplingParams(3, ignore_eos=True))
+    background: list[bool] = []
+    read, live = engine._prefill, list[Handle]()
+
+    def prefill() -> None:
+        background.append(engine.scheduler.entering[0].background)
+        read()
+        if len(background) == 3:
+            live.append(engine.submit(request))
+
+    monkeypatch.setattr(engine, "_prefill", prefill)
+    engine.step()
+    assert background == [True, True, True, False]
+    assert tokens_of(finish(engine, [*behind, *live])) == tokens_of(plainly(tiny_base, [*long, request]))
 
 
 def test_a_full_background_queue_refuses_no_other_request(tiny_base: BaseModel) -> None:

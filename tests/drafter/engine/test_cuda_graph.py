@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from drafter import devices
-from drafter.acceptance.choices import SamplingMode
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
-from drafter.engine.cuda_graph import CudaRecorder, StepGraphs, StepShape, padded_length, padded_rows
-from drafter.engine.engine import Engine
+from drafter.engine.cuda_graph import CudaRecorder, Part, PartGraphs, Work
 from drafter.engine.handle import Handle
+from drafter.engine.queued_step import QueuedStep, padded_length, padded_nodes, padded_rows
 from drafter.engine.step import DeviceStep, StepTensors
-from drafter.errors import RequestTimeoutError
+from drafter.engine.warm_up import record_steps
+from drafter.errors import LoadError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
@@ -38,6 +40,8 @@ from tests.support.models import (
 )
 from tests.support.tapes import TapeRecorder, queue_steps
 
+RECORD_STEPS = record_steps
+"""Which `queue_steps` leaves out, as it takes long with tapes."""
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_p": 0.9},
@@ -201,7 +205,7 @@ def test_running_out_of_memory_with_a_step_under_way(
     requests = requests_of(7, SETTINGS)
     expected = plainly(tiny_base, requests)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 8)
-    monkeypatch.setattr(drafter, "propose", run_out(drafter.propose, {4, 9}))
+    monkeypatch.setattr(drafter, "propose", run_out(drafter.propose, {4, 7}))
     engine = engine_of(tiny_base, drafter, max_num_seqs=5, max_model_len=96, num_draft_tokens=8)
     found = decode(engine, requests)
     assert engine.state().preemptions > 0
@@ -230,11 +234,11 @@ def test_running_out_of_memory_after_a_recording_has_failed(
     )
     requests = requests_of(7, SETTINGS[:1])
     expected = plainly(tiny_base, requests)
-    monkeypatch.setattr(Engine, "decode_shape", staticmethod(run_out(Engine.decode_shape, {9, 14})))
+    monkeypatch.setattr(DeviceStep, "verify", run_out(DeviceStep.verify, {9, 14}))
     engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=5, max_model_len=96)
     found = decode(engine, requests)
     assert engine.state().preemptions > 0
-    assert tried == 1
+    assert tried == len(engine._queue.graphs._failed) > 1  # type: ignore[union-attr]  # each shape once
     same(found, expected)
 
 
@@ -250,32 +254,36 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
     ]
     expected = plainly(tiny_base, requests)
     engine = engine_of(tiny_base, PlainDecoding(), max_num_seqs=3, max_model_len=96)
-    whole, calls = Engine.decode_shape, 0
+    whole, calls = QueuedStep.verify, 0
 
-    def step(device_step: DeviceStep, shape: StepShape) -> StepTensors:
+    def verify(queue: QueuedStep, tree: TokenTree, kv_length: int) -> Any:
         nonlocal calls
         calls += 1
         if calls == failing and len(engine.scheduler.in_slots) > 1:
             raise torch.OutOfMemoryError("no memory")
-        return whole(device_step, shape)
+        return whole(queue, tree, kv_length)
 
-    monkeypatch.setattr(Engine, "decode_shape", staticmethod(step))
+    monkeypatch.setattr(QueuedStep, "verify", verify)
     found = decode(engine, requests, stream=True)
     same(found, expected)
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_it_is(
+def test_a_draft_that_waits_runs_as_it_is_beside_graphs(
     tiny_base: BaseModel, recorder: TapeRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Looks(AdversarialDrafter):
+        calls = 0
+
         def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+            self.calls += 1
             assert int(context.lengths[0]) >= 0
             return super().propose(context, ask)
 
-    requests = requests_of(6, SETTINGS[:1])
-    same(run(tiny_base, Looks(0), requests, max_num_seqs=3, num_draft_tokens=4), plainly(tiny_base, requests))
-    assert recorder.recorded == 0
-    assert [record.message for record in caplog.records if "CUDA graph" in record.message] != []
+    requests, drafter = requests_of(6, SETTINGS[:1]), Looks(0)
+    engine = engine_of(tiny_base, drafter, max_num_seqs=3, num_draft_tokens=4, max_model_len=96)
+    same(decode(engine, requests), plainly(tiny_base, requests))
+    assert recorder.repeated > 10
+    assert drafter.calls > engine.state().steps / 2
     assert len([record for record in caplog.records if "CUDA graph" in record.message]) == 1
 
 
@@ -287,121 +295,185 @@ class Scripted(CudaRecorder):
         self.waits: str | None = None
         self.problem: Exception | None = None
 
-    def report(self, what: str = "run") -> StepTensors:
-        self.log.append(what)
-        return StepTensors(torch.zeros(1, 1), 0)
-
-    def watch(self, step: Callable[[], StepTensors]) -> tuple[StepTensors, str | None]:
+    def watch(self, work: Work) -> tuple[Any, str | None]:
         self.log.append("watch")
-        return step(), self.waits
+        return work(), self.waits
 
     def restart(self) -> None:
         self.log.append("restart")
 
-    def record(self, step: Callable[[], StepTensors]) -> Callable[[], StepTensors]:
+    def record(self, work: Work) -> Work:
         if self.problem is not None:
             try:
                 raise self.problem
             finally:
                 raise RuntimeError("the recording has failed before")
         self.log.append("record")
-        return lambda: self.report("repeat")
+        return lambda: self.log.append("repeat")
 
 
-def shape_of(rows: int, nodes: int = 0) -> StepShape:
-    return StepShape(rows, nodes, 64, SamplingMode.of([]), ())
+def run_part(graphs: PartGraphs, script: Scripted, rows: int, kind: str = "verify", times: int = 1) -> None:
+    for _ in range(times):
+        graphs.run(Part(kind, rows), lambda: script.log.append(f"run {rows}"))
 
 
-def test_a_shape_is_run_then_recorded_then_repeated() -> None:
+def test_a_part_is_run_then_recorded_then_repeated() -> None:
     """And before the first of its kind is recorded, it is watched."""
     script = Scripted()
-    graphs = StepGraphs(script, lambda shape: script.report(f"run {shape.rows}"))
+    graphs = PartGraphs(script)
+    slow = []
     for rows in (1, 1, 1, 2, 1, 2):
-        graphs.run(shape_of(rows))
+        run_part(graphs, script, rows)
+        slow.append(graphs.slow)
     assert script.log == ["run 1", "watch", "run 1", "record", "repeat", "run 2", "repeat", "record", "repeat"]
+    assert slow == [1, 2, 3, 4, 4, 5]
 
 
-def test_what_waits_for_the_device_is_never_recorded(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_waits_for_the_device_is_never_recorded() -> None:
     script = Scripted()
     script.waits = "model.py, line 7"
-    graphs = StepGraphs(script, lambda shape: script.report())
+    graphs = PartGraphs(script)
     for rows in (1, 2):
-        for _ in range(3):
-            graphs.run(shape_of(rows, 4))
-    assert script.log == ["run", "watch", *["run"] * 5]
-    assert caplog.text.count("model.py, line 7") == 1
+        run_part(graphs, script, rows, times=3)
+    assert script.log == ["run 1", "watch", *["run 1"] * 2, *["run 2"] * 3]
+    assert graphs.slow == 2  # later ones take as long
     script.waits = None
-    graphs.warm_up(shape_of(1))  # of another kind
-    assert script.log[7:] == ["run", "watch", "run", "record", "repeat"]
+    run_part(graphs, script, 1, "finish", times=3)
+    assert script.log[7:] == ["run 1", "watch", "run 1", "record", "repeat"]
 
 
-def test_what_cannot_be_recorded_leaves_alone_what_could(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_recorded_costs_its_own_shape(caplog: pytest.LogCaptureFixture) -> None:
     """And names what went wrong first; memory that runs out is no reason to give up."""
     script = Scripted()
-    graphs = StepGraphs(script, lambda shape: script.report())
-    graphs.warm_up(shape_of(1))
+    graphs = PartGraphs(script)
     script.problem = RuntimeError("the loop looks at a number")
-    graphs.warm_up(shape_of(1, 4))
+    run_part(graphs, script, 1, times=5)
     assert "the loop looks at a number" in caplog.text
     script.problem = torch.OutOfMemoryError("no memory")
-    graphs.warm_up(shape_of(2, 4))  # not tried any more
+    run_part(graphs, script, 1)  # not tried any more
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        graphs.warm_up(shape_of(2))
+        run_part(graphs, script, 2, times=2)
     script.problem = None
-    graphs.warm_up(shape_of(2))
-    assert script.log.count("record") == 2
+    run_part(graphs, script, 2)
+    assert script.log[-2:] == ["record", "repeat"]
+    assert script.log.count("record") == 1
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.cuda_graph.MOST_GRAPHS", 2)
     script = Scripted()
-    graphs = StepGraphs(script, lambda shape: script.report())
+    graphs = PartGraphs(script)
     for rows in (1, 2, 1, 3, 1, 2):  # the third takes the place of the second, which was used before the first
-        graphs.warm_up(shape_of(rows))
-        graphs.run(shape_of(rows))
+        run_part(graphs, script, rows, times=4)
     assert script.log.count("record") == 4
 
 
+@pytest.mark.parametrize("nodes", [0, 4])
+def test_steps_of_all_numbers_of_rows_are_recorded_at_start_the_largest_first(
+    tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    tried: list[tuple[int, int]] = []
+    whole = QueuedStep.whole
+
+    def noted(queue: QueuedStep, rows: int, count: int, longest: int) -> StepTensors:
+        tried.append((rows, count))
+        return whole(queue, rows, count, longest)
+
+    monkeypatch.setattr(QueuedStep, "whole", noted)
+    monkeypatch.setattr("drafter.engine.warm_up.record_steps", RECORD_STEPS)
+    drafter = AdversarialDrafter(0) if nodes else PlainDecoding()
+    engine = engine_of(tiny_base, drafter, max_num_seqs=3, num_draft_tokens=nodes, max_model_len=64)
+    first, *tried = tried  # the dearest step
+    assert first == (3, drafter.spec.max_nodes)
+    assert list(dict.fromkeys(tried)) == [(rows, count) for rows in (3, 2, 1) for count in ([4, 0] if nodes else [0])]
+    assert engine.batch.lengths.tolist() == [64] * 3
+    recorded = recorder.recorded
+    requests = [Request([5 + row, 6], SamplingParams(20, ignore_eos=True)) for row in range(3)]
+    same(decode(engine, requests), plainly(tiny_base, requests))
+    assert recorder.recorded == recorded > 0
+
+
+def test_graphs_that_do_not_fit_are_refused_at_the_start(
+    tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.engine.warm_up.record_steps", RECORD_STEPS)
+    monkeypatch.setattr(recorder, "record", run_out(recorder.record, {2}))
+    with pytest.raises(LoadError, match=r"the CUDA graphs of steps of 3 slots do not fit .*lower max_num_seqs"):
+        engine_of(tiny_base, PlainDecoding(), max_num_seqs=3, max_model_len=64)
+
+
+def test_another_threads_waits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA warns of them as of ours while a step is watched."""
+    for name, result in (("get_sync_debug_mode", 0), ("set_sync_debug_mode", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *mode, result=result: result)
+    recorder = CudaRecorder.__new__(CudaRecorder)
+
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    def work() -> int:
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+        return 3
+
+    assert recorder.watch(work) == (3, None)
+    result, waits = recorder.watch(wait)
+    assert result is None
+    assert waits is not None
+    assert "test_cuda_graph.py, line" in waits
+
+
 def test_a_drafter_that_reads_what_the_host_knows_is_never_behind(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
+    """All steps have landed when it drafts, and the target model's forward is repeated as before."""
     requests = requests_of(6, SETTINGS[:1])
-    drafter = AdversarialDrafter(0)
+
+    class OnHost(AdversarialDrafter):
+        ahead: ClassVar[set[int]] = set()
+
+        def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+            self.ahead.add(context.ahead)
+            return super().propose(context, ask)
+
+    drafter = OnHost(0)
     drafter.spec = replace(drafter.spec, graph_safe=False)
     engine = engine_of(tiny_base, drafter, max_num_seqs=3, num_draft_tokens=8, max_model_len=96)
-    assert engine.flights.lag == 0
     found = decode(engine, requests)
+    assert drafter.ahead == {0}
+    assert recorder.repeated > engine.state().steps  # two of the three parts
     same(found, plainly(tiny_base, requests))
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_host_follows_steps_of_rows_that_want_log_probabilities(
-    tiny_base: BaseModel, recorder: TapeRecorder, sampled: bool
+@pytest.mark.parametrize(("sampled", "drawn"), [(False, False), (True, False), (True, True)])
+def test_rows_that_want_log_probabilities_keep_nobody_waiting(
+    tiny_base: BaseModel, recorder: TapeRecorder, sampled: bool, drawn: bool
 ) -> None:
-    """All steps have landed meanwhile, and none is queued; before and after, one is under way."""
-    how: dict[str, Any] = {"ignore_eos": True, **({"temperature": 0.9, "seed": 4} if sampled else {})}
+    """One step is under way meanwhile, as before and after."""
+    how: dict[str, Any] = {"ignore_eos": True}
+    if sampled:
+        how |= {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.8}
     requests = [
         Request([5, 6, 7], SamplingParams(40, **how)),
-        Request([8, 9, 10], SamplingParams(6, logprobs=1, **how)),
+        Request([8, 9, 10], SamplingParams(6, logprobs=1, **how), drawn_logprobs=drawn),
     ]
     expected = plainly(tiny_base, requests)
     engine = engine_of(tiny_base, AdversarialDrafter(0), max_num_seqs=3, num_draft_tokens=4, max_model_len=96)
     handles = [engine.submit(requests[0])]
     for _ in range(5):
         engine.step()
-        assert len(engine.flights) == 1
-    queued = recorder.repeated
     handles.append(engine.submit(requests[1]))
     while not handles[1].future.done():
         engine.step()
-        assert len(engine.flights) == 0
-    assert recorder.repeated == queued > 0
-    engine.step()
-    assert len(engine.flights) == 1
+        assert len(engine.flights) == 1
     finish(engine)
     same([handle.result(0) for handle in handles], expected)
 
 
 def test_sizes_repeat() -> None:
     assert [padded_rows(rows, 45) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 40, 41)] == [1, 2, 4, 8, 8, 16, 16, 24, 40, 45]
+    assert [padded_nodes(nodes, 50) for nodes in (0, 1, 3, 4, 8, 12, 16, 47, 48, 50)] == [
+        0, 3, 3, 5, 9, 15, 23, 47, 50, 50,
+    ]  # fmt: skip
     lengths = [padded_length(length, 1000) for length in (1, 64, 65, 97, 129, 200, 257, 385, 513, 769, 990)]
     assert lengths == [64, 64, 96, 128, 192, 256, 384, 512, 768, 1000, 1000]
 

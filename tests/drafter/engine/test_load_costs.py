@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from drafter.acceptance.choices import RowSampling
 from drafter.acceptance.contract import Accepted, ExactVerifier, Verified, Verifier
 from drafter.budget.latency_table import LatencyTable
 from drafter.engine.batch import BatchState
-from drafter.engine.cuda_graph import StepGraphs
-from drafter.engine.engine import Engine
+from drafter.engine.queued_step import QueuedStep
 from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import with_load_costs
 from drafter.statistics import StageTimes
@@ -34,7 +32,7 @@ def measured(base: BaseModel, patch: pytest.MonkeyPatch, verifier: Verifier, *, 
     """Measure where a forward takes a second a position and node, and a drawn token 5 seconds, a filtered one 9."""
     state = BatchState(base, AdversarialDrafter(0, nodes=7, depth=4), 4, 96, StageTimes())
     step = DeviceStep(base, verifier, state, packs=False)
-    graphs = StepGraphs(None, partial(Engine.decode_shape, step)) if queued else None
+    queue = QueuedStep(step, None) if queued else None
     verify, accept, clock = step.verify, verifier.accept, 0.0
 
     def timed_verify(tree: TokenTree, kv_length: int) -> Verified:
@@ -56,7 +54,7 @@ def measured(base: BaseModel, patch: pytest.MonkeyPatch, verifier: Verifier, *, 
     patch.setattr(verifier, "accept", timed_accept)
     patch.setattr(devices, "timed", timed)
     with torch.inference_mode():
-        table = with_load_costs(step, graphs, TABLE, 48)
+        table = with_load_costs(step, queue, TABLE, 48)
     assert state.mode.likeliest
     assert state.sampling.temperature.tolist() == [0.0] * 4
     assert table.length == 48

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from drafter import devices
+from drafter.acceptance.choices import SamplingMode
 from drafter.drafters.contract import Drafter, Loan, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
-from drafter.engine.cuda_graph import StepShape
 from drafter.engine.engine import Engine
 from drafter.engine.memory import plan_memory, slot_length
-from drafter.engine.step import DeviceStep, StepTensors
+from drafter.engine.queued_step import QueuedStep
+from drafter.engine.step import StepTensors
 from drafter.errors import LoadError
 from drafter.statistics import StageTimes
 from drafter.target_model.model import BaseModel
@@ -38,7 +39,7 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
 ) -> None:
     monkeypatch.setattr(devices, "free_bytes", lambda device: 1100 << 20)
     with caplog.at_level(logging.INFO, "drafter.engine.memory"):
-        # Most of the memory is what 256 graphs are taken to need.
+        # Most of the memory is what 768 graphs are taken to need.
         engine(tiny_base, AdversarialDrafter(0, nodes=7), num_draft_tokens=7)
         with pytest.raises(
             LoadError, match=r"an engine of 90,000 slots takes .* lower max_num_seqs to [\d,]+ .*KV cache"
@@ -49,21 +50,22 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
 
 
 def test_the_dearest_step_is_tried_and_leaves_nothing(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[StepShape] = []
+    tried: list[tuple[int, int, SamplingMode]] = []
 
-    def noted(step: DeviceStep, shape: StepShape) -> StepTensors:
-        tried.append(shape)
-        return whole(step, shape)
+    def noted(queue: QueuedStep, rows: int, nodes: int, longest: int) -> StepTensors:
+        assert longest == 96
+        tried.append((rows, nodes, queue.state.mode))
+        return whole(queue, rows, nodes, longest)
 
-    whole = Engine.decode_shape
-    monkeypatch.setattr(Engine, "decode_shape", staticmethod(noted))
+    whole = QueuedStep.whole
+    monkeypatch.setattr(QueuedStep, "whole", noted)
     for drafter in (PlainDecoding(), AdversarialDrafter(0, nodes=7), make_head(tiny_base, "ctc").drafter(tiny_base, 7)):
         made = engine(tiny_base, drafter, num_draft_tokens=7)
-        (shape,) = tried
+        ((rows, nodes, mode),) = tried
         tried.clear()
-        assert (shape.rows, shape.nodes) == (4, drafter.spec.max_nodes)
-        assert shape.mode.ranked
-        assert shape.mode.penalties
+        assert (rows, nodes) == (4, drafter.spec.max_nodes)
+        assert mode.ranked
+        assert mode.penalties
         assert made.batch.mode.likeliest
         assert made.batch.lengths.tolist() == [96] * 4
 
@@ -71,10 +73,10 @@ def test_the_dearest_step_is_tried_and_leaves_nothing(tiny_base: BaseModel, monk
 def test_a_step_that_does_not_fit_is_refused_at_the_start(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(step: object, shape: object) -> None:
+    def fail(*step: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(Engine, "decode_shape", staticmethod(fail))
+    monkeypatch.setattr(QueuedStep, "whole", fail)
     with pytest.raises(
         LoadError, match=r"a step of 4 slots that samples with every setting does not fit .* lower max_num_seqs"
     ):

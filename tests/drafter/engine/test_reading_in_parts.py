@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,13 +19,15 @@ from drafter.acceptance.contract import ExactVerifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
 from drafter.drafters.model_drafter import ModelDrafter
 from drafter.engine.batch import BatchState
-from drafter.engine.cuda_graph import step_shape
+from drafter.engine.cuda_graph import Part, Work
+from drafter.engine.queued_step import QueuedStep
 from drafter.engine.step import DeviceStep
 from drafter.heads.attention import AttentionModule, AttentionReader
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import StageTimes, total
 from drafter.target_model.attention import flash_prefix_attention, masked_prefix_attention
 from drafter.target_model.model import BaseModel
+from drafter.tree.token_tree import TokenTree, bare_trees
 from tests.support.heads import make_head, sequence
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
@@ -172,17 +175,32 @@ def test_what_a_step_of_an_8b_model_makes(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reads_to_length", "bounded", "count"), [(True, False, 32), (True, True, 55), (False, True, 140)]
+    ("reads_to_length", "bounded", "count"), [(True, False, 96), (True, True, 119), (False, True, 281)]
 )
-def test_shapes_of_ten_thousand_steps(reads_to_length: bool, bounded: bool, count: int) -> None:
-    """64 slots, as many requests as come, texts of up to 2,048 tokens, and a budget that takes one of four sizes."""
+def test_shapes_of_ten_thousand_steps(
+    reads_to_length: bool, bounded: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of their three parts: 64 slots, as many requests as come, texts of up to 2,048 tokens, and one of four sizes."""
     step = mock.Mock()
     step.state.slots, step.state.max_length, step.state.capacity = 64, 2048, 2112
     step.base.reads_to_length = reads_to_length
     step.state.cache.block = step.state.cache.length = 2112
     step.state.drafter.spec.bounded = bounded
     step.state.mode = SamplingMode.of([])
-    rng, shapes, wanted = random.Random(0), set(), 1
+    step.state.drafter.spec.largest, step.state.drafter.follows.return_value = 31, False
+    step.state.context.side_effect = lambda lengths: SimpleNamespace(host_lengths=lengths, longest=max(lengths))
+    step.base.cache_bytes.node = 0
+    queue, shapes = QueuedStep(step, None), set[Part]()
+
+    def note(part: Part, work: Work) -> None:
+        shapes.add(part)
+
+    def trees(rows: int, size: int) -> TokenTree:
+        return bare_trees(torch.zeros(rows, dtype=torch.long), size)
+
+    monkeypatch.setattr(queue.graphs, "run", note)
+    monkeypatch.setattr(queue, "_tree", trees)
+    rng, wanted = random.Random(0), 1
     texts: list[list[int]] = []
     for turn in range(10_000):
         if turn % 100 == 0:
@@ -192,7 +210,7 @@ def test_shapes_of_ten_thousand_steps(reads_to_length: bool, bounded: bool, coun
             texts.append([prompt, min(prompt + rng.randrange(20, 500), 2047)])
         if texts:
             nodes = rng.choice((0, 7, 15, 31) if len(texts) < 16 else (0, 7))
-            shapes.add(step_shape(step, len(texts), nodes, max(now for now, _ in texts)))
+            queue.whole(len(texts), nodes, max(now for now, _ in texts))
         for text in texts:
             text[0] += rng.randrange(1, 5)
         texts = [text for text in texts if text[0] < text[1]]

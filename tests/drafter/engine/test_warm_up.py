@@ -40,7 +40,7 @@ def test_costs_are_measured_on_texts_of_the_bases_own(tiny_base: BaseModel) -> N
 
 def test_every_size_is_measured_and_the_slots_are_left_empty(tiny_base: BaseModel) -> None:
     step = device_step(tiny_base, AdversarialDrafter(0, nodes=6), slots=5)
-    table = measure_steps(step, graphs=None)
+    table = measure_steps(step, queue=None)
     assert table.batches.tolist() == [1, 4, 5]
     assert table.nodes == (0, 1, 2, 3, 4, 5, 6)
     assert table.verify.shape == table.draft[0].shape == (3, 7)
@@ -63,7 +63,7 @@ def test_a_text_that_is_not_finite_leaves_nothing_behind(kind: str, blocks: int 
     memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
     drafter = make_head(base, kind).drafter(base, 6) if kind == "ctc" else AdversarialDrafter(0, nodes=6)
     state = BatchState(base, drafter, 5, 96, StageTimes(), memory)
-    measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
+    measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), queue=None)
     assert all(bool(buffer.isfinite().all()) for buffer in kv_of(state.cache).buffers)
     assert state.hidden is None or bool(state.hidden.isfinite().all())
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.acceptance.choices import bits
-from drafter.acceptance.guide import Guide
+from drafter.acceptance.guide import Guide, PutOff
 from drafter.embedded import EMBEDDED_BASE
 from drafter.methods.grammar.compiling import MOST_FORCED
 from drafter.methods.grammar.grammars import Grammars
@@ -209,3 +209,27 @@ def test_guides_of_one_grammar_are_apart(asked: dict[str, Any]) -> None:
     before = allowed(second)
     assert first.consume(min(allowed(first)))
     assert allowed(second) == before
+
+
+def test_masks_that_are_put_off_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made one by one, or by llguidance's threads where they are many; what numbers forbid comes after it."""
+    words, texts = (
+        (vocabulary() + 31) // 32,
+        ['{"name": "x', '{"name": "y z", "count": -1', '{"name": "q", "count": 7, ', "{"],
+    )
+    for many in (1, 1000):
+        monkeypatch.setattr("drafter.methods.grammar.guide._MANY", many)
+        found, expected, later = torch.zeros(2 * len(texts), words, dtype=torch.int32), [], PutOff()
+        for place, text in enumerate(texts):
+            guide = guide_of(json=SCHEMA)
+            for token in encoded(text):
+                assert guide.consume(token)
+            expected.append(allowed(guide))
+            guide.fill(found[2 * place], later)
+            (token, *_) = expected[-1]
+            assert guide.consume(token)
+            expected.append(allowed(guide))
+            guide.fill(found[2 * place + 1], later)
+            guide.rewind(1)
+        later.do()
+        assert [set(row.nonzero()[:, 0].tolist()) for row in bits(found, vocabulary())] == expected

@@ -113,7 +113,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
             results.append([result(1), result(2)])
     assert (len(results), results.counts.completed) == (1, 1)
     results.append([result(2)])
-    assert answers(results) == answers(Results(file, 5, created=1)) == ["row 0", "row 2"]
+    again = Results(file, 5, created=1)
+    assert answers(results) == answers(again) == ["row 0", "row 2"]
+    assert results.counts == again.counts
+    assert again.counts.completed == 2
 
 
 def test_errors_come_in_the_order_of_the_input_with_those_that_have_expired(tmp_path: Path) -> None:

@@ -275,6 +275,8 @@ def test_a_batch_of_a_model_that_reasons_with_tools_and_records(run: Run, model:
         ({"body": "[1]"}, None),
         ({"body": "{"}, None),
         ({"body": json.dumps({"model": "m", "messages": HELLO, "stream": True})}, "stream"),
+        ({"body": json.dumps({"model": "m", "messages": HELLO, "return_token_ids": True})}, "return_token_ids"),
+        ({"body": json.dumps({"model": "m", "messages": HELLO, "prompt_logprobs": 0})}, "prompt_logprobs"),
     ],
 )
 def test_lines_that_are_no_requests(changes: dict[str, Any], param: str | None) -> None:

@@ -344,6 +344,8 @@ def test_repeated_stale_and_early_drafts(plain: SpeculativeLM, address: str) -> 
     [
         ({"prompt": [5], "seed": 1, "logprobs": 1}, "A session is one text"),
         ({"prompt": [5], "n": 2}, "A session is one text"),
+        ({"prompt": [5], "prompt_logprobs": 1}, "A session is one text"),
+        ({"prompt": [5], "return_token_ids": True}, "A session is one text"),
         ({"prompt": [5], "stream": True}, "A session is one text"),
         ({"prompt": [5, 10**6]}, "the prompt has token ids outside the vocabulary"),
         ({"prompt": []}, "'prompt'"),

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
+from pipeline.batches.config import BatchesConfig
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.keys import ENVIRONMENT, read_keys
 from pipeline.serving.replica import Answers
@@ -168,7 +169,11 @@ def test_the_document_is_true(plain: SpeculativeLM, tmp_path: Path) -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=64)
     with (
         SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm,
-        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, limits=LimitsConfig(choices=2)) as address,
+        served(
+            {NAME: Answers(lm, "replica", seconds=PATIENCE)},
+            limits=LimitsConfig(choices=2),
+            batches=BatchesConfig(str(tmp_path / "batches")),
+        ) as address,
     ):
         command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json"]
         settings = ["--max-examples", "30", "--seed", "1", "--request-timeout", str(PATIENCE), "--no-color"]

@@ -16,10 +16,12 @@ from PIL import Image
 
 from drafter import SpeculativeLM
 from drafter.errors import RequestError
+from pipeline.batches.config import BatchesConfig
 from pipeline.serving import images as serving_images
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.replica import Answers
 from pipeline.settings import ImagesConfig
+from tests.pipeline.serving.test_batches import begin, ended, lines, results
 from tests.support.images import picture
 from tests.support.local_endpoint import served
 from tests.support.waiting import PATIENCE
@@ -36,9 +38,10 @@ def lm(seeing: Path) -> Iterator[SpeculativeLM]:
 
 
 @pytest.fixture(scope="module")
-def address(lm: SpeculativeLM) -> Iterator[str]:
+def address(lm: SpeculativeLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     answers = Answers(lm, "replica", PATIENCE, images=LIMITS)
-    with served({NAME: answers}, limits=LimitsConfig(body_bytes=4 << 20)) as found:
+    batches = BatchesConfig(str(tmp_path_factory.mktemp("batches")))
+    with served({NAME: answers}, limits=LimitsConfig(body_bytes=4 << 20), batches=batches) as found:
         yield found
 
 
@@ -65,6 +68,16 @@ def messages(*urls: str, text: str = "What?") -> list[Any]:
 def answer(client: OpenAI, said: list[Any], **more: Any) -> str:
     made = client.chat.completions.create(model=NAME, messages=said, max_tokens=12, temperature=0, **more)
     return str(made.choices[0].message.content)
+
+
+def test_lines_of_batches_have_images_too(client: OpenAI) -> None:
+    said = [messages(data_uri(file_of(one))) for one in (RED, picture(2, 30, 40))] + [messages("data:,no image")]
+    asked = {"model": NAME, "max_tokens": 12, "temperature": 0}
+    client.with_options(max_retries=9).files.list()  # the folder is taken soon after the start
+    batch = ended(client, begin(client, lines([{"messages": one, **asked} for one in said])))
+    found = [one["response"]["body"]["choices"][0]["message"] for one in results(client, batch.output_file_id)]
+    assert [one["content"] for one in found] == [answer(client, one) for one in said[:2]]
+    assert [one["response"]["status_code"] for one in results(client, batch.error_file_id)] == [400]
 
 
 def test_answers_are_those_of_python(client: OpenAI, lm: SpeculativeLM) -> None:

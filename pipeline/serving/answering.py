@@ -21,7 +21,7 @@ PARSERS: Mapping[str, Callable[[dict[str, Any]], ParsedRequest]] = {
 """By the path of the request."""
 
 
-class Generation:
+class Answering:
     """Has bodies answered by the endpoint's engines, within its limits."""
 
     def __init__(self, engines: Engines, limits: LimitsConfig) -> None:
