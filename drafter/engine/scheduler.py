@@ -172,8 +172,8 @@ class Scheduler:
         """Return the chunks of the first entering prompts for the next forward, of at most `chunk` tokens.
 
         A prefix shared with an active sequence, a kept row or what others have read of their prompts is copied from
-        there, and a prompt waits for one that has more than half of it. The number of copied tokens comes second. Some have forwards of their own; see
-        `Sequence.apart`.
+        there, and a prompt waits for one that has more than half of it. The number of copied tokens comes second. Some
+        have forwards of their own; see `Sequence.apart`.
         """
         spans: list[slice] = []
         copied = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,7 +34,7 @@ class CacheFactory:
     num_layers: int
     shapes: list[LayerShape | None]
     states: LayerStates
-    mixing: CacheBytes = CacheBytes()
+    mixing: CacheBytes = field(default_factory=CacheBytes)
     reads_on: bool = True
     trees_wait: bool = False
 

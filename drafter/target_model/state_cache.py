@@ -124,7 +124,7 @@ class Snapshots:
         return max((one.length for one in self._known if one.length <= length and slot in one.slots), default=0)
 
     def share(self, source: int, target: int, length: int) -> None:
-        """Make the snapshots of one text, of at most `length` tokens, those of another text, which goes on from there."""
+        """Make the snapshots of one text, of at most `length` tokens, those of another that goes on from there, too."""
         shared = [one for one in self._known if one.length <= length and source in one.slots]
         self._known = [one for one in self._known if one not in shared] + shared
         for one in shared:
