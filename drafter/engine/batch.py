@@ -94,6 +94,7 @@ class BatchState:
         self.sampling.set(slot, request.sampling, len(request.prompt_ids), limits, self.base.vocab_size)
         if self.shift is not None:
             self.shift[slot] = 0
+        self.cache.enter(slot, request.salt)
         self.reset_drafter(slot, text, request)
 
     def set_shift(self, slot: int, features: Features) -> None:

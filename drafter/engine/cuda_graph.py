@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,22 +40,15 @@ class CudaRecorder:
         """Run `work`; return its result, and where it waits for the device: a recording of that would fail."""
         before, thread, waits = torch.cuda.get_sync_debug_mode(), threading.get_ident(), list[str]()
 
-        def note(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
             if "synchronizing CUDA operation" not in str(message):
-                show(message, category, filename, lineno, file, line)
+                show(message, category, filename, lineno, *rest)
             elif threading.get_ident() == thread:  # another thread may wait as it likes
                 waits.append(f"{filename}, line {lineno}")
 
         with _RECORDING, warnings.catch_warnings():
             warnings.simplefilter("always")
-            show, warnings.showwarning = warnings.showwarning, note
+            show, warnings.showwarning = warnings.showwarning, note  # type: ignore[assignment]
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 result = work()

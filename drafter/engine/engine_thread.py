@@ -112,19 +112,21 @@ def _update(engine: Engine, weights: Sequence[tuple[Tensor, Tensor]]) -> int:
     """
     if engine.failure is not None:
         raise engine.failure
-    if not engine.idle:
-        engine.step()  # after which requests that were cancelled have ended
     scheduler = engine.scheduler
-    if count := len(scheduler.in_slots) + len(scheduler.parked) + len(scheduler.waiting):
+    try:
+        if not engine.idle:
+            engine.step()  # after which requests that were cancelled have ended
+        count = len(scheduler.in_slots) + len(scheduler.parked) + len(scheduler.waiting)
+        if not count:
+            scheduler.kept.clear()
+            engine.base.update_weights(weights)
+            engine.drafter.target_changed()
+    except BaseException as error:
+        engine.fail(error)
+        raise
+    if count:
         raise EngineError(
             f"{count} requests are under way, and each is decoded by one version of the weights: wait for their "
             "results, or cancel them, and update the weights then"
         )
-    try:
-        scheduler.kept.clear()
-        engine.base.update_weights(weights)
-        engine.drafter.target_changed()
-    except BaseException as error:
-        engine.fail(error)
-        raise
     return engine.base.weights_version

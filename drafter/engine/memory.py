@@ -83,8 +83,9 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
         "logits": tree * base.vocab_size * number,
         "sampling": slots * base.vocab_size * 8 * _SAMPLING_COPIES,
     }
+    in_step = kept_bytes.node * tree + kept_bytes.row * slots
     kept = {
-        "KV cache": by_position + kept_bytes.slot * in_all + kept_bytes.node * tree,
+        "KV cache": by_position + kept_bytes.slot * in_all + kept_bytes.once + in_step,
         "draft's own KV": spec.bytes_per_token * positions,
         "hidden states": len(spec.hidden_layers) * width * number * positions,
         "texts": 8 * positions,
@@ -142,7 +143,7 @@ def rows_to_keep(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_len
     )
     most = max(_KEPT_ROWS, config.max_num_seqs) if devices.is_asynchronous(base.device) else _KEPT_ROWS
     if config.kv_bytes is not None:
-        beside = config.kv_bytes - config.max_num_seqs * of_row
+        beside = config.kv_bytes - config.max_num_seqs * of_row - base.cache_bytes.once
         if beside < 0:  # rows take blocks as they grow
             return 0 if base.cache_bytes.slot else most
         most = min(most, beside // of_row)

@@ -171,9 +171,9 @@ class Scheduler:
     def next_spans(self) -> tuple[list[slice], int]:
         """Return the chunks of the first entering prompts for the next forward, of at most `chunk` tokens.
 
-        A prefix shared with an active sequence or a kept row is copied from there, and a prompt waits for one that has
-        more than half of it. The number of copied tokens comes second. Some have forwards of their own; see
-        `Sequence.apart`.
+        A prefix shared with an active sequence, a kept row or what others have read of their prompts is copied from
+        there, and a prompt waits for one that has more than half of it. The number of copied tokens comes second. Some
+        have forwards of their own; see `Sequence.apart`.
         """
         spans: list[slice] = []
         copied = 0
@@ -190,6 +190,8 @@ class Scheduler:
                 source, donor, shared = donors.longest_shared(sequence)
             start = max(sequence.read, shared)
             rest = sequence.length - start
+            if sequence.read:
+                donors.add(slot, sequence, min(sequence.read, len(sequence.key.ids) - 1))
             if spans:
                 coming = 0 if sequence.alone else before.longest_shared(sequence)[2]
                 apart = sequence.apart or self.entering[0].apart

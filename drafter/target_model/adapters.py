@@ -99,15 +99,14 @@ def _settings(adapter: str, folder: Path) -> dict[str, Any]:
 
 def _refuse_unfit(adapter: str, name: str, asked: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Raise `LoadError` unless a file has just the tensors that an adapter's settings ask for in this model."""
-    for key in sorted(asked.keys() | tensors.keys()):
-        if key not in tensors:
+    has, takes = ({key: list(one.shape) for key, one in some.items()} for some in (tensors, asked))
+    for key in sorted(has.keys() | takes.keys()):
+        if has.get(key) != takes.get(key):
             raise LoadError(
-                f"adapter {adapter!r}: {_WEIGHTS} has no {key}: it is torn, or of another model than {name!r}"
+                f"adapter {adapter!r} does not fit {name!r}: for {key} its file has {_shape(has.get(key))}, and the "
+                f"model takes {_shape(takes.get(key))}: the file is torn, or the adapter of another model"
             )
-        if key not in asked:
-            raise LoadError(f"adapter {adapter!r} has {key}, and {name!r} has no place for it: it is of another model")
-        if asked[key].shape != tensors[key].shape:
-            raise LoadError(
-                f"adapter {adapter!r}: {key} has the shape {list(tensors[key].shape)}, and {name!r} takes "
-                f"{list(asked[key].shape)}: it is of another model"
-            )
+
+
+def _shape(sizes: list[int] | None) -> str:
+    return "nothing" if sizes is None else f"the shape {sizes}"

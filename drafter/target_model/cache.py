@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -174,9 +174,11 @@ class CacheBytes:
     position: int = 0  # of a position of a slot's text
     slot: int = 0  # of a slot, however long its text is
     node: int = 0  # of a node of a step, until this is committed
+    row: int = 0  # of a row of a step, however many nodes it has, until this is committed
+    once: int = 0  # however many slots there are
 
     def __add__(self, other: CacheBytes) -> CacheBytes:
-        return CacheBytes(self.position + other.position, self.slot + other.slot, self.node + other.node)
+        return CacheBytes(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
 
 class LayerCache(ABC):
@@ -185,7 +187,10 @@ class LayerCache(ABC):
     @property
     @abstractmethod
     def bytes(self) -> CacheBytes:
-        """What it takes for each position, slot and node."""
+        """What it takes for each position, slot, node and row."""
+
+    def enter(self, slot: int, salt: str) -> None:  # noqa: B027 - most layers need not know
+        """Note whose text is read next in a slot."""
 
     @abstractmethod
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
@@ -242,8 +247,13 @@ class TargetCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, without those of nodes."""
-        return self.bytes.position * self.blocks.places + self.bytes.slot * self.slots
+        """Bytes of all slots, without those of a step's nodes and rows."""
+        return self.bytes.position * self.blocks.places + self.bytes.slot * self.slots + self.bytes.once
+
+    def enter(self, slot: int, salt: str) -> None:
+        """Note whose text is read next in a slot."""
+        for layer in self.layers:
+            layer.enter(slot, salt)
 
     def view(self, nodes: Nodes, apart: Collection[int] = ()) -> Cache:
         """Return the cache as the model sees it in one forward.

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from drafter import devices
 from drafter.errors import LoadError
-from drafter.target_model.cache import BLOCK, SPARE, Blocks, GrowingBlocks, LayerCache, TargetCache, blocks_of
+from drafter.target_model.cache import (
+    BLOCK,
+    SPARE,
+    Blocks,
+    CacheBytes,
+    GrowingBlocks,
+    LayerCache,
+    TargetCache,
+    blocks_of,
+)
 from drafter.target_model.kv_cache import KVCache, LayerShape
 from drafter.target_model.state_cache import LayerStates, StateCache
 
@@ -18,14 +27,14 @@ from drafter.target_model.state_cache import LayerStates, StateCache
 class CacheFactory:
     """What each of the layers of the model `name` keeps: keys and values of `shapes`, or `states`, or neither.
 
-    `node_bytes`, `reads_on` and `trees_wait` are what `find_mixers` says of layers with states.
+    `mixing`, `reads_on` and `trees_wait` are what `find_mixers` says of layers with states.
     """
 
     name: str
     num_layers: int
     shapes: list[LayerShape | None]
     states: LayerStates
-    node_bytes: int = 0
+    mixing: CacheBytes = field(default_factory=CacheBytes)
     reads_on: bool = True
     trees_wait: bool = False
 
@@ -38,7 +47,8 @@ class CacheFactory:
             if shape is not None:
                 by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
         in_all = sum(by_device.values())
-        if memory is not None and (states := slots * self.over(Blocks(1, 1, device), device).bytes.slot):
+        of_states = self.over(Blocks(1, 1, device), device).bytes
+        if memory is not None and (states := slots * of_states.slot + of_states.once):
             if states > memory:
                 raise LoadError(
                     f"the recurrent states of {slots:,} slots of {self.name} take {states / 2**30:,.2f} GiB, more than "
@@ -69,7 +79,7 @@ class CacheFactory:
         states = {layer: shapes for layer, shapes in self.states.items() if layer < depth}
         if not states:
             return [keys_and_values]
-        return [keys_and_values, StateCache(states, blocks.slots, device, depth, self.node_bytes, self.reads_on)]
+        return [keys_and_values, StateCache(states, blocks.slots, device, depth, self.mixing, self.reads_on)]
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
         for device, size in sizes.items():

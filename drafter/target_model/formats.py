@@ -118,6 +118,17 @@ def dequantised(name: str, model: Any) -> Any:
         raise LoadError(f"model {name!r} cannot be loaded dequantised: {first_line(error)}") from error
 
 
+def compute_in_fp32(model: Any) -> None:
+    """Let the layers of bitsandbytes in an fp32 model compute in fp32.
+
+    They round activations to bf16 where a checkpoint names that as its type to compute in, and in any case on a CPU
+    with instructions for it: draft trees would have other logits than the text alone.
+    """
+    for module in model.modules():
+        if model.dtype == torch.float32 and type(module).__module__.startswith(f"{_BITSANDBYTES}."):
+            module.compute_dtype, module.support_avx512bf16_for_cpu = torch.float32, False
+
+
 def weights_in_words(model: Any, stored: str | None) -> str:
     """Return what a loaded model's weights are, such as `compressed-tensors, dequantised to float32`.
 

@@ -28,7 +28,14 @@ from drafter.target_model.architecture import (
     refuse_unsupported,
     target_fingerprint,
 )
-from drafter.target_model.formats import dequantised, scheme_name, scheme_of, settings_of, weights_in_words
+from drafter.target_model.formats import (
+    compute_in_fp32,
+    dequantised,
+    scheme_name,
+    scheme_of,
+    settings_of,
+    weights_in_words,
+)
 from drafter.target_model.model import BaseModel
 from drafter.target_model.weights import (
     STRANGE,
@@ -100,6 +107,7 @@ def load_base(
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
     if dequantize:
         model = dequantised(name, model)
+    compute_in_fp32(model)
     if device_map is None:
         model = _moved(name, model, target)
     for place in {parameter.device for parameter in model.parameters()}:  # a device map may choose others

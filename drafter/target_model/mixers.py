@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from drafter.errors import LoadError
 from drafter.target_model.architecture import NO_PLACE
+from drafter.target_model.cache import CacheBytes
 from drafter.target_model.nodes import PromptNodes
 from drafter.target_model.state_cache import Chosen, Key, LayerStates, States, StateShape, StateView, view_in
 from drafter.target_model.tree_mixing import TreeMixing
@@ -47,10 +48,10 @@ def state_shapes(layers: Iterable[Any]) -> LayerStates:
 
 def find_mixers(
     decoder: nn.Module, shapes: LayerStates, layers: Collection[int], width: int, name: str, kind: str
-) -> tuple[int, bool, bool]:
+) -> tuple[CacheBytes, bool, bool]:
     """Let `Mixer`s run the `layers` that keep a state, on hidden states of `width` numbers.
 
-    Returns the bytes that they keep of a node until it is committed, whether all read several tokens at once behind
+    Returns what they keep of a step's nodes and rows until its commit, whether all read several tokens at once behind
     others, and whether one waits for the device where it runs over trees.
 
     Raises:
@@ -76,8 +77,8 @@ def find_mixers(
                 mixer.prove(shapes[layer], width, proved.setdefault(type(mixer.module), mixer))
             except _ERRORS as error:
                 raise unknown from error
-    reads_on, waits = (all(one.reads_on for one in mixers.values()), any(one.waits for one in mixers.values()))
-    return sum(mixer.node_bytes for mixer in mixers.values()), reads_on, waits
+    mixing = sum((mixer.bytes for mixer in mixers.values()), CacheBytes())
+    return mixing, all(one.reads_on for one in mixers.values()), any(one.waits for one in mixers.values())
 
 
 class Mixer:
@@ -90,7 +91,7 @@ class Mixer:
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self.reads_on = False  # it reads several tokens at once behind others; if not, one after the other
         self.at_once: TreeMixing | None = None  # runs all nodes of a tree; if None, one depth runs after the other
-        self.node_bytes = 0
+        self.bytes = CacheBytes()  # what it keeps of a step
 
     @staticmethod
     def of(module: nn.Module) -> Mixer:
@@ -118,7 +119,7 @@ class Mixer:
         Args:
             alike: This mixer, or another one of the same class for which it is known.
         """
-        self.node_bytes = sum(shape.nbytes for shape in shapes.values())
+        self.bytes = CacheBytes(node=sum(shape.nbytes for shape in shapes.values()))
         weight = next(self.module.parameters())
         if weight.is_meta:  # where sizes are counted, without numbers
             return
@@ -136,7 +137,7 @@ class Mixer:
             self.at_once = TreeMixing(self.module, self._cache_name)
             states = {key: one.to(shapes[key].dtype) for key, one in before.items()}
             _, run = self.at_once(hidden.to(weight), states, paths)
-            self.node_bytes = run.nbytes // (rows * nodes)
+            self.bytes = CacheBytes(node=run.node_bytes // (rows * nodes), row=run.row_bytes // rows)
 
     def _reads_on_from_states(self, hidden: Tensor, states: States) -> bool:
         """Return whether a text in two parts, each read at once, gives what it gives as a whole."""

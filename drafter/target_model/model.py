@@ -111,7 +111,7 @@ class BaseModel:
         self.caches = CacheFactory(self.name, self.num_layers, shapes, states)
         if recurrent:
             found = find_mixers(self.decoder, states, recurrent, self.hidden_size, self.name, model.config.model_type)
-            self.caches.node_bytes, self.caches.reads_on, self.caches.trees_wait = found
+            self.caches.mixing, self.caches.reads_on, self.caches.trees_wait = found
         self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
         self.sight: Sight | None = None
         self.blind = f"{self.name} reads text alone"

@@ -34,9 +34,11 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)
     if unknown := [key for key in given if key not in own]:
-        given = _of_checkpoint(model, given) or given
-    if unknown := [key for key in unknown if key in given]:
-        raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {_why_unknown(unknown, own)}")
+        why = _why_unknown(unknown, own)
+        if why is not None or (read := _of_checkpoint(model, given)) is None:
+            why = why or "give weights of the same architecture, under the names of the model's state_dict"
+            raise LoadError(f"{what}: the model has no {unknown[0]}{and_more(unknown)}: {why}")
+        given = read
     replaced: dict[int, tuple[str, Tensor]] = {}  # by the identity of the model's own tensor, which tied names share
     for key, new in given.items():
         _refuse_unfit(what, key, new, own[key])
@@ -85,10 +87,10 @@ def _refuse_unfit(what: str, key: str, new: Tensor, own: Tensor) -> None:
         raise LoadError(f"{what}: {key} has values that are not finite, as where a training has diverged")
 
 
-def _why_unknown(unknown: Collection[str], own: Mapping[str, Tensor]) -> str:
+def _why_unknown(unknown: Collection[str], own: Mapping[str, Tensor]) -> str | None:
     if any("lora_" in key or ".base_layer." in key for key in unknown):
         return "merge the adapter into the weights first, by peft's merge_and_unload or merge_adapter"
     for key in unknown:
         if wrapper := next((key.removesuffix(name) for name in own if key.endswith(f".{name}")), None):
             return f"names begin with {wrapper!r}, as a wrapper gives them: give those of the model inside"
-    return "give weights of the same architecture, under the names of the model's state_dict"
+    return None

@@ -137,7 +137,7 @@ def _refuse_encoder(base: Candidate, text: Tensor, logits: Tensor) -> None:
     """
     if (scheme := scheme_of(base.model.config)) is not None:
         raise LoadError(
-            f"{base.name}: its logits depend on how a text is read, as they do where activations are quantised, too "
+            f"{base.name}: its logits depend on how a text is read, as they do where activations are rounded, too "
             f"(it is quantised by {scheme_name(scheme)}): load it dequantised (loading.dequantize true, in Python "
             "dequantize=True)"
         )

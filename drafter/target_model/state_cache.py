@@ -6,7 +6,9 @@ a change, so every node of a draft tree has a state of its own until the step co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,27 +50,70 @@ _BORDER = 256  # tokens of a prompt between two snapshots
 _TEXT = 2  # states of a slot's text; the snapshots lie behind those of all slots
 
 
-@dataclass
-class _Snapshot:
+@dataclass(eq=False)
+class Snapshot:
+    """A state that texts which begin alike may go on from. `place` is -1 until it has one."""
+
     place: int
     length: int  # tokens of the text whose state this is
     slots: set[int]  # whose texts begin with these tokens
+    salt: str = ""  # whose text it is
+    copied: bool = False  # a text has gone on from it
+
+
+def least_worth(known: Sequence[Snapshot]) -> Snapshot:
+    """Return which of these to give up; that which was used last comes last, and the new one is the last of all.
+
+    It is one of the salt with the most, of the new one's where several have as many. Those that have been copied stay,
+    up to half of their salt's: then that of them goes which was used longest ago. Of the others, a text keeps its first
+    and its last, and those between thin out towards a constant proportion from each to the next, since most texts that
+    begin alike differ early. Where there are none between, the one goes that was used longest ago.
+    """
+    held = Counter(one.salt for one in known)
+    greediest = [one.salt for one in known if held[one.salt] == max(held.values())]
+    salt = known[-1].salt if known[-1].salt in greediest else greediest[0]
+    own = [one for one in known if one.salt == salt]
+    copied = [one for one in own if one.copied]
+    if 2 * len(copied) > len(own):
+        return copied[0]
+    lengths = defaultdict[int, list[int]](list)  # of each text's snapshots
+    for one in own:
+        for slot in one.slots:
+            lengths[slot].append(one.length)
+
+    def proportion(one: Snapshot) -> float:
+        beside = [length for slot in one.slots for length in lengths[slot]]
+        shorter = max((length for length in beside if length < one.length), default=0)
+        longer = min((length for length in beside if length > one.length), default=math.inf)
+        return longer / shorter if shorter else math.inf
+
+    return min((one for one in own if not one.copied), key=proportion)
 
 
 class Snapshots:
     """States at the ends of prompts, and on the way there, which other texts that begin alike go on from.
 
-    This is the list of them, on the host. There are as many places as slots. A text that copies a snapshot shares its
-    place with the text that it came from; where all places are taken, the one that was used longest ago is taken.
+    This is the list of them, on the host. There are as many places as slots, those of kept rows included. A text that
+    copies a snapshot shares its place with the text that it came from; where all are taken, `least_worth` goes.
     """
 
     def __init__(self, places: int) -> None:
         self._free = list(range(places))
-        self._known: list[_Snapshot] = []  # that which was used last comes last
+        self._known: list[Snapshot] = []  # that which was used last comes last
+        self._salts: dict[int, str] = {}  # whose text is in each slot
+
+    def enter(self, slot: int, salt: str) -> None:
+        self._salts[slot] = salt
 
     def add(self, slot: int, length: int) -> None:
-        place = self._free.pop() if self._free else self._known.pop(0).place
-        self._known.append(_Snapshot(place, length, {slot}))
+        new = Snapshot(-1, length, {slot}, self._salts.get(slot, ""))
+        self._known.append(new)
+        if self._free:
+            new.place = self._free.pop()
+        else:
+            gone = least_worth(self._known)
+            self._known.remove(gone)
+            new.place = gone.place
 
     def place(self, slot: int, length: int) -> int | None:
         """Return the place of a text's snapshot at `length` tokens; None if there is none, or none any more."""
@@ -79,13 +124,15 @@ class Snapshots:
         return max((one.length for one in self._known if one.length <= length and slot in one.slots), default=0)
 
     def share(self, source: int, target: int, length: int) -> None:
-        """Make the snapshots of one text, of at most `length` tokens, those of another text, too."""
+        """Make the snapshots of one text, of at most `length` tokens, those of another that goes on from there, too."""
         shared = [one for one in self._known if one.length <= length and source in one.slots]
         self._known = [one for one in self._known if one not in shared] + shared
         for one in shared:
             one.slots.add(target)
+            one.copied |= one.length == length
 
     def move(self, source: int, target: int) -> None:
+        self._salts[target] = self._salts.get(source, "")
         for one in self._known:
             if source in one.slots:
                 one.slots.remove(source)
@@ -111,14 +158,14 @@ class StateCache(LayerCache):
     Args:
         shapes: Of each layer that has states.
         number: Number of the view that mixers find it by: behind those of the model's layers.
-        node_bytes: What mixers keep of a node until the commit.
+        mixing: What mixers keep of the nodes and the rows of a step until its commit.
         reads_on: Prompts may be read in pieces, so that there are snapshots on the way; if not, at the end alone.
     """
 
     def __init__(
-        self, shapes: LayerStates, slots: int, device: torch.device, number: int, node_bytes: int, reads_on: bool
+        self, shapes: LayerStates, slots: int, device: torch.device, number: int, mixing: CacheBytes, reads_on: bool
     ) -> None:
-        self.slots, self._number, self._node_bytes, self._reads_on = slots, number, node_bytes, reads_on
+        self.slots, self._number, self._mixing, self._reads_on = slots, number, mixing, reads_on
         # `[3 S + 1, ...]`: two states of all slots, snapshots, and zeros, the state of an empty text.
         self.buffers: dict[int, States] = {
             layer: {
@@ -134,7 +181,11 @@ class StateCache(LayerCache):
 
     @property
     def bytes(self) -> CacheBytes:
-        return CacheBytes(slot=3 * sum(buffer[0].nbytes for buffer in self._tensors()), node=self._node_bytes)
+        of_text = sum(buffer[0].nbytes for buffer in self._tensors())
+        return CacheBytes(slot=3 * of_text, once=of_text) + self._mixing
+
+    def enter(self, slot: int, salt: str) -> None:
+        self.snapshots.enter(slot, salt)
 
     def views(self, nodes: Nodes, apart: Collection[int]) -> Mapping[int, CacheLayerMixin]:
         rows = slice(nodes.slot, nodes.slot + len(nodes.tokens))
@@ -146,10 +197,10 @@ class StateCache(LayerCache):
             at[1], at[0] = ends, ends - 1 if nodes.keep else -1
             for slot_of_text, span in enumerate(nodes.spans, nodes.slot):
                 stops = self.stops(span, nodes.keep)
-                if not span.start:
-                    self.snapshots.release(slot_of_text)
-                elif span.start % _BORDER and span.start not in stops:  # the prompt did not end there
-                    self.snapshots.release(slot_of_text, span.start)
+                # That of where the last forward ended stays at a border, or if the prompt ended there. Longer ones are
+                # of a forward that has failed.
+                stays = span.start > 0 and (not span.start % _BORDER or span.start in stops)
+                self.snapshots.release(slot_of_text, span.start + stays)
                 for length in stops:
                     if length and self.snapshots.place(slot_of_text, length) is None:
                         self.snapshots.add(slot_of_text, length)

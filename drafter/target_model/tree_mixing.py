@@ -37,7 +37,7 @@ class TreeRun:
     def __init__(self, paths: TreePaths, states: States) -> None:
         self._paths, self._states = paths, states
         self.after: dict[Key, Chosen] = {}
-        self.nbytes = 0  # of what `after` keeps
+        self.node_bytes = self.row_bytes = 0  # that `after` keeps, by node and by row
 
     # ---- the cache
 
@@ -64,7 +64,7 @@ class TreeRun:
         """Convolve inputs `[B, C, N]` along the paths with weights `[C, k]`."""
         windows = convolution_windows(inputs, self._states[_CONV], self._paths)
         self.after[_CONV] = lambda row, node: windows[row, :, node]
-        self.nbytes += windows.nbytes
+        self.node_bytes += windows.nbytes
         output = torch.einsum("bcnk,ck->bcn", windows.to(weight.dtype), weight)
         if bias is not None:
             output = output + bias[:, None]
@@ -96,7 +96,7 @@ class TreeRun:
         written = delta_values(state, keys, values, rates, sums, ancestors)
         scan = TreeScan(state, keys, written, sums, ancestors)
         self.after[_RECURRENT] = scan.after
-        self.nbytes += scan.nbytes
+        self._count(scan)
         read = scan.read(queries * queries.shape[-1] ** -0.5)
         return read.transpose(1, 2).to(query.dtype), initial_state
 
@@ -129,12 +129,16 @@ class TreeRun:
         sums = path_sums(steps * rates.float()[:, None, None], ancestors)
         scan = TreeScan(initial_states.mT.float(), keys, inputs * steps, sums, ancestors)
         self.after[_RECURRENT] = lambda row, node: scan.after(row, node).mT
-        self.nbytes += scan.nbytes
+        self._count(scan)
         found = scan.read(queries)
         if D is not None:
             found = found + inputs * D.float()[:, None, None]
         output = found.transpose(1, 2).contiguous().to(hidden.dtype)
         return (output, initial_states) if return_final_states else output
+
+    def _count(self, scan: TreeScan) -> None:
+        self.node_bytes += scan.node_bytes
+        self.row_bytes += scan.state.nbytes  # in float32, a copy of the states before the step
 
 
 class TreeMixing:

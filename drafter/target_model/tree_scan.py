@@ -89,7 +89,7 @@ class TreeScan:
         return sums.mT.exp() * self.state[row] + written
 
     @property
-    def nbytes(self) -> int:
+    def node_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.sums.nbytes
 
 

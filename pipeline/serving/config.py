@@ -202,7 +202,7 @@ class ApplicationConfig:
         if self.name is not None or self.model is None:
             return self.name or "embedded"
         folder = Path(self.model).expanduser()
-        return folder.resolve().name if folder.is_dir() else self.model
+        return folder.resolve().name if folder.exists() else self.model
 
 
 @dataclass(frozen=True)

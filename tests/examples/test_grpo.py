@@ -101,7 +101,37 @@ def trainer_of(**changes: Any) -> Any:
     """What a rollout reads of a trainer."""
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "seed": 1}
     args = {**given, "max_completion_length": 8, "generation_kwargs": None, **changes}
-    return SimpleNamespace(args=SimpleNamespace(**args), tools=args.pop("tools", []), eos_token_ids=[2])
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, process_index=0)
+    facts: dict[str, Any] = {"tools": [], "eos_token_ids": [2], "accelerator": accelerator}
+    facts |= {name: args.pop(name) for name in ("tools", "model", "processing_class") if name in args}
+    return SimpleNamespace(**facts, state=SimpleNamespace(global_step=0), args=SimpleNamespace(**args))
+
+
+def test_calls_of_a_rollout() -> None:
+    """Each draws by seeds of its own, the same in each run; an evaluation takes over weights that it has not yet."""
+    texts = ["Tom has 3 boxes", "Tom has 3 boxes", "Janet"]
+    with SpeculativeLM.from_pretrained(drafter="ngram", device="cpu", num_draft_tokens=4, max_model_len=32) as lm:
+        trainer = trainer_of(model=lm.base.model, processing_class=lm.tokenizer)
+        runs = []
+        for _ in range(2):
+            rollout = make_rollout(lm)
+            runs.append([rollout(texts, trainer) for _ in range(2)])
+        assert lm.base.weights_version == 2  # once for each, as the model is not in training
+        assert runs[0] == runs[1]
+        first, second = (one["completion_ids"] for one in runs[0])
+        assert first != second
+        assert first[0] != first[1]
+        assert runs[0][0]["prompt_ids"] == [lm.encode(text) for text in texts]
+        trainer.model.train()
+        rollout(texts, trainer)
+        rollout(texts, trainer)
+        assert lm.base.weights_version == 4
+        trainer.model.eval()
+        with pytest.raises(RequestError, match="prompt 1 has 30 tokens, and with 8 of a completion"):
+            rollout([texts[0], "a " * 29 + "a"], trainer)
+        chat = [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]
+        with pytest.raises(RequestError, match="prompts with images"):
+            rollout([chat], trainer)
 
 
 def test_settings_are_the_trainers() -> None:

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.architecture import transformers_loading
+from drafter.target_model.formats import compute_in_fp32
 from drafter.target_model.loading import load_base
 from tests.support.gguf_files import tiny_llama, write_gguf
 from tests.support.models import (
@@ -201,7 +202,7 @@ def _bitsandbytes(**settings: Any) -> Callable[[], Any]:
     return lambda: transformers.BitsAndBytesConfig(**settings)
 
 
-_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 _INT4 = torch.int4  # type: ignore[attr-defined]  # of which torch's types know nothing
 _BNB, _CT = ("bitsandbytes", "accelerate"), ("compressed_tensors",)
 FORMATS: dict[str, Format] = {
@@ -269,7 +270,9 @@ def _reference(made: Path) -> Any:
     if made.suffix == ".gguf":
         source, settings["gguf_file"] = made.parent, made.name
     with transformers_loading():
-        return AutoModelForCausalLM.from_pretrained(source, **settings).eval()
+        model = AutoModelForCausalLM.from_pretrained(source, **settings).eval()
+    compute_in_fp32(model)  # of which the page tells
+    return model
 
 
 def row(name: str) -> str:

@@ -18,20 +18,20 @@ from drafter.target_model.cache import BLOCK, SPARE
 from drafter.target_model.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.hybrids import hybrid_model
-from tests.support.marks import pairwise
+from tests.support.marks import pairwise, slow_but_tuples
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, finish, random_model, tokens_of
 from tests.support.tapes import queue_steps
 
 END = SamplingParams(6, ignore_eos=True)
 
-LONGEST = 700
+LONGEST, LONGER = 700, 3_650
 
 
 @cache
 def base_of(family: str) -> BaseModel:
     if family == "llama":
-        return BaseModel(random_model(family, max_position_embeddings=LONGEST), native=False)
-    return BaseModel(hybrid_model(family, max_position_embeddings=LONGEST))
+        return BaseModel(random_model(family, max_position_embeddings=LONGER), native=False)
+    return BaseModel(hybrid_model(family, max_position_embeddings=LONGER))
 
 
 def drafter_of(base: BaseModel, kind: str) -> Drafter:
@@ -41,7 +41,8 @@ def drafter_of(base: BaseModel, kind: str) -> Drafter:
 
 
 def engine_of(base: BaseModel, kind: str = "none", slots: int = 4, **config: object) -> Engine:
-    settings = EngineConfig(max_num_seqs=slots, max_model_len=LONGEST, num_draft_tokens=4, **config)  # type: ignore[arg-type]
+    config = {"max_model_len": LONGEST, **config}
+    settings = EngineConfig(max_num_seqs=slots, num_draft_tokens=4, **config)  # type: ignore[arg-type]
     return Engine(base, drafter_of(base, kind), SpellingTokenizer(), settings)
 
 
@@ -110,7 +111,7 @@ def test_tokens_are_those_of_rows_alone(monkeypatch: pytest.MonkeyPatch, family:
     if "behind" in way:
         queue_steps(monkeypatch)
     need = base.cache_bytes
-    room = need.position * BLOCK * (30 + SPARE) + need.slot * (3 + 2)
+    room = need.position * BLOCK * (30 + SPARE) + need.slot * (3 + 2) + need.once
     engine = engine_of(base, kind, 3, kept_rows=2, kv_gib=room / 2**30 if "blocks" in way else None)
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
@@ -134,6 +135,43 @@ def test_texts_with_few_beginnings_share_most_of_what_can_be_shared() -> None:
     ask(engine, requests)
     state = engine.state()
     assert state.shared_tokens / (state.shared_tokens + state.prefilled_tokens) >= 0.65
+
+
+def of_documents(family: str, own: int, chunk: int, slots: int = 6) -> tuple[list[list[int]], int]:
+    """Return the tokens of six rows of one long system prompt with `own` tokens each, and how much was copied."""
+    beginning = text(600, 1)
+    engine = engine_of(base_of(family), slots=slots, kept_rows=0, max_model_len=LONGER)
+    engine.scheduler.chunk = chunk
+    found = ask(engine, [Request([*beginning, *text(own, 10 + row)], END) for row in range(6)])
+    return tokens_of(found), engine.state().shared_tokens
+
+
+@pytest.mark.parametrize(("own", "chunk"), slow_but_tuples([(900, 512)], [(900, 512), (900, 2048), (3_000, 512)]))
+def test_hybrids_copy_most_of_what_softmax_copies_of_a_system_prompt(own: int, chunk: int) -> None:
+    """There are as many snapshots as rows, and a prompt of 3,600 tokens passes 14 borders."""
+    tokens, copied = of_documents("lfm2", own, chunk)
+    assert copied >= 0.8 * of_documents("llama", own, chunk)[1]
+    assert tokens == of_documents("lfm2", own, chunk, slots=1)[0]
+
+
+def test_prompts_copy_what_has_been_read_of_one_that_is_still_being_read() -> None:
+    """The second takes the rest of a forward, and has less than half of its prompt in common with the first."""
+    assert of_documents("llama", 900, 512)[1] >= 5 * 600
+
+
+def test_strangers_prompts_take_no_state_that_rows_copy_from() -> None:
+    """Nor is a state of one salt another's, though the texts begin alike."""
+    beginning, engine = text(600, 1), engine_of(base_of("lfm2"), slots=6, kept_rows=0, max_model_len=LONGER)
+    ours = engine.submit(Request([*beginning, 5, 6], SamplingParams(90, ignore_eos=True), salt="one"))
+    engine.step()
+    strangers = [engine.submit(Request([*beginning, *text(2_900, row)], END, salt="two")) for row in range(3)]
+    while not all(one.future.done() for one in strangers):
+        engine.step()
+    assert [one.result(0).num_cached_tokens for one in strangers] == [0, 512, 512]
+    assert not ours.future.done()
+    later = engine.submit(Request([*beginning, 7], END, salt="one"))
+    finish(engine)
+    assert later.result(0).num_cached_tokens == 512
 
 
 def test_a_row_that_ends_while_a_stranger_is_read_is_not_lost() -> None:

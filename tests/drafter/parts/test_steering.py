@@ -25,6 +25,7 @@ from drafter.structured_outputs import StructuredOutputs
 from drafter.target_model.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.guides import Rule, RuleGuide, RuleGuides
+from tests.support.hybrids import hybrid_base
 from tests.support.marks import slow_but_tuples
 from tests.support.models import (
     EOS,
@@ -38,6 +39,7 @@ from tests.support.models import (
     random_prompts,
     tokens_of,
 )
+from tests.support.tapes import queue_steps
 from tests.support.trees import FORK, check_slice_contract, nodes
 
 WORDS = 70
@@ -242,12 +244,16 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("plain", [1, 4])
-def test_rows_that_must_not_have_drafts_follow_their_guides(base: BaseModel, plain: int) -> None:
+@pytest.mark.parametrize(("plain", "behind"), [(1, False), (4, False), (4, True)])
+def test_rows_that_must_not_have_drafts_follow_their_guides(
+    base: BaseModel, plain: int, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some rows or all: they have masks and no draft tokens, beside rows without a guide that have some."""
     requests = mixed_requests()
     expected = run(engine_of(base, PlainDecoding(), max_num_seqs=1), requests)
     texts = [[*request.prompt_ids, *one] for request, one in zip(requests, expected, strict=True)]
+    if behind:
+        queue_steps(monkeypatch)
     engine = engine_of(base, OracleDrafter(texts))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
@@ -257,6 +263,37 @@ def test_rows_that_must_not_have_drafts_follow_their_guides(base: BaseModel, pla
     found = [handle.result(0) for handle in handles]
     assert tokens_of(found) == expected
     assert sum(one.counts.num_accepted_draft_tokens for one in found[::3]) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "graph_safe"),
+    slow_but_tuples(
+        [("llama", True), ("qwen3_next", True)],
+        [(family, safe) for family in ("llama", "qwen3_next", "falcon_h1") for safe in (True, False)],
+    ),
+)
+def test_on_a_gpu_guided_rows_and_others_beside_them_keep_their_tokens(
+    family: str, graph_safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose log-probabilities are wanted; the parts of steps between which guides speak are repeated."""
+    base = base_of(family) if family == "llama" else hybrid_base(family)
+    requests = [
+        replace(one, sampling=replace(one.sampling, logprobs=(None, 2)[row % 3 == 1]))
+        for row, one in enumerate(mixed_requests())
+    ]
+    expected = decode(engine_of(base, PlainDecoding(), max_num_seqs=1), requests)
+    recorder, drafter = queue_steps(monkeypatch), AdversarialDrafter(3, nodes=7)
+    drafter.spec = replace(drafter.spec, graph_safe=graph_safe)
+    engine = engine_of(base, drafter)
+    found = decode(engine, requests)
+    assert tokens_of(found) == tokens_of(expected)
+    assert [one.forced for one in found] == [one.forced for one in expected]
+    for ours, theirs in zip(found[1::3], expected[1::3], strict=True):
+        assert ours.logprobs is not None
+        assert theirs.logprobs is not None
+        both = ([one.logprob for one in part] for part in (ours.logprobs, theirs.logprobs))
+        assert next(both) == pytest.approx(next(both), abs=1e-4)
+    assert recorder.repeated > engine.state().steps / 2  # at least one part of most steps
 
 
 def test_preempted_rows_and_shared_prefixes_change_nothing(base: BaseModel) -> None:

@@ -59,7 +59,7 @@ def test_an_unknown_scheme_that_is_not_exact_is_refused_as_quantised(
     random_model("llama", hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "dense")
     made = FORMATS["torchao, int8 weights and activations"].make(tmp_path)
     monkeypatch.setattr("drafter.target_model.formats.why_inexact", lambda scheme: None)
-    with pytest.raises(LoadError, match=r"depend on how a text is read, .*\(it is quantised by torchao\)"):
+    with pytest.raises(LoadError, match=r"depend on how a text is read, .*rounded, too \(it is quantised by torchao\)"):
         load_base(made, device="cpu")
 
 

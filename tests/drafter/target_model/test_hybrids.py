@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.model_drafter import ModelDrafter
+from drafter.engine.memory import plan_memory, slot_length
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
+from drafter.target_model.state_cache import StateCache
+from drafter.target_model.tree_scan import TreeScan
 from tests.support.exhaustion import run_out
 from tests.support.hybrids import HYBRIDS, hybrid_base, hybrid_model
 from tests.support.marks import pairwise, slow_but
@@ -176,3 +180,45 @@ def test_what_cannot_run_recurrent_layers_says_so() -> None:
         base.compile()
     with pytest.raises(LoadError, match="recurrent states of 64 slots"):
         base.new_cache(64, 64, memory=1)
+
+
+def storages(kept: object) -> dict[int, int]:
+    """Return the bytes of the numbers, by address, that what a mixer keeps of nodes holds on to."""
+    if isinstance(kept, Tensor):
+        return {kept.untyped_storage().data_ptr(): kept.untyped_storage().nbytes()} if kept.is_floating_point() else {}
+    if isinstance(kept, partial):
+        parts: list[object] = [kept.func, *kept.args]
+    elif isinstance(kept, dict):
+        parts = list(kept.values())
+    elif isinstance(kept, TreeScan):
+        parts = list(vars(kept).values())
+    else:
+        closure = getattr(kept, "__closure__", None) or ()
+        parts = [getattr(kept, "__self__", None), *(cell.cell_contents for cell in closure)]
+    return {address: size for part in parts if part is not None for address, size in storages(part).items()}
+
+
+@pytest.mark.parametrize(
+    "family", slow_but(["lfm2", "qwen3_next"], ["lfm2", "qwen3_next", "kimi_linear", "granitemoehybrid", "mamba"])
+)
+def test_the_plan_counts_all_states_that_there_are(family: str) -> None:
+    """Two of each slot, the snapshots, that of an empty text, and those from which a step's nodes go on."""
+    base, slots, nodes = hybrid_base(family), 3, 8
+    counts = base.cache_bytes
+    settings = {"max_num_seqs": slots, "num_draft_tokens": nodes, "kept_rows": 2}
+    engine = engine_of(base, AdversarialDrafter(0, nodes=nodes), **settings)
+    states = next(layer for layer in engine.batch.cache.layers if isinstance(layer, StateCache))
+    buffers = sum(state.untyped_storage().nbytes() for layer in states.buffers.values() for state in layer.values())
+    assert buffers == counts.slot * (slots + 2) + counts.once
+    prompts = [[*range(10, 20 + row)] for row in range(slots)]
+    for prompt in prompts:
+        engine.submit(Request(prompt, SamplingParams(30, ignore_eos=True)))
+    kept = []
+    while not engine.idle:
+        engine.step()
+        kept.append(sum(storages(states.nodes).values()))
+    planned = counts.node * slots * (nodes + 1) + counts.row * slots
+    assert 0.9 * planned <= max(kept) <= planned
+    plan = plan_memory(base, engine.drafter.spec, engine.config, 64, 0)
+    length = slot_length(64, nodes, engine.drafter.spec.max_depth)
+    assert plan.items["KV cache"] == buffers + planned + counts.position * (slots + 2) * length

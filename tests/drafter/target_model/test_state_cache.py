@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drafter.target_model.cache import CacheBytes
 from drafter.target_model.nodes import prompt_nodes
-from drafter.target_model.state_cache import Key, StateCache, StateShape, StateView
+from drafter.target_model.state_cache import Key, Snapshot, StateCache, StateShape, StateView, least_worth
 from tests.support.caches import tree_nodes
 
 KEY: Key = ("recurrent", 0)
@@ -20,7 +23,7 @@ LAYER, VIEW = 0, 1
 
 def new_cache(slots: int = 3) -> StateCache:
     cpu = torch.device("cpu")
-    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, 4, True)
+    return StateCache({LAYER: {KEY: StateShape((1,), torch.float32, cpu)}}, slots, cpu, VIEW, CacheBytes(node=4), True)
 
 
 def read_prompt(
@@ -155,19 +158,100 @@ def test_snapshots_lie_every_256_tokens_and_at_the_end_of_a_prompt() -> None:
 def test_there_are_as_many_snapshots_as_slots_and_those_in_use_stay() -> None:
     cache = new_cache(3)
     read_prompt(cache, 0, 2_000, 0.0)
-    assert [cache.shareable(0, length) for length in (1_535, 1_536, 1_791, 1_999, 2_000)] == [
-        0,
-        1_536,
-        1_536,
-        1_792,
-        2_000,
+    assert [cache.shareable(0, length) for length in (255, 511, 1_999, 2_000)] == [0, 256, 512, 2_000]
+    cache.copy(0, 1, 512)
+    read_prompt(cache, 1, 1_900, 0.0, start=512)
+    assert (cache.shareable(1, 1_899), cache.shareable(1, 2_000)) == (512, 1_900)
+    assert (cache.shareable(0, 511), cache.shareable(0, 2_000)) == (256, 512)
+    cache.copy(0, 2, 512)
+    assert step(cache, [2_000, 1_900, 512], [[0.0]] * 3) == [0.0, 0.0, 512.0]
+
+
+def test_a_snapshot_of_a_forward_that_failed_is_not_shared() -> None:
+    cache = new_cache()
+    read_prompt(cache, 0, 256, 0.0)
+    cache.views(prompt_nodes(0, [torch.zeros(44, dtype=torch.long)], [256], ()), ())  # and nothing is written
+    read_prompt(cache, 0, 400, 0.0, start=256)
+    assert (cache.shareable(0, 399), cache.shareable(0, 400)) == (256, 400)
+
+
+def snapshots(*rows: tuple[int, str, str]) -> list[Snapshot]:
+    """Of (length, slots, salt); those of a salt in capitals have been copied. The place is the number in the list."""
+    return [
+        Snapshot(place, length, {int(slot) for slot in slots}, salt.lower(), salt.isupper())
+        for place, (length, slots, salt) in enumerate(rows)
     ]
-    cache.copy(0, 1, 1_792)
-    read_prompt(cache, 1, 1_900, 0.0, start=1_792)
-    assert cache.shareable(1, 2_000) == 1_900
-    assert (cache.shareable(0, 1_900), cache.shareable(0, 2_000)) == (1_792, 1_792)
-    cache.copy(0, 2, 1_792)
-    assert step(cache, [2_000, 1_900, 1_792], [[0.0]] * 3) == [0.0, 0.0, 1_792.0]
+
+
+LEAST_WORTH = {
+    "alone, the new one goes": (snapshots((256, "0", "a")), 0),
+    "the middle one": (snapshots((256, "0", "a"), (512, "0", "a"), (768, "0", "a")), 1),
+    "the closest in proportion": (snapshots(*((length, "0", "a") for length in (256, 512, 768, 1024, 1200))), 3),
+    "that was used longest ago of firsts and lasts": (
+        snapshots((900, "0", "a"), (256, "0", "a"), (256, "1", "a"), (900, "1", "a")),
+        0,
+    ),
+    "none that was copied": (snapshots((256, "0", "a"), (512, "01", "A"), (768, "0", "a")), 0),
+    "of copied ones beyond half, the oldest": (snapshots((256, "01", "A"), (512, "01", "A"), (768, "0", "a")), 0),
+    "its own, not a stranger's": (snapshots((256, "0", "b"), (256, "1", "a"), (700, "1", "a")), 1),
+    "the greediest salt's": (
+        snapshots((256, "0", "b"), (512, "0", "b"), (768, "0", "b"), (256, "1", "a")),
+        1,
+    ),
+    "never a copied one before what strangers hold in excess": (
+        snapshots((256, "0", "B"), (512, "0", "b"), (256, "1", "a"), (512, "1", "a"), (768, "1", "a")),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEAST_WORTH)
+def test_which_snapshot_goes(case: str) -> None:
+    known, place = LEAST_WORTH[case]
+    assert least_worth(known).place == place
+
+
+ANY = st.builds(
+    Snapshot,
+    st.just(0),
+    st.integers(1, 6).map(lambda border: 256 * border),
+    st.sets(st.integers(0, 3), min_size=1, max_size=2),
+    st.sampled_from("abc"),
+    st.booleans(),
+)
+
+
+@given(st.lists(ANY, min_size=1, max_size=12))
+def test_what_goes_is_of_a_salt_with_most_and_no_text_loses_its_ends_first(known: list[Snapshot]) -> None:
+    gone, held = least_worth(known), Counter(one.salt for one in known)
+    assert held[gone.salt] == max(held.values())
+    assert gone.salt == known[-1].salt or held[known[-1].salt] < held[gone.salt]
+    own = [one for one in known if one.salt == gone.salt]
+    assert gone.copied == (2 * sum(one.copied for one in own) > len(own))
+
+    def between(one: Snapshot) -> bool:
+        beside = [other.length for other in own if other.slots & one.slots]
+        return min(beside) < one.length < max(beside)
+
+    if not gone.copied and any(between(one) and not one.copied for one in own):
+        assert between(gone)
+
+
+@given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=40))
+def test_strangers_never_take_a_salts_share(places: int, added: list[tuple[int, int]]) -> None:
+    """Each slot is a salt of its own. It keeps as many as an equal share of the places, or all that it ever had."""
+    cache = new_cache(places)
+    for slot in range(4):
+        cache.enter(slot, str(slot))
+    most, salts = Counter[int](), {slot for slot, _ in added}
+    for slot, border in added:
+        if cache.snapshots.place(slot, 256 * border) is None:
+            cache.snapshots.add(slot, 256 * border)
+        held = {one: sum(cache.snapshots.place(one, 256 * at) is not None for at in range(1, 10)) for one in salts}
+        assert sum(held.values()) <= places
+        for one in salts:
+            most[one] = max(most[one], held[one])
+            assert held[one] >= min(most[one], places // len(salts))
 
 
 def test_a_place_that_one_forward_needs_twice_has_the_later_snapshot() -> None:
