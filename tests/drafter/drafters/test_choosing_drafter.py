@@ -9,12 +9,13 @@ import pytest
 
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import FixedBudget, StepLoad
-from drafter.drafters.contract import Ask, PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.target_model.model import BaseModel
+from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import (
@@ -86,7 +87,14 @@ def test_on_a_gpu_members_are_graphs_of_their_own_but_for_one_that_drafts_on_the
         for row, prompt in enumerate(random_prompts(9, seed=3))
     ]
     expected = run_engine(base, PlainDecoding(), requests)
-    recorder, on_host = queue_steps(monkeypatch), AdversarialDrafter(1, nodes=5)
+    ahead = set[int]()
+
+    class OnHost(AdversarialDrafter):
+        def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+            ahead.add(context.ahead)
+            return super().propose(context, ask)
+
+    recorder, on_host = queue_steps(monkeypatch), OnHost(1, nodes=5)
     on_host.spec = replace(on_host.spec, graph_safe=False)
     head = make_head(base, "context 2").drafter(base, 8)
     drafter = ChoosingDrafter({"head": head, "random": AdversarialDrafter(0, nodes=8), "host": on_host})
@@ -100,6 +108,7 @@ def test_on_a_gpu_members_are_graphs_of_their_own_but_for_one_that_drafts_on_the
     assert tokens_of(decode(engine, requests)) == tokens_of(expected)
     assert set(budget.members) == set(range(3))
     assert recorder.repeated > engine.state().steps
+    assert ahead == {0}  # no step was under way, whoever drafted before
 
 
 def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
