@@ -93,8 +93,8 @@ def plan_memory(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_leng
     if base.sight is not None:  # one prompt at a time is looked at
         kept["images"] = KEPT_BYTES + base.sight.bytes_per_token * max_length
     # A graph's memory is apart from that of steps that run as they are; all graphs share theirs. Between the parts of a
-    # step are buffers of logits, bits of masks, hidden states, and the numbers of a tree.
-    held = step["logits"] + tree * (base.vocab_size // 8 + len(spec.hidden_layers) * width * number + 32)
+    # step are buffers of logits, bits of masks, hidden states, recurrent states, and the numbers of a tree.
+    held = in_step + step["logits"] + tree * (base.vocab_size // 8 + len(spec.hidden_layers) * width * number + 32)
     graphs_bytes = sum(step.values()) + graphs * _RECORDED // 3 + held if graphs else 0
     return MemoryPlan({**kept, **step, "graphs": graphs_bytes})
 

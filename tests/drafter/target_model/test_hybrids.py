@@ -205,7 +205,7 @@ def test_the_plan_counts_all_states_that_there_are(family: str) -> None:
     """Two of each slot, the snapshots, that of an empty text, and those from which a step's nodes go on."""
     base, slots, nodes = hybrid_base(family), 3, 8
     counts = base.cache_bytes
-    settings = {"max_num_seqs": slots, "num_draft_tokens": nodes, "kept_rows": 2}
+    settings: dict[str, Any] = {"max_num_seqs": slots, "num_draft_tokens": nodes, "kept_rows": 2}
     engine = engine_of(base, AdversarialDrafter(0, nodes=nodes), **settings)
     states = next(layer for layer in engine.batch.cache.layers if isinstance(layer, StateCache))
     buffers = sum(state.untyped_storage().nbytes() for layer in states.buffers.values() for state in layer.values())

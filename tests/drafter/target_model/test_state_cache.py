@@ -167,6 +167,18 @@ def test_there_are_as_many_snapshots_as_slots_and_those_in_use_stay() -> None:
     assert step(cache, [2_000, 1_900, 512], [[0.0]] * 3) == [0.0, 0.0, 512.0]
 
 
+def test_those_between_thin_out_with_the_length() -> None:
+    cache = new_cache(6)
+    read_prompt(cache, 0, 3_599, 0.0)
+    assert [cache.shareable(0, length) for length in (512, 1_279, 2_047, 3_598, 3_599)] == [
+        512,
+        768,
+        1_280,
+        2_048,
+        3_599,
+    ]
+
+
 def test_a_snapshot_of_a_forward_that_failed_is_not_shared() -> None:
     cache = new_cache()
     read_prompt(cache, 0, 256, 0.0)
