@@ -10,6 +10,7 @@ from collections.abc import Sequence as Several
 from drafter.engine.batch import BatchState
 from drafter.engine.kept_rows import Donors, KeptRow, KeptRows, common_border
 from drafter.engine.memory import GPU_CHUNK
+from drafter.engine.row_limit import RowLimit
 from drafter.engine.sequence import Sequence, Status
 from drafter.engine.step import Flights
 from drafter.engine.waiting_queue import WaitingQueue
@@ -21,35 +22,6 @@ _BACKGROUND_PIECES = 8
 """Forwards for as much of background prompts. A request that comes meanwhile waits for one, which then takes about as
 long as a step of 32 rows; 32 prompts take the same processor time as in one forward (5.2 s, SmolLM2-135M)."""
 _PATIENCE = 2  # steps that sequences wait for others to enter with them
-_BACKOFF, _LONGEST_BACKOFF = 256, 1 << 16  # steps with enough memory until one more sequence is admitted
-
-
-class RowLimit:
-    """Limits the sequences in slots after memory has run out: additive increase, multiplicative decrease (Chiu and
-    Jain 1989).
-
-    The limit `most` is halved, then raised one by one: later texts may be shorter, or sample in another way. Each
-    failure doubles the wait before the next try, because a failed try costs the prompts of half of the sequences.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._slots = self.most = slots
-        self._backoff, self._left = _BACKOFF // 2, 0
-
-    def ran_out(self, rows: int) -> None:
-        """Allow half of `rows`, after their step ran out of memory."""
-        self.most = (rows + 1) // 2
-        self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
-        self._left = self._backoff
-
-    def reached(self) -> None:
-        """Count a step that had enough memory; allow one more row after the back-off."""
-        if self.most == self._slots:
-            return
-        self._left -= 1
-        if not self._left:
-            self.most += 1
-            self._left = self._backoff
 
 
 class Scheduler:

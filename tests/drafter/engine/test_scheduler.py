@@ -8,7 +8,7 @@ import pytest
 
 from drafter.engine import scheduler as row_limit
 from drafter.engine.handle import Handle
-from drafter.engine.scheduler import RowLimit
+from drafter.engine.row_limit import RowLimit
 from drafter.engine.sequence import Sequence
 from drafter.engine.waiting_queue import WaitingQueue
 from drafter.errors import EngineError, QueueFullError
