@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from drafter.engine import scheduler as row_limit
+from drafter.engine import row_limit
 from drafter.engine.handle import Handle
 from drafter.engine.row_limit import RowLimit
 from drafter.engine.sequence import Sequence
