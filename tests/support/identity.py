@@ -143,7 +143,7 @@ def check_identity(
     drafter = make(base, texts_of(requests, expected))
     if situation == "growing rows":  # there is memory for one row of full length, and for half of another
         need, blocks = base.cache_bytes, -(-(longest + 2 * drafter.spec.positions) // BLOCK) * 3 // 2
-        config["kv_gib"] = (need.position * BLOCK * (blocks + SPARE) + need.slot * slots) / 2**30
+        config["kv_gib"] = (need.position * BLOCK * (blocks + SPARE) + need.slot * slots + need.once) / 2**30
     engine = engine_of(base, drafter, **config)
     assert tokens_of(SITUATIONS[situation](engine, requests)) == tokens_of(expected)
     engine.scheduler.kept.clear()

@@ -105,7 +105,7 @@ def test_rows_that_do_not_fit_are_decoded_later() -> None:
 
 def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, up to all slots; and where it never reaches for more, the engine lives on with what fits."""
-    monkeypatch.setattr("drafter.engine.scheduler._BACKOFF", 2)
+    monkeypatch.setattr("drafter.engine.row_limit._BACKOFF", 2)
     requests = requests_of(24)
     expected = plainly(tiny_base, requests)
     monkeypatch.setitem(vars(tiny_base), "verify", run_out(tiny_base.verify, {3}))
