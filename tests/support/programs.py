@@ -22,6 +22,11 @@ def how_many(row: dict[str, Any], what: str) -> int:
     return len(file.read_text().split()) if file.exists() else 0
 
 
+def begun(row: dict[str, Any]) -> int:
+    """Return how often a row has begun."""
+    return (Path(row["notes"]) / "begun").read_text().split().count(str(row["n"]))
+
+
 async def ask(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
     """One call: a row without a program."""
     answer = await generate(row["prompt"])
@@ -31,7 +36,9 @@ async def ask(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, An
 async def write_judge_mend(row: dict[str, Any], generate: Callable[..., Any]) -> dict[str, Any]:
     """Three rounds of a chat that goes on, each from what came before. One row fails, and one blocks for a while."""
     note(row, "begun")
-    while row["n"] == 3 and how_many(row, "ended") < 10:  # it blocks, and others go on
+    # It blocks, and those beside it go on. After two deaths it would be alone, and rows that were in an engine at two
+    # deaths wait until it has left: then there may be no others.
+    while row["n"] == 3 and begun(row) == 1 and how_many(row, "ended") < 5:
         time.sleep(0.05)
     chat = [{"role": "user", "content": row["prompt"]}]
     said, cached = [], []
