@@ -546,7 +546,7 @@ def test_too_much_at_once_and_for_too_long(plain: SpeculativeLM) -> None:
             wait_until(lambda: lm.engine.idle, "the refused request's choices are gone")
             assert client.chat.completions.create(**question).choices
             wait_until(lambda: lm.engine.idle, "the answer is complete")
-        with served({NAME: Answers(lm, "replica", seconds=0.01)}) as address:
+        with served({NAME: Answers(lm, "replica", seconds=1e-6)}) as address:
             client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
             with pytest.raises(APIStatusError) as refusal:
                 client.chat.completions.create(**question)
