@@ -250,6 +250,11 @@ def partials(folder: Location) -> list[Location]:
     return [folder / info.base_name for info in folder.children() if info.path.endswith(_PARTIAL)]
 
 
+def partials_of(file: Location) -> list[Location]:
+    """Return the incomplete writes of a file."""
+    return [one for one in partials(file.parent) if one.name.startswith(file.name)]
+
+
 def parquet_rows(file: Location) -> int | None:
     """Return the row count in a Parquet file's footer; None if the file is missing or incomplete.
 

@@ -29,6 +29,7 @@ from drafter.methods.learning.learner import STATE_FILE, HeadVersion, Learner, L
 from drafter.methods.learning.rows import RowSample
 from drafter.target_model.loading import load_base
 from pipeline.cluster.model_copies import model_name
+from pipeline.io.files import partials_of
 from pipeline.learning.config import LearnerSpec
 from pipeline.learning.feed import Answer
 from pipeline.output.folder import put_head
@@ -118,6 +119,8 @@ class LearnerActor:
         """Return the learner; `folder` is for temporary copies only."""
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
+        for partial in partials_of(spec.output.learner_state):  # of a learner that was killed
+            partial.delete()
         loading = asdict(replace(spec.loading, device=spec.device, device_map=None))
         base = load_base(model_name(spec.model), **loading)
         start = found_start(spec.beginning.here(folder), base)

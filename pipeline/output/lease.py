@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from pipeline.errors import InputError
-from pipeline.io.files import Location, partials
+from pipeline.io.files import Location, partials_of
 
 BEAT_SECONDS = 5.0
 _PATIENCE_BEATS = 3  # without a change of the file the holder counts as dead
@@ -77,17 +77,14 @@ class Lease:
         self._thread.join()
         held = self._read()
         if held is not None and held.name == self._me.name:
-            for partial in self._partials():  # of dead submissions: those that live write nothing while this one does
+            for partial in partials_of(self._file):  # of dead submissions: others write nothing while this one does
                 partial.delete()
             self._file.filesystem.delete_file(self._file.path)
 
     @property
     def is_left(self) -> bool:
         """True if a submission works on the output, or has ended without releasing the lease."""
-        return self._file.exists or bool(self._partials())
-
-    def _partials(self) -> list[Location]:
-        return [one for one in partials(self._file.parent) if one.name.startswith(self._file.name)]
+        return self._file.exists or bool(partials_of(self._file))
 
     def _refuse_unless(self, free: bool, holder: Holder) -> None:
         if not free:

@@ -87,11 +87,14 @@ def test_rows_become_versions_and_another_process_goes_on(
 
     spec = spec_of(model, output)
     assert spec.beginning.saved is not None
+    piece = Path(f"{output.learner_state.path}.0123abcd.partial")  # of a learner that was killed while it wrote
+    piece.write_bytes(b"{")
     again = LearnerActor(spec)
     # Engines that begin anew have the newest version before anything else is learnt.
     assert wait_until(lambda: again.exchange([]).number, "a version") == report.version
     assert (learn(again, report.version).number or 0) > report.version
     again.close()
+    assert not piece.exists()
     provenance = load_head(output.head.path, load_base(model)).provenance
     assert provenance is not None
     assert provenance.training["learnt"]["started_from"] == output.head.path

@@ -124,7 +124,9 @@ def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
         assert "a head learns from the requests of clients whose keys are in " in log
 
     last = saved()
-    assert {path.name for path in learnt.iterdir()} == {"head", "_learner.safetensors"}
+    # A learner that was killed while it wrote leaves a piece, which the next one removes.
+    whole = {path.name for path in learnt.iterdir() if path.suffix != ".partial"}
+    assert whole == {"head", "_learner.safetensors"}
 
     with started(model, tmp_path, (KEY, OTHER), settings, QUICK) as endpoint:
         client = Client(endpoint, plain)
