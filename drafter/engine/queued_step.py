@@ -16,7 +16,7 @@ from drafter import devices
 from drafter.acceptance.contract import Verified
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.cuda_graph import CudaRecorder, Part, PartGraphs
-from drafter.engine.step import NOTHING, DeviceStep, StepTensors, Wanted, wanted_logprobs
+from drafter.engine.step import NOTHING, DeviceStep, StepTensors, Wanted, wanted_logprobs, wants_drawn
 from drafter.tree.token_tree import PADDING, TokenTree
 
 _ALL = -1  # a word of a mask with all its bits
@@ -130,7 +130,7 @@ class QueuedStep:
                 self._forward(trees)
             return step.finish(self._verified(trees, guided=allowed is not None), slice(0, trees.rows), wanted)
 
-        if any(as_drawn for _, as_drawn in wanted.values()):
+        if wants_drawn(wanted):
             return work(wanted)  # what tokens are drawn from is gone once they are committed
         kind = ("finish", mode, trees.size > 1, allowed is not None)
         sizes = table.sizes if mode.biased or mode.limited else ()

@@ -358,7 +358,7 @@ class DeviceStep:
         sampling = self.state.row_sampling(rows)
         accepted = self.verifier.accept(verified, sampling)
         if wanted:
-            choices = verified.choices(sampling)
+            choices = verified.choices(sampling) if wants_drawn(wanted) else None
             logprobs = wanted_logprobs(verified.logits, accepted.path, accepted.tokens, wanted, choices)
         # One node that is not finite spoils the whole tree.
         sound = are_sound(verified.logits) if accepted.sound is None else accepted.sound
@@ -369,6 +369,11 @@ class DeviceStep:
             lenient = accepted.lenient
         self.state.commit(accepted, verified.hidden, sound, rows)
         return StepTensors(packed, tree.size - 1, logprobs, lenient)
+
+
+def wants_drawn(wanted: Wanted) -> bool:
+    """Return whether a row wants log-probabilities of what its tokens are drawn from."""
+    return any(as_drawn for _, as_drawn in wanted.values())
 
 
 def wanted_logprobs(

@@ -1,15 +1,15 @@
 """Matrices of a draft head's file as one byte a weight: an integer, and a scale for each row.
 
 A draft head decides which tokens are proposed and never which are chosen, so that rounding its weights costs acceptance
-at most, and no token. Half a percent of a row's largest weight is the step here.
+at most, and no token. The step is a 127th of a row's largest weight.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-Weights = dict[str, Tensor]
+from drafter.heads.published import Weights
+
 _SCALE = ".scale"
 """Ends the name of the scales `[rows]` of the matrix that is named before it."""
 _LARGEST = 127
