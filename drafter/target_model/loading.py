@@ -37,6 +37,7 @@ from drafter.target_model.formats import (
     weights_in_words,
 )
 from drafter.target_model.model import BaseModel
+from drafter.target_model.stored_weights import stored_weights
 from drafter.target_model.weights import (
     STRANGE,
     refuse_adapter,
@@ -105,6 +106,8 @@ def load_base(
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
+        as_stored = gguf is not None and adapter is None and not dequantize and device_map is None
+        blocks = stored_weights(gguf, model) if as_stored else None
     if dequantize:
         model = dequantised(name, model)
     compute_in_fp32(model)
@@ -120,7 +123,10 @@ def load_base(
         before, weights = target_fingerprint(model), f"{weights}, with the adapter {adapter} merged"
         model = merge_adapter(name, model, str(adapter))
     on_stage("proving that draft trees have the model's own logits")
-    return BaseModel(model, name, example=example, weights=weights, before_adapter=before)
+    base = BaseModel(model, name, example=example, weights=weights, before_adapter=before, stored=blocks)
+    if blocks:
+        base.weights = weights_in_words(model, stored)
+    return base
 
 
 def _read(name: str, load: Callable[..., Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,11 +23,13 @@ from drafter.native.build import (
     UnsuitableError,
     library,
 )
+from drafter.native.coded import Stored
 from drafter.target_model.architecture import attention_kinds, layer_kinds, max_positions
 from drafter.target_model.blocks import FAMILIES, Block
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.kv_cache import KVCache
 from drafter.target_model.nodes import PromptNodes, TreeNodes
+from drafter.target_model.stored_weights import CodedWeight, LinearWeights
 
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
@@ -40,22 +42,33 @@ Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 class NativeDecoder:
     """`Executor` in fp32 for a decoder of one of the `FAMILIES`; `config` is the decoder's.
 
+    Args:
+        stored: How a file stores weights, by the names of the model's parameters.
+
+    Attributes:
+        coded: What it reads as it is stored, and may take the place of the model's own weights.
+
     Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the model has another
     structure, is not in fp32 on a CPU, or has heads of another size.
     """
 
-    def __init__(self, model: Any, decoder: Any, config: Any) -> None:
+    def __init__(self, model: Any, decoder: Any, config: Any, stored: Mapping[str, Stored] | None = None) -> None:
         self._weights = PackedWeights()
         self._kinds = layer_kinds(config)
         try:
             self._block = _block_of(model, config)
             library()
+            by_weight = {model.get_parameter(name): one for name, one in (stored or {}).items()}
+            linear = LinearWeights(self._weights, by_weight)
+            self.coded: dict[Tensor, CodedWeight] = linear.coded
             self._rotary: nn.Module = decoder.rotary_emb
             self._head_size: int = decoder.layers[0].self_attn.head_dim
             if not library().drafter_takes_heads_of(self._head_size):
                 raise UnsuitableError(f"its heads have {self._head_size} numbers")
-            self._layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
-            self._struct = self._decoder(model, decoder, config)
+            self._layers = (LayerStruct * len(decoder.layers))(
+                *(self._layer(layer, linear) for layer in decoder.layers)
+            )
+            self._struct = self._decoder(model, decoder, config, linear)
         except AttributeError as error:
             raise UnsuitableError(str(error)) from error
         windows = {kind: window or _ENDLESS for kind, (window, _) in attention_kinds(config).items()}
@@ -66,23 +79,23 @@ class NativeDecoder:
         self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self._caches: WeakKeyDictionary[TargetCache, Addresses] = WeakKeyDictionary()
 
-    def _layer(self, layer: Any) -> LayerStruct:
-        attention, mlp, block, weights = layer.self_attn, layer.mlp, self._block, self._weights
+    def _layer(self, layer: Any, linear: LinearWeights) -> LayerStruct:
+        attention, mlp, block = layer.self_attn, layer.mlp, self._block
         struct = LayerStruct(
             attention_norm=self._norm(layer, block.before_attention),
             mlp_norm=self._norm(layer, block.before_mlp),
             attention_after=self._norm(layer, block.after_attention),
             mlp_after=self._norm(layer, block.after_mlp),
-            qkv=weights.matrix(*_joined([getattr(attention, name) for name in block.qkv])),
-            output=weights.matrix(*_joined([attention.o_proj])),
+            qkv=linear.matrix([getattr(attention, name) for name in block.qkv]),
+            output=linear.matrix([attention.o_proj]),
         )
         if hasattr(attention, "q_norm"):  # some families norm their heads
             struct.query_norm, struct.key_norm = self._norm(attention, "q_norm"), self._norm(attention, "k_norm")
         if hasattr(mlp, "experts"):
             struct.experts = ctypes.pointer(self._experts(mlp))
         else:
-            struct.gate_up = weights.gated(*_joined([getattr(mlp, name) for name in block.gate_up]))
-            struct.down = weights.after_gate(*_joined([mlp.down_proj]))
+            struct.gate_up = linear.gated([getattr(mlp, name) for name in block.gate_up])
+            struct.down = linear.after_gate(mlp.down_proj)
         return struct
 
     def _experts(self, mlp: Any) -> ExpertsStruct:
@@ -103,14 +116,16 @@ class NativeDecoder:
         weight = getattr(owner, name).weight
         return self._weights.address(weight + self._block.norm_offset if self._block.norm_offset else weight)
 
-    def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
+    def _decoder(self, model: Any, decoder: Any, config: Any, linear: LinearWeights) -> DecoderStruct:
         block, embedding, attention = self._block, decoder.embed_tokens.weight, decoder.layers[0].self_attn
         normed = len(attention.q_norm.weight) if hasattr(attention, "q_norm") else self._head_size
+        head, table = linear.matrix([model.get_output_embeddings()]), linear.table(decoder.embed_tokens)
         return DecoderStruct(
             layers=self._layers,
-            embedding=self._weights.address(embedding),
+            embedding=self._weights.address(embedding) if table is None else None,
             final_norm=self._norm(decoder, "norm"),
-            head=self._weights.matrix(*_joined([model.get_output_embeddings()])),
+            head=head,
+            table=table or MatrixStruct(),
             positions=0,
             hidden=embedding.shape[1],
             heads=config.num_attention_heads,
@@ -256,20 +271,6 @@ def _rotary_kinds(parameters: dict[str, Any]) -> Iterator[str]:
     inside = [one for one in parameters.values() if isinstance(one, dict)]
     for one in inside or [parameters]:
         yield one.get("rope_type") or one.get("type") or "default"
-
-
-def _joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Stack weights `[outputs, inputs]` and biases `[outputs]` of linear layers with the same input."""
-    for layer in layers:
-        if not isinstance(layer, nn.Linear):
-            raise UnsuitableError(f"{type(layer).__name__} stands where a linear layer is expected")
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases = [layer.bias for layer in layers]
-    if all(bias is None for bias in biases):
-        return weight, None
-    if any(bias is None for bias in biases):
-        raise UnsuitableError("some of its query, key and value layers have a bias, and others have none")
-    return weight, torch.cat([bias.detach() for bias in biases])
 
 
 def _floats(*shape: int) -> Tensor:
