@@ -79,7 +79,8 @@ class CodedWeight(Tensor):
             rows, weight, bias = (*args, None)[:3]
             product = weight.matrix.product(rows)
             return product if bias is None else product.add_(bias)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # what comes of weights is a plain tensor
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +123,7 @@ class LinearWeights:
         return self._coded([layer]) or self._weights.after_gate(*_joined([layer]))
 
     def table(self, embedding: nn.Embedding) -> MatrixStruct | None:
-        """Lay out embeddings as outputs, if it is known how they are stored; an LM head with the same weights is that."""
+        """Lay out embeddings as outputs, if it is known how they are stored; a tied LM head is that already."""
         tied = self.coded.get(embedding.weight)
         return self._coded([embedding]) if tied is None else tied.matrix.struct(bias=False)
 

@@ -61,7 +61,7 @@ inline Vec load_bytes(const uint8_t* from) {
     return __builtin_convertvector(__builtin_convertvector(stored, Ints), Vec);
 }
 
-inline Words load_codes(const uint8_t* from) {
+inline Words load_words(const uint8_t* from) {
     Words value;
     std::memcpy(&value, from, sizeof value);
     return value;
@@ -69,43 +69,54 @@ inline Words load_codes(const uint8_t* from) {
 
 // Call `visit(input, weights)` for each input of `blocks` blocks that lie `size` bytes apart, in order. `weights` has two
 // vectors of each block.
+//
+// A code is not shifted to the lowest bits of its lane but stays within half a word, which multiplies it by a power of two;
+// its scale is divided by that. Both are exact, and an instruction less for each vector.
 template <class Of, int blocks, class Visit>
 inline void walk(const uint8_t* codes, int64_t size, int64_t inputs, const Visit& visit) {
-    constexpr int kVecs = 2 * blocks, kOfWord = 32 / Of::kLow;
+    constexpr int kVecs = 2 * blocks, kOfHalf = 16 / Of::kLow;
     // Of vector v, at a distance from the beginning of a part; numbers of so many bytes.
     const auto at = [&](int v, int64_t distance, int bytes) {
         return codes + v / 2 * size + distance + v % 2 * kLanes * bytes;
     };
     for (int64_t k = 0; k < inputs; codes += Of::kSize) {
         Vec halves[Of::kHalves][kVecs];
+#pragma GCC unroll 2
         for (int half = 0; half < Of::kHalves; ++half)
+#pragma GCC unroll 4
             for (int v = 0; v < kVecs; ++v) halves[half][v] = load_half(at(v, half * kBlock * 2, 2));
         for (int64_t run = Of::kHead; run < Of::kSize; run += Of::kOfRun) {
-            Vec scale[kVecs], offset[kVecs];
+            Vec scales[kOfHalf][kVecs], offset[kVecs];
             Words top[kVecs];
+#pragma GCC unroll 4
             for (int v = 0; v < kVecs; ++v) {
-                scale[v] = halves[0][v];
-                if (Of::kBytes) scale[v] *= load_bytes(at(v, run, 1));
-                offset[v] = Of::kHalves > 1 ? halves[Of::kHalves - 1][v] : -Of::kZero * scale[v];
+                Vec scale = halves[0][v];
+                if (Of::kBytes) scale *= load_bytes(at(v, run, 1));
+                offset[v] = Of::kHalves > 1 ? halves[Of::kHalves - 1][v] : -Of::kZero * scale;
                 if (Of::kBytes > 1) offset[v] *= load_bytes(at(v, run + kBlock, 1));
-                if (Of::kHigh) top[v] = load_codes(at(v, run + (Of::kBytes + 4 * Of::kWords) * kBlock, 4));
+                if (Of::kHigh) top[v] = load_words(at(v, run + (Of::kBytes + 4 * Of::kWords) * kBlock, 4));
+#pragma GCC unroll 4
+                for (int place = 0; place < kOfHalf; ++place, scale *= 1.0f / (1 << Of::kLow)) scales[place][v] = scale;
             }
             for (int word = 0; word < Of::kWords; ++word) {
                 Words low[kVecs];
-                for (int v = 0; v < kVecs; ++v) low[v] = load_codes(at(v, run + (Of::kBytes + 4 * word) * kBlock, 4));
+#pragma GCC unroll 4
+                for (int v = 0; v < kVecs; ++v) low[v] = load_words(at(v, run + (Of::kBytes + 4 * word) * kBlock, 4));
 #pragma GCC unroll 8
-                for (int code = 0; code < kOfWord; ++code, ++k) {
+                for (int code = 0; code < 2 * kOfHalf; ++code, ++k) {
+                    constexpr uint32_t kMask = (1u << Of::kLow) - 1, kTop = (1u << Of::kHigh) - 1;
+                    const int place = code % kOfHalf, shift = place * Of::kLow;
                     Vec weights[kVecs];
 #pragma GCC unroll 4
                     for (int v = 0; v < kVecs; ++v) {
-                        Words bits = low[v] >> (code * Of::kLow);
-                        if (code + 1 < kOfWord) bits &= (1u << Of::kLow) - 1;
+                        if (code == kOfHalf) low[v] >>= 16;
+                        Words bits = low[v] & (kMask << shift);
                         if (Of::kHigh) {
-                            bits |= (top[v] & ((1u << Of::kHigh) - 1)) << Of::kLow;
+                            bits |= (top[v] & kTop) << (Of::kLow + shift);
                             top[v] >>= Of::kHigh;
                         }
-                        // A code is a small number, and the conversion of numbers with a sign is one instruction.
-                        weights[v] = __builtin_convertvector(reinterpret_cast<const Ints&>(bits), Vec) * scale[v] + offset[v];
+                        // Less than 2^31, and the conversion of numbers with a sign is a single instruction.
+                        weights[v] = __builtin_convertvector((Ints)bits, Vec) * scales[place][v] + offset[v];
                     }
                     visit(k, weights);
                 }

@@ -76,12 +76,14 @@ def test_tokens_are_those_of_the_dequantised_model_and_no_weight_is_held_twice(
 
 
 def test_whatever_else_asks_gets_the_same_numbers(file: Path, dense: torch.nn.Module) -> None:
-    """Draft heads ask for embeddings, and for the LM head with gradients or without; compiled code for all weights."""
+    """Draft heads ask for embeddings, and for the LM head with gradients or without; the model's own code for all."""
     base = load_base(file, device="cpu")
     weights = dense.state_dict()
     for name, weight in base.model.state_dict().items():
         assert torch.equal(weight + 0, weights[name]), name
     ids = torch.tensor([[3, 200], [0, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(base.model(input_ids=ids).logits, dense(input_ids=ids).logits)
     embeddings = weights["model.embed_tokens.weight"]
     assert torch.equal(base.embed(ids), embeddings[ids])
     assert torch.equal(base.lm_head_weight[ids[0]], embeddings[ids[0]])
