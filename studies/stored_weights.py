@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,16 +53,12 @@ class Cell:
 
     Args:
         way: Its name.
-        imported: Bytes that a process has resident once all modules are imported.
-        loading: At most, while the model is loaded and proved.
-        decoding: At most, while a prompt is decoded after that.
+        memory: Bytes that a process of its own has resident, by what it has done.
         rates: Tokens per second in each round, by the number of rows.
     """
 
     way: str
-    imported: int
-    loading: int
-    decoding: int
+    memory: dict[str, int]
     rates: dict[int, list[float]]
 
 
@@ -78,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = [Way("as stored", args.model), Way("dequantised", args.model, dequantize=True)]
     ways += [Way("copy in bf16", args.copy)] if args.copy else []
     memory = {way.name: memory_of(way) for way in ways}
-    bases = [in_passing_thread(lambda way=way: load_base(way.model, dequantize=way.dequantize)) for way in ways]
+    bases = [in_passing_thread(partial(load_base, way.model, dequantize=way.dequantize)) for way in ways]
     rates: dict[str, dict[int, list[float]]] = {way.name: {rows: [] for rows in args.rows} for way in ways}
     for rows in args.rows:
         requests = requests_of(bases[0], rows)
@@ -91,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = {
         "environment": environment(bases[0], shlex.join(["python", "-m", "studies.stored_weights", *given])),
         "rounds": args.rounds,
-        "cells": [asdict(Cell(way.name, *memory[way.name], rates[way.name])) for way in ways],
+        "cells": [asdict(Cell(way.name, memory[way.name], rates[way.name])) for way in ways],
     }
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / RECORD_FILE, record)
@@ -113,22 +110,22 @@ def engine_of(base: BaseModel, model: str, requests: Sequence[Request]) -> Engin
     return Engine(base, load_drafter("none", base, useful_nodes(base.device)), load_tokenizer(model), config)
 
 
-def memory_of(way: Way) -> list[int]:
-    """Return the bytes that a process has resident: with all imports, and the most in loading, and in decoding."""
+def memory_of(way: Way) -> dict[str, int]:
+    """Return what `tell_memory` prints in a process of its own."""
     program = f"from studies.stored_weights import tell_memory; tell_memory({way.model!r}, {way.dequantize})"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def tell_memory(model: str, dequantize: bool) -> None:
-    """Load a model and decode a prompt in this process; print what `memory_of` returns."""
-    found = [_status("VmRSS")]
+    """Load a model and decode a prompt in this process; print the bytes that it has resident, by what it has done."""
+    found = {"imports": _status("VmRSS")}
     base = in_passing_thread(lambda: load_base(model, dequantize=dequantize))
-    found.append(_status("VmHWM"))
+    found |= {"most in loading": _status("VmHWM"), "loaded": _status("VmRSS")}
     (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     requests = requests_of(base, 1)
     decode_all(engine_of(base, model, requests), requests)
-    print(json.dumps([*found, _status("VmHWM")]))
+    print(json.dumps(found | {"most in decoding": _status("VmHWM")}))
 
 
 def _status(field: str) -> int:
@@ -143,7 +140,7 @@ def page(record: dict[str, Any]) -> str:
     rows = []
     for cell in cells:
         row = {"weights": cell.way}
-        row |= {f"{name}, MiB": f"{getattr(cell, name) / 2**20:.0f}" for name in ("imported", "loading", "decoding")}
+        row |= {f"{name}, MiB": f"{size / 2**20:.0f}" for name, size in cell.memory.items()}
         for count, rates in cell.rates.items():
             last = cells[-1].rates[count]
             ratio = median(one / other for one, other in zip(rates, last, strict=True))
@@ -156,8 +153,8 @@ def page(record: dict[str, Any]) -> str:
             f"decoding of {_NEW} tokens after {_PROMPT}; medians of {record['rounds']} rounds, in which the ways take "
             f"turns. `{about['command']}`, commit {about['commit']}.",
             markdown_table(rows),
-            "Memory is what a process of its own has resident: with all imports, at most while it loads and proves the "
-            "model, and at most while it then decodes one row. ÷ last: relative to the last line, in the same round.\n",
+            "Memory is what a process of its own has resident, with one row. ÷ last: relative to the last line, in the "
+            "same round.\n",
         ]
     )
 

@@ -59,7 +59,7 @@ class CodedMatrix:
         order = torch.arange(sum(sizes)) if order is None else order
         self.outputs, self.inputs = len(order), 0
         self._laid_out: list[Tensor] = []
-        blocks: list[tuple[int, int]] = []
+        blocks: list[CodedBlockStruct] = []
         for some in [[part] for part in parts] if mixed else [parts]:
             blocks += self._lay_out(some, torch.arange(len(some[0].rows)) if mixed else order)
         self._blocks = (CodedBlockStruct * len(blocks))(*blocks)
@@ -68,8 +68,8 @@ class CodedMatrix:
         columns[order[order >= 0]] = torch.arange(len(order))[order >= 0]
         self.places = columns.split(sizes)
 
-    def _lay_out(self, parts: Sequence[Stored], order: Tensor) -> list[tuple[int, int]]:
-        """Lay out layers of one format; return the address and the format of each block of columns."""
+    def _lay_out(self, parts: Sequence[Stored], order: Tensor) -> list[CodedBlockStruct]:
+        """Lay out layers of one format; return the library's view of each block of columns."""
         format_, firsts = parts[0].format, np.cumsum([0, *(len(part.blocks) for part in parts)]).tolist()
         rows = torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=False)])
         columns = torch.full((-(-len(order) // self._width) * self._width,), -1)
@@ -83,7 +83,7 @@ class CodedMatrix:
         self._laid_out.append(piece)
         arrays = (codes.ctypes.data, halves.ctypes.data, steps.ctypes.data)
         library().drafter_lay_out(format_, self.inputs, columns.data_ptr(), count, *arrays, piece.data_ptr())
-        return [(piece.data_ptr() + block * size, format_) for block in range(count)]
+        return [CodedBlockStruct(piece.data_ptr() + block * size, format_) for block in range(count)]
 
     def struct(self, *, bias: bool = True) -> MatrixStruct:
         """Return the library's view, with the bias or without, valid as long as this object lives."""
@@ -129,7 +129,8 @@ def _halves(*parts: Bytes) -> NDArray[np.uint16]:
 def _fields(data: Bytes, bits: int, width: int) -> Bytes:
     """Return fields of so many bits: the lowest of `width` bytes, then the next ones of these, and so on."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return ((data.reshape(len(data), -1, 1, width) >> shifts) & ((1 << bits) - 1)).reshape(len(data), -1)
+    found = (data.reshape(len(data), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
+    return found.reshape(len(data), -1).view(np.uint8)
 
 
 def _plain(size: int, halves: int, codes: Callable[[Bytes], Bytes]) -> _Format:

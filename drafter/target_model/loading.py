@@ -106,8 +106,8 @@ def load_base(
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
-        as_stored = gguf is not None and adapter is None and not dequantize and device_map is None
-        blocks = stored_weights(gguf, model) if as_stored else None
+        floats = dequantize or adapter is not None or device_map is not None
+        blocks = None if gguf is None or floats else stored_weights(gguf, model)
     if dequantize:
         model = dequantised(name, model)
     compute_in_fp32(model)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafter import devices
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.native.build import BuildError, UnsuitableError
 from drafter.native.coded import Stored
@@ -201,7 +202,9 @@ class BaseModel:
         if not executors_agree(self, self._model_code, native):
             _log.warning("%s runs by its own code: the native one gives other numbers", self.name)
             return None
-        keep_coded(self.model, native.coded)
+        if native.coded:
+            keep_coded(self.model, native.coded)
+            devices.give_back()
         return native
 
     @property

@@ -22,6 +22,7 @@ from drafter.native.build import MatrixStruct, PackedWeights, UnsuitableError, g
 from drafter.native.coded import FORMATS, CodedMatrix, Stored
 
 _log = logging.getLogger(__name__)
+_COMPARED = 4096  # outputs that are compared at a time: of embeddings, all are hundreds of megabytes
 
 
 def stored_weights(file: Path, model: Any) -> dict[str, Stored]:
@@ -61,7 +62,8 @@ class CodedWeight(Tensor):
     @staticmethod
     def __new__(cls, matrix: CodedMatrix, places: Tensor) -> CodedWeight:
         shape = (len(places), matrix.inputs)
-        made: CodedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device="cpu")
+        on = {"dtype": torch.float32, "device": torch.device("cpu")}
+        made: CodedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, **on)  # type: ignore[arg-type]
         made.matrix, made.places = matrix, places
         made.whole = torch.equal(places, torch.arange(matrix.outputs))
         return made
@@ -69,6 +71,11 @@ class CodedWeight(Tensor):
     def expanded(self) -> Tensor:
         """Return the weights in fp32."""
         return self.matrix.expanded(self.places)
+
+    def stands_for(self, weight: Tensor) -> bool:
+        """Return whether these are the same numbers."""
+        parts = zip(self.places.split(_COMPARED), weight.split(_COMPARED), strict=True)
+        return all(torch.equal(self.matrix.expanded(places), part) for places, part in parts)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +90,7 @@ class CodedWeight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0].matrix, args[0].places)
         if func._schema.is_mutable and isinstance(args[0], cls):
@@ -138,7 +145,7 @@ class LinearWeights:
             _log.debug("weights are kept in fp32: %s", reason)
             return None
         made = [CodedWeight(matrix, places) for places in matrix.places]
-        if any(not torch.equal(one.expanded(), layer.weight) for one, layer in zip(made, layers, strict=True)):
+        if any(not one.stands_for(layer.weight) for one, layer in zip(made, layers, strict=True)):
             _log.warning("weights are kept in fp32: as they are stored, they would stand for other numbers")
             return None
         self.coded |= {layer.weight: one for layer, one in zip(layers, made, strict=True)}
