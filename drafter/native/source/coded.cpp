@@ -131,9 +131,9 @@ void add_up(const CodedBlock* block, const float* in, int64_t inputs, Vec* to) {
     const int64_t size = blocks > 1 ? block[1].codes - block[0].codes : 0;
     Vec sums[rows][2 * blocks] = {};
     walk<Of, blocks>(block->codes, size, inputs, [&](int64_t k, const Vec (&weights)[2 * blocks]) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; ++r) {
-            const Vec x = all(in[r * inputs + k]);
+            const Vec x = in[r * inputs + k] - Vec{};  // read to all lanes; `all` would add
 #pragma GCC unroll 4
             for (int v = 0; v < 2 * blocks; ++v) sums[r][v] += x * weights[v];
         }
@@ -195,8 +195,11 @@ void add_up_coded(const CodedBlock* block, int blocks, const float* in, int rows
         typedef decltype(format) Of;
         switch (rows) {
             case 1: (blocks == 1 ? add_up<Of, 1, 1> : add_up<Of, 1, kCodedBlocks>)(block, in, inputs, sums); break;
-            case 2: add_up<Of, 2, 1>(block, in, inputs, sums); break;
+            case 2: (blocks == 1 ? add_up<Of, 2, 1> : add_up<Of, 2, kCodedBlocks>)(block, in, inputs, sums); break;
             case 3: add_up<Of, 3, 1>(block, in, inputs, sums); break;
+            case 4: add_up<Of, 4, 1>(block, in, inputs, sums); break;
+            case 5: add_up<Of, 5, 1>(block, in, inputs, sums); break;
+            case 6: add_up<Of, 6, 1>(block, in, inputs, sums); break;
         }
         return true;
     });

@@ -23,11 +23,11 @@ struct CodedBlock {
 // Write the weights of a block, `[inputs, kBlock]`.
 void expand(const CodedBlock& block, int64_t inputs, float* to);
 
-// Rows, and blocks that are read together by one row: a single sum would wait for itself.
-constexpr int kCodedRows = 3, kCodedBlocks = 2;
+// Rows that are multiplied together, and blocks that few rows read together: their sums would wait for themselves.
+constexpr int kCodedRows = 6, kCodedBlocks = 2, kCodedFew = 2;
 
-// Sums of one to `kCodedRows` rows `[rows, inputs]` with a block, in the order of the inputs, or of one row with several
-// blocks of one format: `[rows, blocks, 2]`.
+// Sums of one to `kCodedRows` rows `[rows, inputs]` with a block, in the order of the inputs, or of one to `kCodedFew` rows
+// with `kCodedBlocks` blocks of one format: `[rows, blocks, 2]`.
 void add_up_coded(const CodedBlock* block, int blocks, const float* in, int rows, int64_t inputs, Vec* sums);
 
 }  // namespace drafter

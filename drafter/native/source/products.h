@@ -19,7 +19,7 @@ constexpr int kRows = kLanes == 16 ? 12 : 6;  // rows whose sums fit into the re
 
 // Weights of a linear layer: blocks of `kBlock` outputs; the last block is filled up with zeros.
 struct Matrix {
-    const void* weights;  // float `[inputs, kBlock]`; or uint32 `[inputs / 2, kBlock]`, of two inputs in bf16; or CodedBlock
+    const void* weights;  // float `[inputs, kBlock]`; uint32 `[inputs / 2, kBlock]`, of two inputs in bf16; or CodedBlocks
     const float* bias;    // `[blocks * kBlock]` or null
     int64_t inputs, outputs;
     int32_t half;   // whether the weights are bf16
@@ -109,14 +109,16 @@ struct Part {
     int index, count;  // which part this is, and of how many
 };
 
-// `rows` rows times `blocks` blocks, the first of which has `weights`. Both are constants, so that all sums are in registers.
+// `rows` rows times `blocks` blocks of weights. Both are constants, so that all sums are in registers.
 //
 // Meanwhile memory is to give what is multiplied next. Several blocks are too much to be fetched long before: these are
 // fetched just ahead. Of one block it is the block that this thread will probably take next, `ahead` blocks further on. Each
 // part of the rows fetches a part of it, so memory works as long as arithmetic does.
 template <class Weights, End end, int rows, int blocks>
-void multiply(const Product& product, const Part& part, const typename Weights::Stored* weights, int block, int ahead) {
-    const int64_t inputs = product.matrix->inputs, size = inputs / Weights::kInputs * kBlock;
+void multiply(const Product& product, const Part& part, int block, int ahead) {
+    const Matrix& matrix = *product.matrix;
+    const int64_t inputs = matrix.inputs, size = inputs / Weights::kInputs * kBlock;
+    const auto* weights = static_cast<const typename Weights::Stored*>(matrix.weights) + block * size;
     const auto* next = weights + ahead * size + size * part.index / part.count / kBlock * kBlock;
     const float* in = product.in + part.row * inputs;
     Vec sums[rows][blocks][2] = {};
@@ -157,24 +159,20 @@ void multiply(const Product& product, const Part& part, const typename Weights::
 
 // Few rows have few sums. Then several blocks are read at a time, or each product would wait for the one before it.
 template <class Weights, End end>
-void multiply_block(const Product& product, const Part& part, const typename Weights::Stored* weights, int block, int blocks,
-                    int ahead) {
-    const int64_t size = product.matrix->inputs / Weights::kInputs * kBlock;
-    const auto step = [&](int count) {
-        weights += count * size;
-        block += count;
-        blocks -= count;
-    };
+void multiply_block(const Product& product, const Part& part, int block, int blocks, int ahead) {
     switch (part.rows) {
-#define DRAFTER_ROWS(count)                                                                                       \
-    case count:                                                                                                   \
-        for (; blocks > 0; step(1)) multiply<Weights, end, count, 1>(product, part, weights, block, ahead);       \
+#define DRAFTER_ROWS(count)                                                              \
+    case count:                                                                          \
+        for (int b = 0; b < blocks; ++b) multiply<Weights, end, count, 1>(product, part, block + b, ahead); \
         return;
-#define DRAFTER_FEW_ROWS(count, together)                                                                         \
-    case count:                                                                                                   \
-        for (; blocks >= together; step(together))                                                                \
-            multiply<Weights, end, count, together>(product, part, weights, block, ahead);                        \
-        for (; blocks > 0; step(1)) multiply<Weights, end, count, 1>(product, part, weights, block, ahead);       \
+#define DRAFTER_FEW_ROWS(count, together)                                                \
+    case count:                                                                          \
+        while (blocks >= together) {                                                     \
+            multiply<Weights, end, count, together>(product, part, block, ahead);        \
+            block += together;                                                           \
+            blocks -= together;                                                          \
+        }                                                                                \
+        for (int b = 0; b < blocks; ++b) multiply<Weights, end, count, 1>(product, part, block + b, ahead); \
         return;
         DRAFTER_FEW_ROWS(1, 4)
         DRAFTER_FEW_ROWS(2, 2)
@@ -195,31 +193,21 @@ void multiply_block(const Product& product, const Part& part, const typename Wei
     }
 }
 
-// All rows times some blocks, part by part.
-template <class Weights, End end>
-void multiply_parts(const Product& product, const typename Weights::Stored* weights, int block, int blocks, int ahead) {
-    const int parts = (product.rows + kRows - 1) / kRows;
-    for (Part part{0, 0, 0, parts}; part.index < parts; ++part.index, part.row += part.rows) {
-        const int left = parts - part.index;
-        part.rows = (product.rows - part.row + left - 1) / left;
-        multiply_block<Weights, end>(product, part, weights, block, blocks, ahead);
-    }
-}
-
 // out = in * weights^T by vectors, shared among the team.
 template <End end>
 void multiply_by_vectors(Team& team, const Product& product) {
     const Matrix& matrix = *product.matrix;
-    const int blocks = matrix.blocks(), together = product.rows <= 3 ? 4 : 1;
-    const int64_t size = matrix.inputs * kBlock;
+    const int blocks = matrix.blocks(), parts = (product.rows + kRows - 1) / kRows;
+    const int together = product.rows <= 3 ? 4 : 1;
     team.loop((blocks + together - 1) / together, [&](int chunk) {
         const int block = chunk * together, count = std::min(together, blocks - block);
-        if (matrix.half) {
-            const auto* weights = static_cast<const uint32_t*>(matrix.weights) + block * size / 2;
-            multiply_parts<HalfWeights, end>(product, weights, block, count, team.size());
-        } else {
-            const auto* weights = static_cast<const float*>(matrix.weights) + block * size;
-            multiply_parts<FloatWeights, end>(product, weights, block, count, team.size());
+        for (Part part{0, 0, 0, parts}; part.index < parts; ++part.index, part.row += part.rows) {
+            const int left = parts - part.index;
+            part.rows = (product.rows - part.row + left - 1) / left;
+            if (matrix.half)
+                multiply_block<HalfWeights, end>(product, part, block, count, team.size());
+            else
+                multiply_block<FloatWeights, end>(product, part, block, count, team.size());
         }
     });
 }
@@ -236,26 +224,24 @@ inline void copy_outputs(const Matrix& matrix, const int64_t* outputs, int64_t c
     }
 }
 
-// The same with codes: few rows as they are expanded, more with a block that is expanded to memory before.
+// out = in * weights^T with weights in codes, which are expanded again for each part of the rows.
 template <End end>
 void multiply_coded(Team& team, const Product& product) {
     const Matrix& matrix = *product.matrix;
     const auto* coded = static_cast<const CodedBlock*>(matrix.weights);
-    const int blocks = matrix.blocks(), rows = product.rows, together = rows <= kCodedRows ? 4 : 1;
+    const int blocks = matrix.blocks(), parts = (product.rows + kCodedRows - 1) / kCodedRows;
+    const int together = product.rows <= 3 ? 4 : 1;
     team.loop((blocks + together - 1) / together, [&](int chunk) {
         const int last = std::min(blocks, (chunk + 1) * together);
         for (int block = chunk * together, count; block < last; block += count) {
-            count = rows == 1 && block + 1 < last && coded[block].format == coded[block + 1].format ? kCodedBlocks : 1;
-            if (rows <= kCodedRows) {
-                Vec sums[kCodedRows * 2 * kCodedBlocks];
-                add_up_coded(coded + block, count, product.in, rows, matrix.inputs, sums);
+            const bool both = block + 1 < last && coded[block].format == coded[block + 1].format;
+            count = both && product.rows <= kCodedFew ? kCodedBlocks : 1;
+            for (int part = 0, row = 0, rows; part < parts; ++part, row += rows) {
+                rows = (product.rows - row + parts - part - 1) / (parts - part);
+                Vec sums[2 * kCodedRows * kCodedBlocks];
+                add_up_coded(coded + block, count, product.in + row * matrix.inputs, rows, matrix.inputs, sums);
                 for (int sum = 0; sum < rows * count; ++sum)
-                    finish<end>(sums[2 * sum], sums[2 * sum + 1], product, sum / count, block + sum % count);
-            } else {
-                static thread_local std::vector<float> weights;
-                weights.resize(std::max<size_t>(weights.size(), matrix.inputs * kBlock));
-                expand(coded[block], matrix.inputs, weights.data());
-                multiply_parts<FloatWeights, end>(product, weights.data(), block, 1, 0);
+                    finish<end>(sums[2 * sum], sums[2 * sum + 1], product, row + sum / count, block + sum % count);
             }
         }
     });
