@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
 
@@ -101,6 +102,9 @@ def load_base(
             stored = None if (scheme := scheme_of(config)) is None else scheme_name(scheme)
         if device_map is not None:
             kwargs["device_map"] = device_map
+        elif target.type == "cuda" and is_accelerate_available():
+            # Weights go to a GPU as they are read: the host need not hold those of all engines of a node.
+            kwargs["device_map"] = {"": target}
         # The fused kernels cannot cap attention scores.
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
