@@ -2,9 +2,9 @@
 
     python -m benchmarks.generation_jobs.many_rows --rows 2000000 --output benchmarks/results/many-rows
 
-The job is the real one, with engines that sleep for a moment and return the same few tokens for each row. Memory is that
-of the driver's process, of Ray's processes on the head, and of the actors beside the driver; what the object store
-shares is part of none of them.
+The job is the real one, with engines that sleep for a moment and return the same few tokens for each row. Memory is
+that of the driver's process, of Ray's processes on the head, and of the actors beside the driver; what the object
+store shares is part of none of them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _memory() -> dict[str, float]:
 
 def _own(process: psutil.Process) -> float:
     used = process.memory_info()
-    return (used.rss - used.shared) / _MIB
+    return float(used.rss - used.shared) / _MIB
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def test_weights_go_to_a_gpu_as_they_are_read(
         asked.update(kwargs)
         raise OSError("no GPU is here")
 
-    monkeypatch.setattr(loading, "pick_device", lambda device: torch.device(place, 1 if place == "cuda" else None))
+    monkeypatch.setattr(
+        loading, "pick_device", lambda device: torch.device("cuda", 1) if place == "cuda" else torch.device("cpu")
+    )
     monkeypatch.setattr(loading, "auto_class", lambda config: SimpleNamespace(from_pretrained=from_pretrained))
     with pytest.raises(LoadError, match="no GPU is here"):
         load_base(EMBEDDED_BASE, device_map=given)
