@@ -98,8 +98,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise OpenAIError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
-    body = bytearray()
-    size = 0
+    body, size = bytearray(), 0
     try:
         async for chunk in request.stream():
             size += len(chunk)

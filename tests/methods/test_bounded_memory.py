@@ -18,6 +18,7 @@ from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.statistics import StageTimes
 from tests.support.slots import enter
 
+pytestmark = pytest.mark.slow
 ROWS = 640
 _SLOTS, _PROMPT, _STEPS = 16, 20, 1
 _TOKENS = 30
@@ -41,7 +42,6 @@ def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
             texts = [text + some for text, some in zip(texts, new, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [partial(MemoryDrafter, 4, 4_000), partial(MemoryDrafter, 4, 4_000, isolated=True), CachebackDrafter]
 )

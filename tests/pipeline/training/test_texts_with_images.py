@@ -29,6 +29,7 @@ from tests.pipeline.conftest import job_arguments
 from tests.pipeline.training.conftest import Train
 from tests.support.images import asked
 
+pytestmark = pytest.mark.slow
 QUESTIONS = ("Read the digits.", "Add the digits.")
 SETTINGS: dict[str, Any] = {
     "head": json.dumps({"num_frames": 4, "depth": 3}),
@@ -55,7 +56,6 @@ def distilled(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "out"
 
 
-@pytest.mark.slow
 def test_heads_learn_from_what_the_engine_sees(distilled: Path, train: Train, tmp_path: Path) -> None:
     (distilled.parent / "0.png").unlink()
     (distilled.parent / "1.png").write_bytes((distilled.parent / "2.png").read_bytes())
@@ -103,7 +103,6 @@ def prefilled(base: BaseModel, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.slow
 def test_a_head_that_reads_several_layers_learns_from_images(distilled: Path, train: Train) -> None:
     """Also where the states are computed again in each step, by two workers, and a teacher reads a layer more."""
     head = json.dumps({"depth": 3, "num_heads": 2, "intermediate_size": 48})
