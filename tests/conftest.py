@@ -84,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
+            return str(super()._split_scope(nodeid)).partition("::")[0]
 
     return ByFile(config, log) if config.getoption("dist") == "loadgroup" else None
 
