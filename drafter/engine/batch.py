@@ -34,9 +34,11 @@ class BatchState:
         times: Lent to the drafter.
         kv_bytes: Largest size of the KV cache; see `BaseModel.new_cache`.
         kept: Number of further slots, for texts that no step decodes.
+        brought: Draft tokens of the largest tree that is drafted elsewhere.
 
     Attributes:
-        kept_slots: These, behind the others.
+        kept_slots: Those of `kept`, behind the others.
+        spec: The drafter's, of trees from elsewhere, too.
         tokens: `[S + kept, L]` int64 prompt, output and the pending token of each slot.
         hidden: `[S + kept, L, K · d]` the hidden states that the drafter reads; None if it reads none.
         shift: `[S]` int64 what each slot's images add to the positions of later tokens; None if the model reads none.
@@ -57,10 +59,12 @@ class BatchState:
         times: StageTimes,
         kv_bytes: int | None = None,
         kept: int = 0,
+        brought: int = 0,
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         self.kept_slots, in_all = range(slots, slots + kept), slots + kept
-        spec, device = drafter.spec, base.device
+        self.spec = spec = drafter.spec.beside(brought)
+        device = base.device
         self._step_positions = spec.positions
         self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
         self.cache = base.new_cache(in_all, self.capacity, kv_bytes)

@@ -17,7 +17,7 @@ from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import Budget, Choosing, FixedBudget, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, load_costs, measure_latency, save_costs
 from drafter.devices import timed
-from drafter.drafters.contract import Ask
+from drafter.drafters.contract import Ask, choices_of
 from drafter.engine.batch import BatchState
 from drafter.engine.memory import MemoryPlan
 from drafter.engine.queued_step import QueuedStep, padded_rows
@@ -240,7 +240,7 @@ def make_budget(
     step: DeviceStep, queue: QueuedStep | None, nodes: int | Literal["auto"], drafter: str | None
 ) -> Budget:
     """Return the budget of a number of draft tokens, `auto` by `step_costs`, with the steps of a `queue` recorded."""
-    drafts = step.state.drafter
+    drafts, choices = step.state.drafter, choices_of(step.state.drafter)
     most = drafts.spec.max_nodes if nodes == "auto" else min(nodes, drafts.spec.max_nodes)
     if queue is not None:
         record_steps(queue, most)
@@ -248,9 +248,9 @@ def make_budget(
         return FixedBudget(most)
     return AdaptiveBudget(
         step_costs(step, queue, drafter),
-        drafts.members or ("",),
-        withheld=drafts.withheld,
-        known=drafts.known,
+        list(choices),
+        withheld=[place for place, one in enumerate(choices.values()) if not one.drafts],
+        known=[one.worth for one in choices.values()],
         shadows=step.verifier.lossless and queue is None,
     )
 
@@ -323,7 +323,7 @@ def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
     # Steps are queued on a GPU, which verifies three draft tokens as fast as one.
     few = () if queue is None else (1, 2)
     counts = sorted({count for count in NODE_COUNTS if count < most and count not in few} | {most})
-    others = range(1, len(state.drafter.members))
+    others = range(1, len(step.choices))
     try:
         generate_texts(step)
         depth = state.drafter.spec.max_depth
@@ -335,7 +335,6 @@ def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
             "lower max_num_seqs or num_draft_tokens"
         ) from error
-    state.drafter.select(0)
     state.forget()
     return replace(table, draft=np.stack(drafts))
 
@@ -343,7 +342,6 @@ def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
 def _measure_drafts(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, member: int) -> Floats:
     state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.verify)
     runs = _DRAFT_RUNS if queue is None else _UNTIL_RECORDED + 1
-    state.drafter.select(member)
     state.lengths.fill_(length)
     for place, rows in enumerate(int(batch) for batch in table.batches):
         context = state.context([length] * rows)
@@ -353,7 +351,7 @@ def _measure_drafts(step: DeviceStep, queue: QueuedStep | None, table: LatencyTa
                 draft[place, column:] = draft[place, column - 1]
                 break
             work = partial((queue or step).draft, context, Ask(nodes, 1 / (nodes + 1), member))
-            state.drafter.prepare(context)
+            step.choices[member].prepare(context)
             draft[place, column] = min(timed(step.base.device, work)[1] for _ in range(runs))
     return draft
 

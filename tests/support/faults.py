@@ -85,8 +85,8 @@ class UnhurriedEngine(EngineSpec):
         plan, turns = engine.budget.plan, count()
 
         def daring_plan(load: StepLoad) -> Ask:
-            learnt = [place for place, name in enumerate(engine.drafter.members) if name.startswith("head")]
-            able = [place for place in learnt if place not in engine.drafter.withheld]
+            members = enumerate(engine.drafter.members.items())
+            able = [place for place, (name, one) in members if name.startswith("head") and one.drafts]
             return Ask(3, 0.25, able[0]) if able and next(turns) % 2 else plan(load)
 
         engine.budget.plan = daring_plan  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ def given_table(step: DeviceStep, queue: QueuedStep | None = None, drafter: str 
     rows = np.array(batches, dtype=np.float64)
     verify = (1 + 0.1 * rows[:, None]) * (1 + 0.01 * np.array(nodes))
     draft = np.broadcast_to(np.where(np.array(nodes) > 0, _DRAFT, 0.0), (len(batches), len(nodes)))
-    return LatencyTable(rows, nodes, verify, np.stack([draft] * max(len(step.state.drafter.members), 1)))
+    return LatencyTable(rows, nodes, verify, np.stack([draft] * len(step.choices)))
 
 
 class TimelessBudget(AdaptiveBudget):
