@@ -62,15 +62,6 @@ def test_the_seconds_of_one_size_are_those_among_all_sizes(
     assert [costs.seconds_of(size, load, 3.0) for size in (0, 1)] == list(costs.seconds(load, np.array([3.0, 3.0])))
 
 
-def test_a_table_follows_a_machine_that_has_changed() -> None:
-    """Memory is slower than it was, and the processor faster: 1 and 4 rows of 1 and 4 nodes."""
-    draft = np.array([[[0.0, 0.5], [0.0, 0.75]]])
-    table = LatencyTable(np.array([1.0, 4.0]), (0, 3), np.array([[1.0, 2.0], [2.0, 8.0]]), draft)
-    found = table.changed(1.25, 0.75)
-    assert np.allclose(found.verify, [[1.25, 1.5], [1.5, 6.0]])
-    assert np.array_equal(found.draft, draft)
-
-
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(20) == [1, 4, 16, 20]
