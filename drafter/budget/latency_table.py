@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from drafter.budget.contract import SHADOW_ROWS, Choosing, Floats, StepLoad
+from drafter.budget.contract import SHADOW_ROWS, Floats
 
 NODE_COUNTS = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47, 63)
 """Draft tokens a step may verify: few enough to measure, and a CUDA graph each. On a CPU a step takes hardly longer
@@ -29,23 +29,14 @@ class LatencyTable:
     nodes: tuple[int, ...]  # `[M]` draft tokens, rising from 0
     verify: Floats  # `[K, M]` seconds of the step without drafting
     draft: Floats  # `[members, K, M]` seconds of drafting so many tokens
-    length: int = 0  # committed tokens of the rows that were timed
-    longer: Floats | None = None  # `[M]` seconds of a step for each token that a row has beyond these
-    # `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
-    choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
-    choices: Floats | None = None  # `[M]` tokens chosen in a step of a row; None for those alone that it emits
     sure: bool = True  # measured just now, with nothing else on the machine; if not, steps tell better what they take
 
     def at(self, rows: int) -> Latencies:
-        """Return the latencies of steps of `rows` rows, for all text lengths and kinds of sampling."""
+        """Return the latencies of steps of `rows` rows."""
         return Latencies(
             self._interpolated(rows, self.verify),
             self._interpolated(rows, self.draft),
             self._interpolated(min(rows, SHADOW_ROWS), self.draft),
-            self.length,
-            None if self.longer is None else rows * self.longer,
-            {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()},
-            self.choices,
         )
 
     def _interpolated(self, rows: int, seconds: Floats) -> Floats:
@@ -61,31 +52,9 @@ class LatencyTable:
 class Latencies:
     """Seconds of steps of one number of rows; see `LatencyTable`."""
 
-    short: Floats  # `[M]` seconds of a step without its drafting, with short texts and greedy choices
+    verify: Floats  # `[M]` seconds of a step without its drafting
     draft: Floats  # `[members, M]` seconds of drafting
     shadow: Floats  # `[members, M]` seconds of a shadow draft
-    length: int
-    longer: Floats | None  # `[M]` seconds for each token that all rows have beyond `length`
-    choice: Mapping[Choosing, float]  # seconds for a token of each row that is chosen in another way
-    choices: Floats | None
-
-    def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
-        """Seconds `[..., M]` of a step without its drafting, which emits `tokens` `[..., M]` per row."""
-        found = self.short
-        if self.longer is not None and load.length > self.length:
-            found = found + (load.length - self.length) * self.longer
-        if choice := self.choice.get(load.choosing):
-            found = found + choice * (tokens if self.choices is None else self.choices)
-        return np.broadcast_to(found, tokens.shape)
-
-    def seconds_of(self, size: int, load: StepLoad, tokens: float) -> float:
-        """The `size`-th of `seconds`, with less work."""
-        found = float(self.short[size])
-        if self.longer is not None and load.length > self.length:
-            found += (load.length - self.length) * float(self.longer[size])
-        if choice := self.choice.get(load.choosing):
-            found += choice * (tokens if self.choices is None else float(self.choices[size]))
-        return found
 
 
 def measure_latency(

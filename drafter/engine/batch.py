@@ -15,7 +15,6 @@ from drafter import devices
 from drafter.acceptance.choices import RowSampling, SamplingMode, SamplingTable
 from drafter.acceptance.contract import Accepted, PathLogprobs, Verified, token_logprobs
 from drafter.acceptance.limits import Limits
-from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.drafters.slots import NO_TEXT
 from drafter.engine.memory import slot_length
@@ -203,16 +202,6 @@ class BatchState:
         rows = slice(0, len(known))
         texts = self.tokens[rows], self._hidden_of(rows), self.lengths[rows]
         return DraftContext(*texts, known, ahead, shift=self.shift_of(rows))
-
-    def load(self, known: list[int]) -> StepLoad:
-        """Return the load of a step over the first slots, one for each length in `known`."""
-        mode = self.mode
-        choosing: Choosing = "drawn"
-        if mode.likeliest:
-            choosing = "greedy"
-        elif mode.ranked or mode.nucleus:
-            choosing = "filtered"
-        return StepLoad(len(known), sum(known) / len(known), choosing)
 
     def bounded_context(self, rows: int, bound: int) -> DraftContext:
         """Return the same for a step whose shapes repeat: no sequence has more than `bound` committed tokens."""

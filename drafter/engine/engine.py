@@ -225,11 +225,11 @@ class Engine:
 
     def _plan(self, sequences: list[Sequence]) -> StepPlan:
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
-        load, ask, useful = self.batch.load(context.host_lengths), Ask(0), self._useful(sequences)
+        ask, useful = Ask(0), self._useful(sequences)
         waits, brought = any(sequence.waits for sequence in sequences), None
         follows = waits or not self._queued
         if max(useful):
-            ask = self.budget.plan(load)
+            ask = self.budget.plan(len(sequences))
             if waits and not self.flights:
                 brought = [sequence.brought() for sequence in sequences]
                 ask = replace(ask, nodes=0) if all(brought) else ask
@@ -238,7 +238,7 @@ class Engine:
         # Other numbers of draft tokens than a budget has learnt of would cost it more than they save, and a graph has
         # always the same.
         limits = useful if ask.fixed and follows else None
-        return StepPlan.of(sequences, 0, self.batch, ask, context, limits, load, follows=follows, brought=brought)
+        return StepPlan.of(sequences, 0, self.batch, ask, context, limits, follows=follows, brought=brought)
 
     def _useful(self, sequences: list[Sequence]) -> list[int]:
         """Return for each sequence how many accepted draft tokens it could still take."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.acceptance.choices import NodeChoices, are_sound
 from drafter.acceptance.contract import PathLogprobs, Verified, Verifier, token_logprobs
-from drafter.budget.contract import ScoredTrees, StepLoad, StepObservation, StepSeconds
+from drafter.budget.contract import ScoredTrees, StepObservation, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext, choices_of
 from drafter.engine.batch import BatchState
 from drafter.engine.sequence import Handling, Sequence
@@ -112,14 +112,13 @@ class StepPlan:
 
     sequences: list[Sequence]
     slot: int
-    context: DraftContext | None  # what is drafted from; None for a prompt's step
+    context: DraftContext | None  # what is drafted from; None for a prompt's step, which no budget plans
     ask: Ask
     depth: int  # of the deepest draft token that a row may get
     deepest: list[int]  # the same of each row
     wanted: Wanted
     stays: list[int]  # of the sequences
     brought: Several[RowDrafts | None]  # `[B]` what rows have from elsewhere, in place of a draft
-    load: StepLoad | None = None  # None if no budget planned it: it comes with a prompt's forward
     follows: bool = True  # it needs what the host knows of all texts, so that no step may be under way before
 
     @staticmethod
@@ -130,7 +129,6 @@ class StepPlan:
         ask: Ask,
         context: DraftContext | None = None,
         useful: Several[int] | None = None,
-        load: StepLoad | None = None,
         *,
         follows: bool = True,
         brought: Several[RowDrafts | None] | None = None,
@@ -148,7 +146,7 @@ class StepPlan:
         }
         stays = [sequence.stay for sequence in sequences]
         brought = brought or [None] * len(sequences)
-        return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, brought, load, follows)
+        return StepPlan(sequences, slot, context, ask, depth, deepest, wanted, stays, brought, follows)
 
     @property
     def rows(self) -> slice:
@@ -235,13 +233,12 @@ class Outcome:
 
     def observation(self, emitted: dict[int, int], shadows: Shadows) -> StepObservation | None:
         """Return what a budget learns from, of new tokens by row `emitted`; None if there is nothing to learn."""
-        planned, ask, clock, forced = self.step.plan.load, self.step.plan.ask, self.step.clock, self.step.forced
+        plan, clock, forced = self.step.plan, self.step.clock, self.step.forced
         # A budget learns nothing of drafts that it did not plan, and of a step with any the time is not its own.
-        brought = self.step.plan.brought
-        rows = [row for row in emitted if self.sound[row] and brought[row] is None]
-        if planned is None or not rows:
+        rows = [row for row in emitted if self.sound[row] and plan.brought[row] is None]
+        if plan.context is None or not rows:
             return None
-        load, trees = StepLoad(len(rows), planned.length, planned.choosing), None
+        ask, trees = plan.ask, None
         if ask.nodes:
             accepted = np.zeros((len(rows), ask.nodes), np.bool_)
             for place, row in enumerate(rows):
@@ -249,9 +246,9 @@ class Outcome:
                 accepted[place, : len(own)] = own
             drafted = np.array([self.drafted[row] - forced[row] for row in rows])
             trees = ScoredTrees(ask.member, drafted, accepted)
-        seconds = None if any(forced) or any(brought) else clock.seconds()
+        seconds = None if any(forced) or any(plan.brought) else clock.seconds()
         tokens = sum(emitted[row] for row in rows)
-        return StepObservation(load, ask, tokens, trees, seconds, clock.shadow, shadows.scored())
+        return StepObservation(len(rows), ask, tokens, trees, seconds, clock.shadow, shadows.scored())
 
 
 class Flights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
@@ -14,7 +13,7 @@ import torch
 from drafter import devices
 from drafter.acceptance.choices import SamplingMode
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Budget, Choosing, FixedBudget, Floats
+from drafter.budget.contract import Budget, FixedBudget, Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
 from drafter.devices import timed
 from drafter.drafters.contract import Ask, choices_of
@@ -23,7 +22,6 @@ from drafter.engine.memory import MemoryPlan
 from drafter.engine.queued_step import QueuedStep, padded_rows
 from drafter.engine.step import DeviceStep
 from drafter.errors import LoadError
-from drafter.requests import SamplingParams
 from drafter.tree.token_tree import bare_trees, root_only
 
 _DEAREST = SamplingMode(*[True] * len(fields(SamplingMode)))
@@ -94,101 +92,6 @@ def _prepare(state: BatchState, rows: int, nodes: int, length: int) -> None:
 
 _UNTIL_RECORDED = 3
 """Runs of a step after which it is repeated, or will never be."""
-_FAR = 4096
-"""Committed tokens of a long text, if a slot has so many."""
-_RUNS = 3
-"""Timed runs of a step. The least time counts."""
-_SAMPLED: dict[Choosing, SamplingParams] = {
-    "drawn": SamplingParams(temperature=1.0),
-    "filtered": SamplingParams(temperature=1.0, top_k=50, top_p=0.95),
-}
-
-
-def with_load_costs(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> LatencyTable:
-    """Add to a table how context length and sampling add to a step's latency.
-
-    Args:
-        step: The stages; slots have texts of `length` tokens, and are changed.
-        queue: Where steps are queued.
-        table: Latencies of steps over these texts.
-    """
-    longer = _longer(step, queue, table, length)
-    step.state.lengths.fill_(length)
-    return replace(
-        table,
-        length=length,
-        longer=longer,
-        choosing=_choosing(step, queue, table, length),
-        choices=_choices(step, table),
-    )
-
-
-def _longer(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> Floats:
-    state, nodes = step.state, np.array(table.nodes)
-    far = min(_FAR, state.max_length)
-    if far <= length or not state.reserve(0, far + 1):
-        return np.zeros(len(nodes))
-    # In a queued step drafting follows its own memory of the text. So a plain one is timed, which reads as much of the
-    # cache.
-    sizes = [0, table.nodes[-1]] if queue is None else [0]
-    costs = []
-    for size in sizes:
-        near, at_far = (_least_seconds(step, queue, partial(_forward, step, queue, size, one)) for one in (length, far))
-        costs.append(max(at_far - near, 0.0) / (far - length))
-    found: Floats = np.interp(nodes, sizes, costs)
-    return found
-
-
-def _choosing(step: DeviceStep, queue: QueuedStep | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
-    ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
-    seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
-    for rows in map(int, table.batches):
-        choice = _choice(step, queue, rows, length)
-        for way, params in ways.items():
-            _sample(step.state, params, rows)
-            seconds[way].append(_least_seconds(step, queue, choice))
-    _sample(step.state, SamplingParams(), step.state.slots)
-    return {way: np.maximum(np.subtract(seconds[way], seconds["greedy"]), 0.0) for way in _SAMPLED}
-
-
-def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
-    nodes = np.array(table.nodes, dtype=np.float64)
-    if not step.verifier.lossless:
-        return 1 + nodes  # it asks at each of them
-    if devices.is_asynchronous(step.base.device):
-        return 1 + np.minimum(nodes, step.state.drafter.spec.max_depth)
-    return None
-
-
-def _choice(step: DeviceStep, queue: QueuedStep | None, rows: int, length: int) -> Callable[[], object]:
-    state = step.state
-    if queue is not None:
-        return partial(_forward, step, queue, 0, length, rows)
-    verified = step.verify(root_only(state.tokens[:rows, 0]), length + 1)
-    return lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows)))
-
-
-def _sample(state: BatchState, params: SamplingParams, rows: int) -> None:
-    for slot in range(rows):
-        state.sampling.set(slot, params, 1)
-    state.expect([params] * rows)
-
-
-def _forward(step: DeviceStep, queue: QueuedStep | None, nodes: int, length: int, rows: int = 1) -> None:
-    state = step.state
-    state.lengths.fill_(length)
-    if queue is None:
-        step.verify(bare_trees(state.tokens[:rows, 0], 1 + nodes), length + 1 + nodes)
-    else:
-        queue.whole(rows, nodes, length)
-
-
-def _least_seconds(step: DeviceStep, queue: QueuedStep | None, work: Callable[[], object]) -> float:
-    for _ in range(1 if queue is None else _UNTIL_RECORDED):
-        work()
-    return min(devices.timed(step.base.device, work)[1] for _ in range(_RUNS))
-
-
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
@@ -275,7 +178,6 @@ def measure_steps(step: DeviceStep, queue: QueuedStep | None) -> LatencyTable:
         generate_texts(step)
         depth = state.drafter.spec.max_depth
         table = measure_latency(partial(_probe, step, queue), batch_sizes(state.slots), counts, depth)
-        table = with_load_costs(step, queue, table, _probed_length(state))
         drafts = [table.draft[0], *(_measure_drafts(step, queue, table, member) for member in others)]
     except torch.OutOfMemoryError as error:
         raise LoadError(

@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafter.budget.contract import FixedBudget, StepLoad
+from drafter.budget.contract import FixedBudget
 from drafter.drafters.contract import Ask, Drafter, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter
 from drafter.drafters.registry import load_drafter
@@ -109,7 +109,7 @@ class Always(FixedBudget):
         super().__init__(nodes)
         self._planned = Ask(nodes, 0.1, member)
 
-    def plan(self, load: StepLoad) -> Ask:
+    def plan(self, rows: int) -> Ask:
         return self._planned
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import FixedBudget, StepLoad
+from drafter.budget.contract import FixedBudget
 from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter
 from drafter.engine.config import EngineConfig
@@ -52,7 +52,7 @@ class ChangingBudget(FixedBudget):
         self.members: list[int] = []
         self._next()
 
-    def plan(self, load: StepLoad) -> Ask:
+    def plan(self, rows: int) -> Ask:
         if self._random.random() < 0.4:
             self._next()
         self.members.append(self._planned.member)

@@ -115,7 +115,7 @@ def test_what_came_is_verified_whole_and_a_budget_hears_nothing_of_it(tiny_base:
     seen: list[StepObservation] = []
 
     class Listening:
-        def plan(self, load: object) -> Ask:
+        def plan(self, rows: int) -> Ask:
             return Ask(0)
 
         def observe(self, step: StepObservation) -> None:
