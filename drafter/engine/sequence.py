@@ -125,8 +125,8 @@ class Sequence:
 
     def brought(self) -> RowDrafts | None:
         """Take the draft that has come for it from elsewhere, if it may have any."""
-        drafts = None if self.handling is Handling.PLAIN else [part.brought(self) for part in self._waiting]
-        return next(filter(None, drafts or ()), None)
+        came = next(filter(None, [part.brought(self) for part in self._waiting]), None)
+        return None if self.handling is Handling.PLAIN else came
 
     @property
     def features(self) -> Features | None:
