@@ -38,29 +38,29 @@ from drafter.target_model.loading import load_base
 from drafter.text.tokenizers import load_tokenizer
 
 RECORD_FILE, TABLE_FILE = "come_and_go.json", "come_and_go.md"
-_TURNS, _ANSWER, _NODES = 10, 40, 3
+_ANSWER, _NODES = 40, 3
 
 
-def run(model: str, head: str, slots: Sequence[int], kept: int | None) -> dict[str, Any]:
+def run(model: str, head: str, slots: Sequence[int], turns: int, kept: int | None) -> dict[str, Any]:
     """Measure in this process, with or without ended rows kept; an earlier tree has no such setting."""
     base, tokenizer = load_base(model), load_tokenizer(model)
 
-    def engine(rows: int, drafter: str, longest: int) -> Engine:
+    def engine(rows: int, drafter: str, longest: int | None = None) -> Engine:
         more = {"kept_rows": kept} if "kept_rows" in {one.name for one in fields(EngineConfig)} else {}
         config = EngineConfig(rows, longest, num_draft_tokens=_NODES, max_queue=1024, **more)
         return Engine(base, load_drafter(drafter, base, _NODES), tokenizer, config)
 
-    found: dict[str, Any] = {"chat": _chat(engine(1, "none", 2048), tokenizer)}
+    found: dict[str, Any] = {"chat": _chat(engine(1, "none"), tokenizer, turns)}
     for rows in slots:
         for way, drafter in (("plain", "none"), ("drafts", head)):
             found[f"{way}, {rows} rows"] = _rows(engine(rows, drafter, 512), tokenizer, 3 * rows)
     return found
 
 
-def _chat(engine: Engine, tokenizer: Any) -> list[dict[str, float]]:
+def _chat(engine: Engine, tokenizer: Any, count: int) -> list[dict[str, float]]:
     """Return what each turn took to its first token."""
     lines = Path("data/chat-prompts/questions.jsonl").read_text(encoding="utf-8").splitlines()
-    said = [turn for line in lines for turn in json.loads(line)["turns"]][:_TURNS]
+    said = [turn for line in lines for turn in json.loads(line)["turns"]][:count]
     messages, turns = list[dict[str, str]](), []
     for text in said:
         messages.append({"role": "user", "content": text})
@@ -110,17 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=str(Path("~/.cache/drafter/smollm2-135m-instruct").expanduser()))
     parser.add_argument("--head", default="drafter/embedded/other_heads/smollm2-135m-instruct")
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--turns", type=int, default=10, help="of the chat (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--kept", type=int, default=None, help="rows that are kept; by default the engine's default")
     parser.add_argument("--worker", action="store_true", help="measure once, here, and print what was found")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     if args.worker:
-        print(json.dumps(run(args.model, args.head, args.slots, args.kept)))
+        print(json.dumps(run(args.model, args.head, args.slots, args.turns, args.kept)))
         return
     here = Path.cwd()
     arms = {"before": (args.before, []), "without kept rows": (here, ["--kept", "0"]), "now": (here, [])}
-    same = ["--model", args.model, "--head", args.head, "--slots", *map(str, args.slots)]
+    same = ["--model", args.model, "--head", args.head, "--slots", *map(str, args.slots), "--turns", str(args.turns)]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for _ in range(args.rounds):
         for name, (tree, more) in arms.items():
@@ -169,7 +170,7 @@ def page(record: dict[str, Any]) -> str:
         "# Turns of a chat, and rows that come and go",
         f"{machine(about)}, {about['threads']} threads, load {record['load'][0]:.1f} at the end; medians of "
         f"{len(runs['now'])} runs of each in turn. `{about['command']}`, commit {about['commit']}.",
-        f"The {_TURNS}th turn of a chat:",
+        f"The last of a chat's {len(runs['now'][0]['chat'])} turns:",
         markdown_table(chat),
         "Rows that come and go:",
         markdown_table(cells) + "\n",

@@ -241,6 +241,18 @@ def test_before_its_first_version_a_head_from_nothing_drafts_nothing() -> None:
     assert [drafter.drafts, drafter.version] == [True, 1]
 
 
+def test_a_row_that_was_kept_serves_a_head_that_has_changed() -> None:
+    head = ChangingHead(start_of("context 2"), base(), NODES)
+    engine = engine_of(base(), head, max_num_seqs=1, num_draft_tokens=NODES, max_model_len=96, kept_rows=2)
+    request = Request(list(range(3, 40)), SamplingParams(12, ignore_eos=True))
+    found = []
+    for number in (1, 2):
+        head.offer(number, weights("context 2", number))
+        found += finish(engine, [engine.submit(request)])
+    assert found[0].token_ids == found[1].token_ids
+    assert ([one.num_cached_tokens for one in found], found[1].drafter_versions) == ([0, 36], [2])
+
+
 def test_versions_may_come_from_any_thread_and_the_newest_counts() -> None:
     drafter = ChangingHead(start_of("medusa"), base(), NODES)
     threads = [threading.Thread(target=drafter.offer, args=(number, weights("medusa", number))) for number in range(6)]
