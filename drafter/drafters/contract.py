@@ -176,7 +176,10 @@ class Drafter(ABC):
 
     @property
     def version(self) -> int | None:
-        """Number of the weights in use, which `observe` may replace; None where there are none or they never change."""
+        """Number of the weights in use; None where there are none or they never change.
+
+        `prepare` and `observe` may replace them.
+        """
         return None
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do

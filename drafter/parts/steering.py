@@ -48,11 +48,14 @@ def steered(
     rows, forced, sizes = [], [], []
     brought = brought or [None] * len(steering)
     for own, other, part in zip(_rows(tree), brought, steering, strict=True):
-        drafts, rest = (own, most) if other is None else (other, len(other.tokens))
+        drafts, rest, room = own, most, size
+        if other is not None:
+            drafts, rest = other, len(other.tokens)
+            room = max(size, rest)
         drafts, begun = (drafts, 0) if part is None else part.before_step(drafts, depth)
         rows.append(drafts)
-        forced.append(min(begun, size))
-        sizes.append(1 + min(len(drafts.tokens), forced[-1] + rest, max(size, rest)))
+        forced.append(min(begun, room))
+        sizes.append(1 + min(len(drafts.tokens), forced[-1] + rest, room))
     width = max(len(drafts.tokens) for drafts in rows)
     tokens, parents, depths, log_probs = (  # one tensor of all rows: making many, as `pad_sequence` needs, takes longer
         torch.tensor([[*one, *[missing] * (width - len(one))] for one in values], dtype=like.dtype)

@@ -129,7 +129,7 @@ class ChangingHead(MergedDrafter):
         return self._number
 
     @property
-    def drafts(self) -> bool:
+    def drafts(self) -> bool:  # type: ignore[override]
         return self._number is not None
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
@@ -157,8 +157,15 @@ class ChangingHead(MergedDrafter):
                 self._ready, self._offered = ready, number
 
     def observe(self, committed: Committed) -> None:
-        """Swap to the newest weights that were offered, if any: quickly, without waiting for the device."""
         super().observe(committed)
+        self._swap()
+
+    def prepare(self, context: DraftContext) -> None:
+        self._swap()
+        super().prepare(context)
+
+    def _swap(self) -> None:
+        """Take the newest weights that were offered, if any: quickly, without waiting for the device."""
         if self._ready is None:
             return
         with self._lock:
