@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan, MemorySize, TextMemory
 from drafter.methods.cacheback import drafter as cacheback
 from drafter.methods.cacheback.drafter import CachebackDrafter
 from drafter.methods.memory.drafter import MemoryDrafter
