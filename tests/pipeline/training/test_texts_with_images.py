@@ -18,8 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from drafter.embedded import EMBEDDED_DIGITS
-from drafter.images.loading import load_with_processor
+from drafter.images.loading import Eyes
 from drafter.prompt import Prompt
+from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.target_model.nodes import LM_HEAD_INPUT
 from drafter.training.targets import base_hidden_states
@@ -75,7 +76,8 @@ def test_heads_learn_from_what_the_engine_sees(distilled: Path, train: Train, tm
     texts = pyarrow.parquet.read_table(staged / "part-000000.parquet").to_pylist()
     stored = pyarrow.parquet.read_table(staged / "part-000000.hidden.parquet")["hidden"].to_pylist()
     sheets = {file.read_bytes(): Image.open(file) for file in sorted(distilled.parent.glob("[2-7].png"))}
-    base, processor = load_with_processor(EMBEDDED_DIGITS, device="cpu")
+    eyes = Eyes()
+    base, processor = load_base(EMBEDDED_DIGITS, device="cpu", eyes=eyes), eyes.processor
     assert processor is not None
     for text, content in zip(texts, stored, strict=True):
         tokens, length = text["tokens"], text["prompt_length"]
