@@ -75,7 +75,7 @@ def load_base(
     eyes: Example | None = None,
     on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
-    """Load a target model; its weights must be safetensors, or a GGUF file, which is dequantised.
+    """Load a target model; its weights must be safetensors, or a GGUF file.
 
     Args:
         name_or_path: Hub id, folder, or GGUF file; see `gguf_file`.
@@ -117,7 +117,7 @@ def load_base(
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
-        floats = dequantize or adapter is not None or device_map is not None
+        floats = dequantize or adapter is not None or target.type != "cpu" or model.dtype != torch.float32
         blocks = None if gguf is None or floats else stored_weights(gguf, model)
     if dequantize:
         model = dequantised(name, model)

@@ -20,6 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from drafter.native.build import MatrixStruct, PackedWeights, UnsuitableError, gated_order
 from drafter.native.coded import FORMATS, CodedMatrix, Stored
+from drafter.target_model.blocks import FAMILIES
 
 _log = logging.getLogger(__name__)
 _COMPARED = 4096  # outputs that are compared at a time: of embeddings, all are hundreds of megabytes
@@ -29,8 +30,10 @@ def stored_weights(file: Path, model: Any) -> dict[str, Stored]:
     """Return how a GGUF file stores the weights of a model that transformers has read from it, by their names.
 
     Those in formats that the library does not read are left out, and those that transformers does more with than to
-    put rows in another order.
+    put rows in another order. There are none of a model that the native decoder does not run.
     """
+    if model.config.model_type not in FAMILIES:
+        return {}
     import gguf  # transformers has read the file with it
 
     reader = gguf.GGUFReader(file)
