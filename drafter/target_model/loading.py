@@ -117,8 +117,8 @@ def load_base(
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
-        floats = dequantize or adapter is not None or target.type != "cpu" or model.dtype != torch.float32
-        blocks = None if gguf is None or floats else stored_weights(gguf, model)
+        floats = dequantize or adapter is not None or device_map is not None or model.dtype != torch.float32
+        blocks = None if gguf is None or floats or target.type != "cpu" else stored_weights(gguf, model)
     if dequantize:
         model = dequantised(name, model)
     compute_in_fp32(model)
