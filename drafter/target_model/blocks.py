@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A residual block: norm, attention, norm; norm, MLP, norm. Names are those of modules in transformers' code."""
+    """A residual block: norm, attention or mixer, norm; norm, MLP, norm. Names are those of transformers' modules."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of what attention adds to the residual stream
@@ -21,6 +21,8 @@ class Block:
     after_mlp: str | None = None
     norm_offset: float = 0.0  # added to the weights of all norms
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gated: bool = False  # attention's output is; the query layer gives each head's query, then its gate
+    mixer: str = ""  # what stands in place of attention in some layers
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gate: str = "silu"  # transformers' name of the function
     embedding_scale: float = 1.0
@@ -73,12 +75,17 @@ def _gemma2(config: Any) -> Block:
     return replace(_gemma3(config), score_cap=config.attn_logit_softcapping)
 
 
+def _qwen3_5(config: Any) -> Block:
+    return Block(gate=config.hidden_act, norm_offset=1.0, gated=True, mixer="linear_attn")
+
+
 FAMILIES: dict[str, Callable[[Any], Block]] = {
     "llama": _llama,
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
     "qwen3_moe": _llama,
+    "qwen3_5_text": _qwen3_5,
     "phi3": _phi3,
     "granite": _granite,
     "olmo2": _olmo2,
