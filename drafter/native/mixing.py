@@ -13,15 +13,15 @@ from torch import Tensor
 from drafter.native.build import MatrixStruct, Pointer, _fields, library
 
 _I64, _I32, _F32 = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-DELTA, MAMBA = 0, 1  # rules by which states change
+DELTA, MAMBA, SELECTIVE, PLAIN = range(4)  # rules by which states of heads change; without heads the last
 
 # Structures of the same names, without `Struct`, in `source/mixer.h` and `source/texts.h`.
 
 
 class MixerStruct(ctypes.Structure):
     _fields_ = _fields(
-        (MatrixStruct, "inside out"),
-        (Pointer, "taps taps_bias decays step_bias skip norm"),
+        (MatrixStruct, "inside out select step"),
+        (Pointer, "taps taps_bias decays step_bias skip norm select_norms"),
         (_I64, "key_heads heads key_size value_size reach channels query_at key_at value_at normed gate_first"),
         (_F32, "epsilon rate least most"),
         (_I32, "rule"),
@@ -102,15 +102,15 @@ class MixerLayer:
 
     Args:
         inputs: `[entries, C, k]` states of its convolution.
-        memories: `[entries, H, K, V]` states of its heads.
+        memories: `[entries, H, K, V]` states of its heads, if it has any.
     """
 
     mixer: MixerStruct
     inputs: Tensor
-    memories: Tensor
+    memories: Tensor | None
 
     def states(self) -> StatesStruct:
-        return StatesStruct(self.inputs.data_ptr(), self.memories.data_ptr())
+        return StatesStruct(self.inputs.data_ptr(), None if self.memories is None else self.memories.data_ptr())
 
     def room(self, texts: Texts) -> Tensor:
         """Return room for what is kept of a tree's nodes until the commit; none for chains."""

@@ -129,9 +129,7 @@ class BaseModel:
             self._mix_natively()
             self._executor = self._native() or self._model_code
         self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
-        # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
-        self._prepacked: nn.Module = self.model if self._executor is self._model_code else self._head
-        prepack(self._prepacked)
+        self._prepack()
         self.weights_version = 0
 
     @torch.no_grad()
@@ -147,7 +145,7 @@ class BaseModel:
         run_natively(mixer for mixer in self.caches.mixers if mixer.native is not None)
         if native:
             self._executor = NativeDecoder(self.model, self.decoder, self.config)
-        prepack(self._prepacked)
+        self._prepack()
         if self.sight is not None:
             self.sight.forget()
         self.fingerprint = target_fingerprint(self.model)
@@ -187,6 +185,11 @@ class BaseModel:
             return False
         self.sight = sight
         return True
+
+    def _prepack(self) -> None:
+        # What runs natively has weights of its own. Of a native executor the LM head is left: draft heads call it.
+        whole = self.model if self._executor is self._model_code else self._head
+        prepack(whole, but=[mixer.module for mixer in self.caches.mixers if mixer.native is not None])
 
     def _mix_natively(self) -> None:
         mixers = self.caches.mixers

@@ -85,7 +85,8 @@ class NativeDecoder:
         return found
 
     def _layer(self, number: int, layer: Any) -> LayerStruct:
-        mlp, block, weights = layer.mlp, self._block, self._weights
+        block, weights = self._block, self._weights
+        mlp = getattr(layer, block.mlp)
         struct = LayerStruct(
             attention_norm=self._norm(layer, block.before_attention),
             mlp_norm=self._norm(layer, block.before_mlp),
@@ -99,14 +100,14 @@ class NativeDecoder:
             struct.qkv = weights.matrix(
                 *_joined([getattr(attention, name) for name in block.qkv]), self._qkv_order(attention)
             )
-            struct.output = weights.matrix(*_joined([attention.o_proj]))
-            if hasattr(attention, "q_norm"):  # some families norm their heads
-                struct.query_norm, struct.key_norm = self._norm(attention, "q_norm"), self._norm(attention, "k_norm")
+            struct.output = weights.matrix(*_joined([getattr(attention, block.output)]))
+            if hasattr(attention, block.head_norms[0]):
+                struct.query_norm, struct.key_norm = (self._norm(attention, name) for name in block.head_norms)
         if hasattr(mlp, "experts"):
             struct.experts = ctypes.pointer(self._experts(mlp))
         else:
             struct.gate_up = weights.gated(*_joined([getattr(mlp, name) for name in block.gate_up]))
-            struct.down = weights.after_gate(*_joined([mlp.down_proj]))
+            struct.down = weights.after_gate(*_joined([getattr(mlp, block.down)]))
         return struct
 
     def _qkv_order(self, attention: Any) -> Tensor | None:
@@ -137,11 +138,12 @@ class NativeDecoder:
 
     def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
         block, embedding, attention = self._block, decoder.embed_tokens.weight, self._attention
-        normed = len(attention.q_norm.weight) if hasattr(attention, "q_norm") else self._head_size
+        query_norm = getattr(attention, block.head_norms[0], None)
+        normed = self._head_size if query_norm is None else len(query_norm.weight)
         return DecoderStruct(
             layers=self._layers,
             embedding=self._weights.address(embedding),
-            final_norm=self._norm(decoder, "norm"),
+            final_norm=self._norm(decoder, block.final_norm),
             head=self._weights.matrix(*_joined([model.get_output_embeddings()])),
             positions=0,
             hidden=embedding.shape[1],
@@ -151,7 +153,7 @@ class NativeDecoder:
             vocabulary=embedding.shape[0],
             joint_heads=normed != self._head_size,
             gated=block.gated,
-            epsilon=config.rms_norm_eps,
+            epsilon=getattr(config, block.epsilon),
             scale=attention.scaling,
             score_cap=block.score_cap or 0,
             embedding_scale=block.embedding_scale,

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafter.native.build import PackedWeights, UnsuitableError, library
-from drafter.native.mixing import DELTA, MAMBA, MixerLayer, MixerStruct, kept_width, mix
+from drafter.native.mixing import DELTA, MAMBA, PLAIN, SELECTIVE, MixerLayer, MixerStruct, kept_width, mix
 from drafter.target_model.state_cache import StateCache, StateView
 
 _GROUPED = "fix_query_key_value_ordering"
@@ -27,9 +27,13 @@ class Description:
 
     inside: Tensor  # `[*, d]` weights of the first linear layers
     bias: Tensor | None = None  # `[*]`
-    order: Tensor  # of their outputs: channels, gates and steps; by the delta rule rates, too
+    order: Tensor  # of their outputs, as the library's structure has them
+    convolution: Any
     out: Any  # the last linear layer
-    norm: Any  # of the output; None for none
+    norm: Any = None  # of the output
+    select: Any = None  # by Mamba 1: the linear layer of steps, keys and queries
+    step: Any = None  # and that from these steps to those of values
+    select_norms: Tensor | None = None  # `[*]` weights of their norms
     sizes: dict[str, int]  # the numbers of the library's structure
     settings: dict[str, Any]  # others
 
@@ -54,6 +58,7 @@ def _delta(module: Any, inside: tuple[str, ...], out: str, norm: str, twice: str
     return Description(
         inside=torch.cat([getattr(module, name).weight for name in inside]),
         order=torch.cat(order),
+        convolution=module.conv1d,
         out=getattr(module, out),
         norm=getattr(module, norm),
         sizes={
@@ -65,7 +70,11 @@ def _delta(module: Any, inside: tuple[str, ...], out: str, norm: str, twice: str
             "value_at": 2 * keys,
             "normed": module.head_v_dim,
         },
-        settings={"rate": 2 if twice and getattr(module, twice) else 1, "rule": DELTA},
+        settings={
+            "epsilon": _epsilon(getattr(module, norm)),
+            "rate": 2 if twice and getattr(module, twice) else 1,
+            "rule": DELTA,
+        },
     )
 
 
@@ -84,6 +93,7 @@ def _mamba2(module: Any) -> Description:
         inside=weight,
         bias=bias,
         order=torch.cat([channels, gates, steps]),
+        convolution=module.conv1d,
         out=module.out_proj,
         norm=norm,
         sizes={
@@ -96,11 +106,54 @@ def _mamba2(module: Any) -> Description:
             "normed": normed,
         },
         settings={
+            "epsilon": _epsilon(norm),
             "gate_first": not getattr(norm, "norm_before_gate", False),
             "least": least,
             "most": most,
             "rule": MAMBA,
         },
+    )
+
+
+def _mamba(module: Any) -> Description:
+    """Describe a mixer of Mamba 1, with or without norms of steps, keys and queries."""
+    widths = (module.time_step_rank, module.ssm_state_size, module.ssm_state_size)
+    norms = [getattr(module, f"{kind}_layernorm", None) for kind in ("dt", "b", "c")]
+    parts = [norm.weight[:width] for norm, width in zip(norms, widths, strict=True) if norm is not None]
+    return Description(
+        inside=module.in_proj.weight,
+        bias=module.in_proj.bias,
+        order=torch.arange(module.in_proj.out_features),
+        convolution=module.conv1d,
+        out=module.out_proj,
+        select=module.x_proj,
+        step=module.dt_proj,
+        select_norms=torch.cat(parts) if parts else None,
+        sizes={
+            "key_heads": 1,
+            "heads": 1,
+            "key_size": module.ssm_state_size,
+            "value_size": module.intermediate_size,
+        },
+        settings={"epsilon": _epsilon(norms[0]), "rule": SELECTIVE},
+    )
+
+
+def _epsilon(norm: Any) -> float:
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
+
+
+def _convolution(module: Any) -> Description:
+    """Describe a mixer that is a short convolution between two gates."""
+    gates_in, gates_out, channels = torch.arange(module.in_proj.out_features).chunk(3)
+    return Description(
+        inside=module.in_proj.weight,
+        bias=module.in_proj.bias,
+        order=torch.cat([channels, gates_out, gates_in]),
+        convolution=module.conv,
+        out=module.out_proj,
+        sizes={"heads": 0, "value_size": 0},
+        settings={"rule": PLAIN},
     )
 
 
@@ -122,6 +175,12 @@ MIXERS: Mapping[str, Callable[[Any], Description]] = {
     "FalconH1Mixer": _mamba2,
     "NemotronHMamba2Mixer": _mamba2,
     "Zamba2MambaMixer": _mamba2,
+    "MambaMixer": _mamba,
+    "FalconMambaMixer": _mamba,
+    "JambaMambaMixer": _mamba,
+    "Lfm2ShortConv": _convolution,
+    "Lfm2MoeShortConv": _convolution,
+    "Lfm3ShortConv": _convolution,
 }
 """Description by the name of the mixer's class."""
 
@@ -140,37 +199,41 @@ class NativeMixer:
         kind = type(module).__name__
         if kind not in MIXERS:
             raise UnsuitableError(f"{kind} is not one of {', '.join(MIXERS)}")
-        if any(one.device.type != "cpu" or one.dtype != torch.float32 for one in module.parameters()):
-            raise UnsuitableError("its weights are not all float32 on a CPU")
-        if module.activation != "silu" or hasattr(module, "_hf_hook"):
+        for one in module.parameters():
+            if type(one) is not nn.Parameter or one.device.type != "cpu" or one.dtype != torch.float32:
+                raise UnsuitableError("its weights are quantised, or not all float32 on a CPU")
+        if getattr(module, "activation", "silu") != "silu" or hasattr(module, "_hf_hook"):
             raise UnsuitableError("its convolution has another activation than silu, or its weights move")
         self._layer, self._weights, one = layer, PackedWeights(), MIXERS[kind](module)
         if one.sizes["value_size"] % library().drafter_lanes():
             raise UnsuitableError(f"its heads have {one.sizes['value_size']} values")
-        weights, outputs, norm = self._weights, one.sizes["heads"] * one.sizes["value_size"], None
-        if one.norm is not None:
-            norm = one.norm.weight.repeat(outputs // len(one.norm.weight))
+        weights, taps = self._weights, one.convolution.weight[:, 0].T
+        norms = [] if one.norm is None else [one.norm.weight] * (one.out.in_features // len(one.norm.weight))
         self.struct = MixerStruct(
             inside=weights.matrix(one.inside, one.bias, one.order),
             out=weights.matrix(one.out.weight, one.out.bias),
-            taps=weights.address(module.conv1d.weight[:, 0].T),
-            taps_bias=weights.address(module.conv1d.bias),
-            decays=weights.address(-module.A_log.exp()),
-            step_bias=weights.address(module.dt_bias),
+            taps=weights.address(taps),
+            taps_bias=weights.address(one.convolution.bias),
+            step_bias=weights.address(getattr(module, "dt_bias", None)),
             skip=weights.address(getattr(module, "D", None)),
-            norm=weights.address(norm),
-            reach=module.conv_kernel_size,
-            channels=module.conv_dim,
-            epsilon=getattr(one.norm, "variance_epsilon", 0),
+            norm=weights.address(torch.cat(norms) if norms else None),
+            select_norms=weights.address(one.select_norms),
+            reach=taps.shape[0],
+            channels=taps.shape[1],
             **{"most": torch.inf, **one.sizes, **one.settings},
         )
-        self.transposed = one.settings["rule"] == MAMBA
+        if hasattr(module, "A_log"):  # of each head, or `[V, K]`
+            self.struct.decays = weights.address(-module.A_log.exp().t())
+        if one.select is not None:
+            self.struct.select = weights.matrix(one.select.weight)
+            self.struct.step = weights.matrix(one.step.weight, one.step.bias)
+        self.transposed = one.settings["rule"] in (MAMBA, SELECTIVE)
         self.node_bytes = 4 * kept_width(self.struct)
 
     def over(self, cache: StateCache) -> MixerLayer:
         """Return this mixer over its states in a cache."""
         buffers = cache.buffers[self._layer]
-        return MixerLayer(self.struct, buffers["conv", 0], buffers["recurrent", 0])
+        return MixerLayer(self.struct, buffers["conv", 0], buffers.get(("recurrent", 0)))
 
     def room(self, view: StateView) -> Tensor:
         """Return room for what is kept of the nodes of a forward until its commit."""

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "mixer.h"
+#include "mixing.h"
 #include "norms.h"
 #include "products.h"
 #include "rows.h"
@@ -220,14 +220,9 @@ class Run {
         team_.loop(static_cast<int>(groups_.size()) * parts, [&](int chunk) {
             mix(layer, groups_[chunk / parts], chunk % parts * together, together, keys, values);
         });
-        if (decoder_.gated) {
-            const int64_t size = decoder_.heads * decoder_.head_size, at = size + 2 * decoder_.kv_heads * decoder_.head_size;
-            share(rows_, [&](int m) {
-                float *const mixed = mixed_.rows[m], *const gates = qkv_.rows[m] + at;
-                for (int64_t i = 0; i < size; i += kLanes)
-                    store(mixed + i, load(mixed + i) / (1.0f + exp(-load(gates + i))));
-            });
-        }
+        const int64_t size = decoder_.heads * decoder_.head_size, gates = size + 2 * decoder_.kv_heads * decoder_.head_size;
+        if (decoder_.gated)
+            share(rows_, [&](int m) { gate_softly(qkv_.rows[m] + gates, mixed_.rows[m], size); });
         add(layer.output, mixed_, layer.attention_after);
     }
 

@@ -2,7 +2,7 @@
 //
 // Called from Python by way of ctypes; `mixing.py` declares the same structures.
 
-#include "mixer.h"
+#include "mixing.h"
 
 extern "C" {
 

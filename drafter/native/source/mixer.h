@@ -1,4 +1,4 @@
-// Mixers of recurrent layers: a short convolution, and heads whose state is a matrix S from keys to values.
+// Mixers of recurrent layers: a short convolution, and heads, if any, whose state is a matrix S from keys to values.
 //
 //     S <- decay * S + k * w^T,   o = S^T q
 //
@@ -6,35 +6,39 @@
 // w = rate * (v - what k reads); by Mamba 2 (arXiv 2405.21060) it is the value, times the step. Whether a node is a token
 // of a prompt, a plain step or in a draft tree, it is one token that follows its parent's state. So its numbers do not
 // depend, to the last bit, on what is run beside it; nor on the kind, but where the model limits the steps of prompts.
+//
+// By Mamba 1 (arXiv 2312.00752) there is one head, and each number of its state has a decay of its own: exp(decay * step) of
+// the value's step. Keys, queries and steps are made of the values. Without heads (LFM2) the output is that of the
+// convolution, gated, and so are its inputs.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <vector>
+#include <type_traits>
 
-#include "norms.h"
 #include "products.h"
-#include "rows.h"
 #include "team.h"
-#include "texts.h"
 #include "vectors.h"
 
 namespace drafter {
 
-enum class Rule : int32_t { kDelta, kMamba };
+enum class Rule : int32_t { kDelta, kMamba, kSelective, kPlain };
 
 struct Mixer {
-    Matrix in;   // from `[d]` to `[C + H * V + H]`: channels, gates and steps; by the delta rule `[H]` rates, too
+    Matrix in;   // from `[d]` to channels `[C]` and gates `[H * V]`; by the delta rule and Mamba 2 steps `[H]`, and by the
+                 // delta rule rates `[H]`; without heads the channels' gates `[C]`
     Matrix out;  // from `[H * V]` to `[d]`
+    Matrix select, step;  // by Mamba 1: from values to `[R + 2 * K]`, steps, keys and queries; and from these steps to `[V]`
     const float *taps, *taps_bias;  // `[k, C]` weights of the convolution, its newest input the last; `[C]` or null
-    const float *decays, *step_bias, *skip;  // `[H]`; `skip` is how much of a value is output as it is, or null
+    const float *decays, *step_bias, *skip;  // `[H]`; `skip` is how much of a value is output as it is, or null. By Mamba 1
+                                             // the decays are `[K, V]`, and `skip` `[V]`
     const float* norm;                       // `[H * V]` of the output
+    const float* select_norms;               // `[R + 2 * K]` of steps, keys and queries, each by itself; or null
     int64_t key_heads, heads, key_size, value_size, reach;  // G, H, K, V, k
-    int64_t channels, query_at, key_at, value_at;           // C = 2 * G * K + H * V, and where each kind begins
+    int64_t channels, query_at, key_at, value_at;           // C, and where each kind begins among the channels
     int64_t normed;      // numbers of the output that are normed together; 0 for none
     int64_t gate_first;  // whether the output is gated before it is normed
-    float epsilon;       // of the norm
+    float epsilon;       // of the norms
     float rate;          // by the delta rule: a rate is this, times a sigmoid
     float least, most;   // of steps in prompts
     Rule rule;
@@ -46,13 +50,15 @@ struct States {
     float* memories;  // `[entries, H, K, V]`
 };
 
-// What is kept of a node until its step is committed: `[C]` inputs, `[G, K]` keys, `[H, V]` what it writes, `[H]` decays.
+// What is kept of a node until its step is committed: `[C]` inputs, `[G, K]` keys, `[H, V]` what it writes, `[H]` decays; by
+// Mamba 1 `[V]` steps instead of these.
 struct Kept {
     int64_t keys, written, decays, width;
 
     explicit Kept(const Mixer& mixer)
         : keys(mixer.channels), written(keys + mixer.key_heads * mixer.key_size),
-          decays(written + mixer.heads * mixer.value_size), width(decays + mixer.heads) {}
+          decays(written + mixer.heads * mixer.value_size),
+          width(decays + (mixer.rule == Rule::kSelective ? mixer.value_size : mixer.heads)) {}
 };
 
 constexpr int kWide = 4;  // vectors of values that are followed at a time: their sums fit into the registers
@@ -103,6 +109,31 @@ __attribute__((noinline)) void advance_state(const float* from, int64_t from_str
     }
 }
 
+// The same by Mamba 1, with a step for each value; and what a query reads from it. Either may be left out: `to`, if the state
+// is not needed, and `query`.
+template <int vectors>
+__attribute__((noinline)) void select_state(const float* from, int64_t from_stride, float* to, int64_t to_stride,
+                                            const float* key, const float* query, const float* written, const float* steps,
+                                            const float* decays, int64_t decay_stride, int64_t size, float* out) {
+    Vec add[vectors], step[vectors], sums[vectors];
+    for (int v = 0; v < vectors; ++v) {
+        add[v] = load(written + v * kLanes);
+        step[v] = load(steps + v * kLanes);
+        sums[v] = Vec{};
+    }
+    for (int64_t k = 0; k < size; ++k, from += from_stride, decays += decay_stride) {
+        const Vec some = all(key[k]), other = all(query == nullptr ? 0.0f : query[k]);
+        for (int v = 0; v < vectors; ++v) {
+            const Vec next = load(from + v * kLanes) * exp(load(decays + v * kLanes) * step[v]) + some * add[v];
+            if (to != nullptr) store(to + v * kLanes, next);
+            sums[v] += other * next;
+        }
+        if (to != nullptr) to += to_stride;
+    }
+    if (out == nullptr) return;
+    for (int v = 0; v < vectors; ++v) store(out + v * kLanes, sums[v]);
+}
+
 template <class Work>
 inline void with_vectors(int vectors, const Work& work) {
     switch (vectors) {
@@ -112,216 +143,6 @@ inline void with_vectors(int vectors, const Work& work) {
         default: return work(std::integral_constant<int, 4>());
     }
 }
-
-// Last inputs of the convolution, `[C, k]`, from k rows of channels.
-inline void store_inputs(const std::vector<const float*>& rows, int64_t channels, float* to) {
-    const int64_t reach = static_cast<int64_t>(rows.size());
-    for (int64_t j = 0; j < reach; ++j)
-        for (int64_t c = 0; c < channels; ++c) to[c * reach + j] = rows[j][c];
-}
-
-// Runs mixers over the nodes of a forward. Its memory is used again by the next layer.
-class Mixing {
-  public:
-    Mixing(const Texts& given, Team& team) : given_(given), order_(given), team_(team) {}
-
-    // Returns `[M, H * V]`, which `mixer.out` takes. `kept` `[B * N, Kept::width]` is null where all states are written here.
-    const Rows& run(const Mixer& mixer, const States& states, const float* in, float* kept) {
-        const int count = static_cast<int>(given_.count);
-        projected_.reserve(count, mixer.in.outputs);
-        mixed_.reserve(count, mixer.channels);
-        rates_.reserve(count, 2 * mixer.heads + mixer.key_heads);
-        output_.reserve(count, mixer.heads * mixer.value_size);
-        multiply_all<End::kStore>(team_, {&mixer.in, in, projected_.rows.data(), count});
-        const int64_t entry = mixer.channels * mixer.reach;
-        const int texts = static_cast<int>(order_.texts.size());
-        pasts_.reserve(texts, entry);
-        team_.loop(texts, [&](int t) {  // each input of the past by itself
-            const float* from = states.inputs + order_.texts[t].from * entry;
-            for (int64_t j = 0; j < mixer.reach; ++j)
-                for (int64_t c = 0; c < mixer.channels; ++c) pasts_.rows[t][j * mixer.channels + c] = from[c * mixer.reach + j];
-        });
-        each_node([&](int t, int m) { prepare(mixer, t, m, kept); });
-        const int parts = static_cast<int>(mixer.heads) * Columns::parts(mixer);
-        team_.loop(texts * parts, [&](int chunk) {
-            const Columns columns(mixer, chunk % parts);
-            with_vectors(columns.vectors, [&](auto vectors) {
-                follow<vectors()>(mixer, states, order_.texts[chunk / parts], columns, kept);
-            });
-        });
-        each_node([&](int, int m) { finish(mixer, m); });
-        team_.loop(texts, [&](int t) {
-            const Order::Text& text = order_.texts[t];
-            for (int w = text.first_write; w < text.last_write; ++w) {
-                const int64_t* write = given_.writes + 3 * w;
-                store_inputs(window(mixer, t, text.begin + static_cast<int>(write[1]) - 1), mixer.channels,
-                             states.inputs + write[2] * entry);
-            }
-        });
-        return output_;
-    }
-
-  private:
-    template <class Work>
-    void each_node(const Work& work) {
-        constexpr int kChunk = 4;  // nodes that are worth sharing
-        int texts = static_cast<int>(order_.texts.size());
-        starts_.assign(1, 0);
-        for (int t = 0; t < texts; ++t)
-            starts_.push_back(starts_.back() + (order_.texts[t].end - order_.texts[t].begin + kChunk - 1) / kChunk);
-        team_.loop(starts_.back(), [&](int chunk) {
-            const int t = static_cast<int>(std::upper_bound(starts_.begin(), starts_.end(), chunk) - starts_.begin()) - 1;
-            const int first = order_.texts[t].begin + (chunk - starts_[t]) * kChunk;
-            for (int m = first; m < std::min(first + kChunk, order_.texts[t].end); ++m) work(t, m);
-        });
-    }
-
-    // The last k inputs up to a node of a text; up to the text itself if it comes before the first node.
-    std::vector<const float*> window(const Mixer& mixer, int t, int m) const {
-        std::vector<const float*> rows(mixer.reach);
-        int64_t past = mixer.reach;
-        if (m < order_.texts[t].begin) m = -1;
-        for (int64_t j = mixer.reach - 1; j >= 0; --j) {
-            if (m >= 0) {
-                rows[j] = projected_.rows[m];
-                m = order_.parent[m];
-            } else {
-                rows[j] = pasts_.rows[t] + --past * mixer.channels;
-            }
-        }
-        return rows;
-    }
-
-    // Convolve a node's inputs, and find its decays and rates.
-    void prepare(const Mixer& mixer, int t, int m, float* kept) {
-        const std::vector<const float*> rows = window(mixer, t, m);
-        float *const out = mixed_.rows[m], *const rates = rates_.rows[m];
-        const int64_t channels = mixer.channels, size = mixer.key_size;
-        const auto sum_at = [&](int64_t c) {
-            Vec sum = mixer.taps_bias == nullptr ? Vec{} : load(mixer.taps_bias + c);
-            for (int64_t j = 0; j < mixer.reach; ++j) sum += load(rows[j] + c) * load(mixer.taps + j * channels + c);
-            return silu(sum);
-        };
-        int64_t c = 0;
-        for (; c + kLanes <= channels; c += kLanes) store(out + c, sum_at(c));
-        for (; c < channels; ++c) {
-            float sum = mixer.taps_bias == nullptr ? 0.0f : mixer.taps_bias[c];
-            for (int64_t j = 0; j < mixer.reach; ++j) sum += rows[j][c] * mixer.taps[j * channels + c];
-            out[c] = sum / (1.0f + std::exp(-sum));
-        }
-        const bool delta = mixer.rule == Rule::kDelta;
-        const float scale = 1.0f / std::sqrt(static_cast<float>(size));
-        for (int64_t g = 0; g < mixer.key_heads; ++g) {
-            float *const query = out + mixer.query_at + g * size, *const key = out + mixer.key_at + g * size;
-            if (delta) {
-                shorten(query, size, scale);
-                shorten(key, size, 1.0f);
-            }
-            rates[2 * mixer.heads + g] = dot(query, key, size);
-        }
-        const float* const steps = projected_.rows[m] + channels + mixer.heads * mixer.value_size;
-        for (int64_t h = 0; h < mixer.heads; ++h) {
-            float step = steps[h] + mixer.step_bias[h];
-            step = step > 20.0f ? step : std::log1p(std::exp(step));
-            if (given_.parents == nullptr) step = std::min(std::max(step, mixer.least), mixer.most);
-            rates[h] = std::exp(mixer.decays[h] * step);
-            rates[mixer.heads + h] = delta ? mixer.rate / (1.0f + std::exp(-steps[mixer.heads + h])) : step;
-        }
-        if (kept == nullptr) return;
-        const Kept at(mixer);
-        float* const to = kept + given_.which[m] * at.width;
-        std::copy(projected_.rows[m], projected_.rows[m] + channels, to);
-        std::copy(out + mixer.key_at, out + mixer.key_at + mixer.key_heads * size, to + at.keys);
-        std::copy(rates, rates + mixer.heads, to + at.decays);
-    }
-
-    // Make a vector `scale` long.
-    static void shorten(float* vector, int64_t size, float scale) {
-        const float factor = scale / std::sqrt(dot(vector, vector, size) + 1e-6f);
-        for (int64_t i = 0; i < size; ++i) vector[i] *= factor;
-    }
-
-    static float dot(const float* one, const float* other, int64_t size) {
-        Vec sums{};
-        int64_t i = 0;
-        for (; i + kLanes <= size; i += kLanes) sums += load(one + i) * load(other + i);
-        float sum = sum_lanes(sums);
-        for (; i < size; ++i) sum += one[i] * other[i];
-        return sum;
-    }
-
-    // Follow all nodes of a text with some columns of a head's state.
-    template <int vectors>
-    void follow(const Mixer& mixer, const States& states, const Order::Text& text, const Columns& columns, float* kept) {
-        static thread_local std::vector<float> places;
-        const int64_t size = mixer.key_size, width = vectors * kLanes;
-        const int64_t group = columns.head / (mixer.heads / mixer.key_heads);
-        const int64_t of_head = columns.head * mixer.value_size + columns.first;  // where the columns lie among all heads'
-        const int64_t entry = mixer.heads * size * mixer.value_size;
-        const auto memory = [&](int64_t of) {
-            return states.memories + of * entry + columns.head * size * mixer.value_size + columns.first;
-        };
-        const Kept at(mixer);
-        if (static_cast<int64_t>(places.size()) < text.places * size * width) places.resize(text.places * size * width);
-        int write = text.first_write;
-        const auto keep = [&](int64_t after, const float* state, int64_t stride) {
-            for (; write < text.last_write && given_.writes[3 * write + 1] == after; ++write) {
-                float* const to = memory(given_.writes[3 * write + 2]);
-                if (to == state) continue;
-                for (int64_t k = 0; k < size; ++k)
-                    std::copy(state + k * stride, state + k * stride + width, to + k * mixer.value_size);
-            }
-        };
-        keep(0, memory(text.from), mixer.value_size);
-        for (int m = text.begin; m < text.end; ++m) {
-            const int source = order_.source[m], target = order_.target[m];
-            const float* state = source < 0 ? memory(text.from) : places.data() + source * size * width;
-            const int64_t stride = source < 0 ? mixer.value_size : width;
-            const float* const query = mixed_.rows[m] + mixer.query_at + group * size;
-            const float* const key = mixed_.rows[m] + mixer.key_at + group * size;
-            const float* const rates = rates_.rows[m];
-            const float decay = rates[columns.head], rate = rates[mixer.heads + columns.head];
-            const float both = rates[2 * mixer.heads + group];
-            Vec known[vectors], found[vectors];
-            read_state<vectors>(state, stride, key, query, size, known, found);
-            float written[kWide * kLanes];
-            for (int v = 0; v < vectors; ++v) {
-                const Vec value = load(mixed_.rows[m] + mixer.value_at + of_head + v * kLanes);
-                const Vec some = rate * (mixer.rule == Rule::kDelta ? value - decay * known[v] : value);
-                store(written + v * kLanes, some);
-                Vec out = decay * found[v] + both * some;
-                if (mixer.skip != nullptr) out += mixer.skip[columns.head] * value;
-                store(output_.rows[m] + of_head + v * kLanes, out);
-            }
-            if (kept != nullptr)
-                std::copy(written, written + width, kept + given_.which[m] * at.width + at.written + of_head);
-            if (target < 0) continue;
-            float* const next = places.data() + target * size * width;
-            advance_state<vectors>(state, stride, next, width, key, written, decay, size);
-            keep(m - text.begin + 1, next, width);
-        }
-    }
-
-    // Norm and gate a node's output.
-    void finish(const Mixer& mixer, int m) {
-        float* const out = output_.rows[m];
-        const float* const gates = projected_.rows[m] + mixer.channels;
-        const int64_t size = mixer.heads * mixer.value_size;
-        const auto gate = [&] {
-            for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(out + i) * silu(load(gates + i)));
-        };
-        if (mixer.gate_first) gate();
-        for (int64_t i = 0; i < size && mixer.normed > 0; i += mixer.normed)
-            normalise(out + i, mixer.norm + i, out + i, mixer.normed, mixer.epsilon);
-        if (!mixer.gate_first) gate();
-    }
-
-    const Texts given_;
-    const Order order_;
-    Team& team_;
-    Rows projected_, mixed_, rates_, pasts_, output_;
-    std::vector<int> starts_;
-};
 
 // A layer, and what has been kept of its nodes.
 struct KeptLayer {
@@ -366,10 +187,14 @@ inline void keep_paths(const KeptLayer& layer, const Accepted& accepted, Team& t
         const float* state = layer.states.memories + from * entry + offset;
         with_vectors(columns.vectors, [&](auto vectors) {
             for (int64_t place = 0; place < length; ++place, state = after) {
-                const float* const of = node(place);
-                advance_state<vectors()>(state, mixer.value_size, after, mixer.value_size, of + at.keys + group * size,
-                                         of + at.written + columns.head * mixer.value_size + columns.first,
-                                         of[at.decays + columns.head], size);
+                const float *const of = node(place), *const key = of + at.keys + group * size;
+                const float* const written = of + at.written + columns.head * mixer.value_size + columns.first;
+                const int64_t stride = mixer.value_size;
+                if (mixer.rule == Rule::kSelective)
+                    select_state<vectors()>(state, stride, after, stride, key, nullptr, written,
+                                            of + at.decays + columns.first, mixer.decays + columns.first, stride, size, nullptr);
+                else
+                    advance_state<vectors()>(state, stride, after, stride, key, written, of[at.decays + columns.head], size);
             }
         });
     });

@@ -56,6 +56,7 @@ struct Order {
         }
         for (int64_t w = 0; w < given.write_count; ++w) {
             const int64_t* write = given.writes + 3 * w;
+            if (text_of[write[0]] < 0) continue;  // nothing of it is run
             Text& text = texts[text_of[write[0]]];
             if (text.last_write == 0) text.first_write = static_cast<int>(w);
             text.last_write = static_cast<int>(w) + 1;

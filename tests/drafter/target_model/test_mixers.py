@@ -117,10 +117,10 @@ def test_recurrent_layers_whose_code_is_not_known_are_refused(monkeypatch: pytes
 def test_the_plan_counts_what_kernels_keep_of_a_node() -> None:
     found = {family: hybrid_base(family).cache_bytes for family in ("lfm2", "qwen3_next", "mamba")}
     # Three layers each, three states a slot. Convolutions keep three or four inputs for each of their channels.
-    assert (found["lfm2"].slot, found["lfm2"].node) == (3 * 3 * 32 * 3 * 4, 3 * 32 * 3 * 4)
+    assert (found["lfm2"].slot, found["lfm2"].node) == (3 * 3 * 32 * 3 * 4, 3 * 32 * 4)
     channels, state = 2 * 16 + 64, 4 * 8 * 16
     assert found["qwen3_next"].slot == 3 * 3 * (channels * 4 + state) * 4
-    # Instead of the state a key, a value and a decay of each head; natively keys that heads share, and one input.
+    # Instead of the state an input, a key, a value and a decay of each head.
     assert found["qwen3_next"].node == 3 * (channels + 2 * 8 + 4 * (16 + 1)) * 4
     own = BaseModel(hybrid_model("qwen3_next"), native=False).cache_bytes
     assert own.node == 3 * (channels * 4 + 4 * (8 + 16 + 1)) * 4

@@ -97,6 +97,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 48,
         "head_dim": 32,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
     "qwen3_moe, weights of all experts": {**_EXPERTS, "norm_topk_prob": False},
 }

@@ -23,7 +23,20 @@ from tests.support.marks import slow_but
 from tests.support.trees import random_paths
 
 MAIN = ("qwen3_next", "granitemoehybrid")
-FAMILIES = (*MAIN, "qwen3_5_text", "olmo_hybrid", "falcon_h1", "nemotron_h", "bamba", "zamba2", "mamba2")
+FAMILIES = (
+    *MAIN,
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "bamba",
+    "zamba2",
+    "mamba2",
+    "mamba",
+    "jamba",
+)
 ROWS, NODES, WIDTH, LENGTH = 5, 9, 32, 250
 
 
@@ -191,7 +204,7 @@ def natives(base: BaseModel) -> list[bool]:
 def test_what_has_no_kernel_runs_by_its_own_code() -> None:
     assert natives(hybrid_base("qwen3_next")) == [True] * 3
     assert isinstance(hybrid_base("qwen3_5_text")._executor, NativeDecoder)
-    assert natives(hybrid_base("mamba")) == [False] * 3  # no kernel
+    assert natives(hybrid_base("kimi_linear")) == [False] * 3  # no kernel
     assert natives(BaseModel(hybrid_model("qwen3_next").bfloat16())) == [False] * 3
     uneven = BaseModel(hybrid_model("qwen3_5_text", linear_value_head_dim=12))
     assert (natives(uneven), uneven.executor_name) == ([False] * 3, "ModelCode")
