@@ -119,7 +119,7 @@ def measure_rates(bases: Mapping[str, BaseModel], rows: int) -> list[Rate]:
         ).tolist()
     ]
     config = EngineConfig(max_num_seqs=rows, max_model_len=_PROMPT + _NEW, kept_rows=0)
-    engines = {name: Engine(base, PlainDecoding(), config=config) for name, base in bases.items()}
+    engines = {name: Engine(base, PlainDecoding(), None, config) for name, base in bases.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in bases}
     for turn in range(_WARM_UP + _TURNS):
         for name, engine in engines.items():

@@ -140,7 +140,7 @@ def _mamba(module: Any) -> Description:
 
 
 def _epsilon(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
+    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0))
 
 
 def _convolution(module: Any) -> Description:

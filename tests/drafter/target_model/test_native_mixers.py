@@ -226,7 +226,7 @@ def test_a_kernel_that_gives_other_numbers_or_is_not_there_is_not_used(
         found.settings["rate"] = 2
         return found
 
-    monkeypatch.setitem(native_mixers.MIXERS, "Qwen3NextGatedDeltaNet", described)  # type: ignore[arg-type]
+    monkeypatch.setitem(native_mixers.MIXERS, "Qwen3NextGatedDeltaNet", described)
     base = BaseModel(hybrid_model("qwen3_next"))
     assert natives(base) == [False] * 3
     assert "mixes by its own code" in caplog.text
