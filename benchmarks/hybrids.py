@@ -49,7 +49,7 @@ from drafter.tree.token_tree import TokenTree
 COSTS_FILE, RATES_FILE, TABLE_FILE = "costs.json", "rates.json", "hybrids.md"
 BATCHES, NODES = (1, 4, 16), (7,)
 ROWS = (1, 16, 64, 256)  # of plain decoding
-_PROMPT, _NEW, _FEWEST = 32, 64, 4  # tokens, and the least number of requests
+_PROMPT, _NEW, _FEWEST, _RATES = 32, 32, 4, 3  # tokens, the least number of requests, turns
 _CONTEXT, _WARM_UP, _TURNS = 256, 1, 5
 _LONG = 512  # tokens of a row whose memory the page has
 _QUESTIONS = "gsm8k/test.jsonl"
@@ -95,12 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(args.heads) not in (0, len(args.models)):
         parser.error("there must be a head for each model, or none")
     command = shlex.join(["python", "-m", "benchmarks.hybrids", *given])
-    bases = {folder.name: load_base(folder) for folder in args.models}
+    bases = {folder: load_base(folder) for folder in args.models}
     rates = [asdict(rate) for rows in ROWS for rate in measure_rates(bases, rows)]
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / RATES_FILE, {"load": os.getloadavg()[0], "rates": rates})
     for number, folder in enumerate(args.models):
-        base, output = bases[folder.name], args.output / folder.name
+        base, output = bases[folder], args.output / folder.name
         output.mkdir(parents=True, exist_ok=True)
         if args.heads:
             measure_speed(base, folder, args.heads[number], args, command).save(output)
@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(write_page(args.output, [folder.name for folder in args.models]))
 
 
-def measure_rates(bases: Mapping[str, BaseModel], rows: int) -> list[Rate]:
-    """Decode plainly by each model in turns, so many rows at a time."""
+def measure_rates(bases: Mapping[Path, BaseModel], rows: int) -> list[Rate]:
+    """Decode plainly by the model of each folder in turns, so many rows at a time."""
     requests = [
         Request(prompt, SamplingParams(_NEW, ignore_eos=True))
         for prompt in torch.randint(
@@ -119,9 +119,11 @@ def measure_rates(bases: Mapping[str, BaseModel], rows: int) -> list[Rate]:
         ).tolist()
     ]
     config = EngineConfig(max_num_seqs=rows, max_model_len=_PROMPT + _NEW, kept_rows=0)
-    engines = {name: Engine(base, PlainDecoding(), None, config) for name, base in bases.items()}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in bases}
-    for turn in range(_WARM_UP + _TURNS):
+    engines = {
+        folder.name: Engine(base, PlainDecoding(), load_tokenizer(folder), config) for folder, base in bases.items()
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for turn in range(_WARM_UP + _RATES):
         for name, engine in engines.items():
             start, cpu_start = time.perf_counter(), time.process_time()
             for request in requests:
