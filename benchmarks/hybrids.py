@@ -280,7 +280,7 @@ def write_page(folder: Path, names: Sequence[str]) -> str:
     if speeds:
         parts += [
             "## Speed",
-            "Greedy, on questions of GSM8K's test split, with heads of the same kind and training. β: new tokens per "
+            "Greedy, on questions of GSM8K's test split. β: new tokens per "
             "forward. γ: speed relative to plain decoding in the same engine and run.",
             markdown_table(speeds),
         ]

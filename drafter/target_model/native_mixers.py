@@ -140,7 +140,7 @@ def _mamba(module: Any) -> Description:
 
 
 def _epsilon(norm: Any) -> float:
-    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0))
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0)))
 
 
 def _convolution(module: Any) -> Description:
