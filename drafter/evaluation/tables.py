@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from drafter.evaluation.environment import machine
@@ -57,6 +58,20 @@ def acceptance_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
             | {"differing": "" if cell.differing_tokens is None else cell.differing_tokens}
         )
     return rows
+
+
+def tree_ratios(found: Sequence[Figures]) -> list[dict[str, object]]:
+    """Return by how much more a drafter's exact tree brings than its chain of as many draft tokens, at each setting."""
+    chains = {
+        (one.cell.setting, replace(one.cell.arm, tree="exact")): one for one in found if one.cell.arm.tree == "chain"
+    }
+    return [
+        {"questions": one.cell.questions, "T": f"{one.cell.temperature:g}", "batch": one.cell.batch}
+        | {name: value for name, value in _named(one.cell.arm).items() if name != "tree"}
+        | {"β, tree ÷ chain": f"{one.beta / chain.beta:.2f}", "γ, tree ÷ chain": f"{one.gamma / chain.gamma:.2f}"}
+        for one in found
+        if (chain := chains.get((one.cell.setting, one.cell.arm))) and one.beta and chain.beta
+    ]
 
 
 def speed_table(found: Sequence[Figures]) -> str:
@@ -132,6 +147,8 @@ def page(results: Results) -> str:
     parts = ["# Evaluation", _heading(results), *remarks(results), speed_tables(results)]
     if len(results.questions) <= _MOST_SETS:
         parts += ["## Accepted draft tokens", markdown_table(acceptance_rows(figures(results.cells)))]
+    if ratios := tree_ratios(figures(results.cells)):
+        parts += ["## Tree ÷ chain", markdown_table(ratios)]
     settings: dict[Setting, list[Cell]] = {}
     for cell in results.cells:
         settings.setdefault(cell.setting, []).append(cell)

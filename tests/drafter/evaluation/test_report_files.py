@@ -18,6 +18,7 @@ from drafter.evaluation.tables import (
     speed_table,
     speed_tables,
     stage_table,
+    tree_ratios,
     write_report,
 )
 from drafter.statistics import DecodeCounts, speedup
@@ -129,8 +130,8 @@ def test_the_table_of_accepted_draft_tokens_by_position() -> None:
     assert {name: head[name] for name in shares} == shares | {"≥ 1": "0.50", "≥ 2": "0.17"}
     assert {name: plain[name] for name in shares} == shares
     assert (head["questions"], head["β"], head["tokens/s"], head["γ"]) == ("chat", "1.67", "75", "3.00")
-    head, rule, _, row, *_ = latex_table([{"a_b": "50 %", "β": 1}, {"a_b": "R & D", "β": 2}]).split("\n")[1:]
-    assert (head, rule, row) == (r"\toprule", r"a\_b & $\beta$ \\", r"50 \% & 1 \\")
+    rule, names, _, row, *_ = latex_table([{"a_b": "50 %", "β": 1}, {"a_b": "R & D", "β": 2}]).split("\n")[1:]
+    assert (rule, names, row) == (r"\toprule", r"a\_b & $\beta$ \\", r"50 \% & 1 \\")
 
 
 def test_many_sets_of_questions_have_a_row_each() -> None:
@@ -138,6 +139,18 @@ def test_many_sets_of_questions_have_a_row_each() -> None:
     many = replace(one, questions={str(name): one.questions["chat"] for name in range(5)})
     assert "| chat | 0 | 1 | ctc | exact | 16 | 1.67 |" in speed_tables(many)
     assert "chat β" not in speed_tables(many)
+
+
+def test_a_tree_is_compared_with_the_chain_of_as_many_tokens() -> None:
+    plain, tree = cells()
+    chain = replace(
+        tree, arm=replace(HEAD, tree="chain"), counts={"": counts(60, [40])}, seconds=[[1.0, 1.0], [0.5, 0.5]]
+    )
+    (row,) = tree_ratios(figures([plain, tree, chain, replace(chain, arm=replace(chain.arm, nodes=4))]))
+    assert row == {"questions": "chat", "T": "0", "batch": 1, "method": "ctc", "draft nodes": 16} | {
+        "β, tree ÷ chain": "1.11",
+        "γ, tree ÷ chain": "3.00",
+    }
 
 
 def test_what_a_reader_must_know_is_said_first() -> None:
