@@ -53,7 +53,7 @@ class Evaluation:
         self._arms: list[Arm] = []
         self._skipped: list[Skipped] = []
         for name, tree in product(plan.drafters, plan.trees):
-            arms = [Arm(name, tree, nodes, plan.forced) for nodes in plan.num_draft_tokens]
+            arms = [Arm(name, tree, nodes, plan.acceptance) for nodes in plan.num_draft_tokens]
             try:
                 self._drafter(arms[0])
             except ValueError as error:
@@ -128,7 +128,7 @@ class Evaluation:
         Raises `ValueError` if the drafter has no such tree.
         """
         drafter = self._own_drafter(arm)
-        return drafter if arm.forced is None else ForcedAcceptance(drafter, answers or {}, arm.forced)
+        return drafter if arm.acceptance is None else ForcedAcceptance(drafter, answers or {}, arm.acceptance)
 
     def _own_drafter(self, arm: Arm) -> Drafter:
         if arm.nodes is None:

@@ -185,7 +185,7 @@ def remarks(results: Results) -> list[str]:
             took = "" if seconds is None else f", in {seconds / 3600:.1f} hours"
             learned = f"{texts:,} texts with {targets:,} targets, {steps:,} steps{took}"
             said.append(f"{Arm(name, 'exact').method}: {head['parameters']:,} parameters, learned from {learned}.")
-    if (forced := results.plan.get("forced")) is not None:
+    if (forced := results.plan.get("acceptance")) is not None:
         said.append(
             f"**Acceptance is FORCED to β {forced:g}**: trees have so many right tokens, at the drafters' own cost, so "
             "the figures are the system's."

@@ -91,7 +91,7 @@ class EvaluateConfig:
             _each(usual if self.batch is None else self.batch),
             _each(self.temperature),
             **{name: getattr(self, name) for name in shared},
-            forced=self._forced(),
+            acceptance=self._forced(),
         )
 
     def _forced(self) -> float | None:

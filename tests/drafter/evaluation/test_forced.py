@@ -40,7 +40,7 @@ def test_steps_yield_what_is_forced_and_plain_decodings_tokens(tiny_base: BaseMo
     plan = Plan(
         *(("cacheback",), ("exact",), (4,), (2,), (0.8,)),
         max_new_tokens=24,
-        forced=forced,
+        acceptance=forced,
     )
     results, _ = evaluate(tiny_base, plan)
     plain, drafted = figures([cell for cell in results.cells if cell.questions == "sums"])

@@ -158,10 +158,10 @@ def test_what_a_reader_must_know_is_said_first() -> None:
         "data": {"mine": {"texts": 3, "targets": 40}, "yours": {"texts": 2, "targets": 2}},
         "history": [{"step": 5, "seconds": 5400}],
     }
-    arm = replace(HEAD, forced=2.5)
+    arm = replace(HEAD, acceptance=2.5)
     rejected = replace(cells()[1], arm=arm, counts={"": counts(205, [195, 5])})
     heads = {HEAD.drafter: {"parameters": 1000, "training": training}}
-    said = remarks(replace(results([cells()[0], rejected]), heads=heads, plan={"forced": 2.5}))
+    said = remarks(replace(results([cells()[0], rejected]), heads=heads, plan={"acceptance": 2.5}))
     assert said[0] == "ctc: 1,000 parameters, learned from 5 texts with 42 targets, 5 steps, in 1.5 hours."
     assert said[1].startswith("**Acceptance is FORCED to β 2.5**")
     assert said[2].startswith("**ctc, FORCED to β 2.5 on chat: WARNING: only 5 of 3,200 draft tokens were accepted")
