@@ -15,11 +15,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.heads import answers
 from drafter.ctc.head import CTCHead, NativeSearch
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (LoadError, QuestionError) as error:
         raise SystemExit(f"error: {error}") from error
     command = shlex.join(["python", "-m", "studies.sharpness", *given])
-    record = {"environment": environment(base, command), "rows": rows}
+    record: dict[str, Any] = {"environment": environment(base, command), "rows": rows}
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / RECORD_FILE, record)
     where = f"`{record['environment']['command']}`, commit {record['environment']['commit']}."
@@ -129,13 +131,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         line = {"T": f"{row['T']:g}", "factor": f"{row['factor']:g}", "places": int(places.sum())}
         for at, nodes in enumerate(NODES):
             line[f"tokens, {nodes} nodes"] = f"{ours[:, at].sum() / places.sum():.2f}"
-            gain = ours[:, at].sum() / theirs[:, at].sum()
-            sure = bootstrap(
-                len(places), lambda some, at=at, a=ours, b=theirs: float(a[some, at].sum() / b[some, at].sum())
-            )
-            line[f"÷, {nodes} nodes"] = with_interval(gain, sure)
+            gain = partial(_ratio, ours[:, at], theirs[:, at])
+            line[f"÷, {nodes} nodes"] = with_interval(gain(np.arange(len(places))), bootstrap(len(places), gain))
         lines.append(line)
     return markdown_table(lines)
+
+
+def _ratio(ours: NDArray[np.int64], theirs: NDArray[np.int64], texts: NDArray[np.int64]) -> float:
+    return float(ours[texts].sum() / theirs[texts].sum())
 
 
 if __name__ == "__main__":
