@@ -1,10 +1,11 @@
-"""What a CTC head's trees gain if its logits are multiplied before the search, which `recipes.sharpen` does for good.
+"""What a CTC head's trees gain if its logits are multiplied before the search: its tokens are surer then.
 
     python -m studies.sharpness --output studies/results/sharpness
 
 The trees are set at places of the base's own answers to held-out questions, greedy and drawn, for each factor at the
 same places. The figure is the mean number of tokens that a step there would yield, and nothing in it depends on the
-machine.
+machine. A head learns what its target model finds likely at temperature 1, and what is decoded is surer than that; but
+a head that has learned little is too sure as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import copy
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks.heads import answers
 from drafter.ctc.head import CTCHead, NativeSearch
@@ -39,7 +41,6 @@ from drafter.target_model.loading import load_base
 from drafter.target_model.model import BaseModel
 from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import RegeneratedText, accepted_depths, base_hidden_states, walked_batches
-from recipes.sharpen import sharpened
 
 NODES = (3, 7, 15)
 RECORD_FILE, TABLE_FILE = "sharpness.json", "sharpness.md"
@@ -119,6 +120,12 @@ def measure(
             found = accepted_depths(trees, batch.targets.flatten(0, 1), batch.lengths.flatten(), NODES)
             accepted[factor] += found.view(len(NODES), *batch.anchors.shape).sum(2).T.tolist()
     return [where | {"factor": factor, "places": places, "accepted": accepted[factor]} for factor in factors]
+
+
+def sharpened(tensors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Return a head's tensors with its logits multiplied. The blank reads the same states: its weights are divided."""
+    factors = {"norm.weight": factor, "norm.bias": factor, "blank.weight": 1 / factor}
+    return {name: tensor * factors.get(name, 1) for name, tensor in tensors.items()}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
