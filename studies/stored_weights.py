@@ -122,9 +122,10 @@ def tell_memory(model: str, dequantize: bool) -> None:
     found = {"imports": _status("VmRSS")}
     base = in_passing_thread(lambda: load_base(model, dequantize=dequantize))
     found |= {"most in loading": _status("VmHWM"), "loaded": _status("VmRSS")}
-    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     requests = requests_of(base, 1)
-    decode_all(engine_of(base, model, requests), requests)
+    engine = engine_of(base, model, requests)
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    decode_all(engine, requests)
     print(json.dumps(found | {"most in decoding": _status("VmHWM")}))
 
 

@@ -148,6 +148,7 @@ class LayerStruct(ctypes.Structure):
         (Pointer, "attention_norm mlp_norm attention_after mlp_after query_norm key_norm cosines sines"),
         (_I64, "window"),
         (ctypes.POINTER(ExpertsStruct), "experts"),
+        (Pointer, "mixer"),
         (MatrixStruct, "qkv output gate_up down"),
     )
 
@@ -157,7 +158,7 @@ class DecoderStruct(ctypes.Structure):
         (ctypes.POINTER(LayerStruct), "layers"),
         (Pointer, "embedding final_norm"),
         (MatrixStruct, "head table"),
-        (_I64, "positions hidden heads kv_heads head_size rotated vocabulary joint_heads"),
+        (_I64, "positions hidden heads kv_heads head_size rotated vocabulary joint_heads gated"),
         (_F32, "epsilon scale score_cap embedding_scale residual_scale logit_scale logit_cap"),
         (_I32, "gate"),
     )
@@ -166,6 +167,8 @@ class DecoderStruct(ctypes.Structure):
 class ForwardStruct(ctypes.Structure):
     _fields_ = _fields(
         (ctypes.POINTER(Pointer), "keys values"),
+        (Pointer, "texts states"),
+        (ctypes.POINTER(Pointer), "kept"),
         (Pointer, "blocks"),
         (_I64, "block slot_blocks first_slot rows nodes"),
         (Pointer, "tokens lengths positions ancestors which"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
+from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from drafter.native.build import MatrixStruct, PackedWeights, UnsuitableError, gated_order
@@ -38,6 +39,8 @@ def stored_weights(file: Path, model: Any) -> dict[str, Stored]:
 
     reader = gguf.GGUFReader(file)
     kind = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+    if is_gguf_arch_supported(kind):  # transformers reads it in another way, which names no tensors of the file
+        return {}
     processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=model.config.to_dict())
     names, found = get_gguf_hf_weights_map(model, processor), {}
     for tensor in reader.tensors:
@@ -119,9 +122,9 @@ class LinearWeights:
         self._weights, self._stored = weights, stored
         self.coded: dict[Tensor, CodedWeight] = {}
 
-    def matrix(self, layers: Sequence[Any]) -> MatrixStruct:
-        """Lay out layers with the same inputs, one behind another."""
-        return self._coded(layers) or self._weights.matrix(*_joined(layers))
+    def matrix(self, layers: Sequence[Any], order: Tensor | None = None) -> MatrixStruct:
+        """Lay out layers with the same inputs, one behind another, or in another order of their outputs."""
+        return self._coded(layers, order) or self._weights.matrix(*_joined(layers), order)
 
     def gated(self, layers: Sequence[Any]) -> MatrixStruct:
         """Lay out the first matrix `[2 m, d]` of a gated MLP, whose first half is the gate."""
