@@ -231,6 +231,12 @@ class Pieces:
         return piece
 
 
+def give_back() -> None:
+    """Let the system have the memory that was freed. glibc keeps that of a model's weights otherwise."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def _huge_pages(size: int) -> Tensor:
     memory = _mapped(size + _HUGE)
     try:

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from drafter.errors import LoadError
 
 _SUFFIX = ".gguf"
@@ -102,9 +104,21 @@ def metadata_read_once() -> Iterator[None]:
     except ModuleNotFoundError:  # transformers says so, where it needs it
         yield
         return
+
+    class Reader(gguf.GGUFReader):
+        """Takes parts of a file as plain arrays: parts of a map are larger, and slower to make."""
+
+        @property
+        def data(self) -> Any:
+            return self._content
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._content = mapped.view(np.ndarray)
+
     with _READING:
         reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-        gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(names)
+        gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(names)
         try:
             yield
         finally:

@@ -132,7 +132,11 @@ def _fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
 
 
 class MatrixStruct(ctypes.Structure):
-    _fields_ = _fields((Pointer, "weights bias"), (_I64, "inputs outputs"), (_I32, "half unused"))
+    _fields_ = _fields((Pointer, "weights bias"), (_I64, "inputs outputs"), (_I32, "half coded"))
+
+
+class CodedBlockStruct(ctypes.Structure):
+    _fields_ = _fields((Pointer, "codes"), (_I64, "format"))
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -153,7 +157,7 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = _fields(
         (ctypes.POINTER(LayerStruct), "layers"),
         (Pointer, "embedding final_norm"),
-        (MatrixStruct, "head"),
+        (MatrixStruct, "head table"),
         (_I64, "positions hidden heads kv_heads head_size rotated vocabulary joint_heads gated"),
         (_F32, "epsilon scale score_cap embedding_scale residual_scale logit_scale logit_cap"),
         (_I32, "gate"),
@@ -247,6 +251,10 @@ def library() -> ctypes.CDLL:
         ("lanes", _I64, []),
         ("takes_heads_of", _I32, [_I64]),
         ("packed_bytes", _I64, [_I64, _I64, _I32]),
+        ("coded_bytes", _I64, [_I64, _I64]),
+        ("lay_out", None, [_I64, _I64, Pointer, _I64, Pointer, Pointer, Pointer, Pointer]),
+        ("expand", None, [ctypes.POINTER(MatrixStruct), Pointer, _I64, Pointer]),
+        ("multiply", None, [ctypes.POINTER(MatrixStruct), Pointer, _I64, Pointer, _I64]),
         ("pack", None, [Pointer, _I64, Pointer, _I64, _I32, Pointer]),
         ("forward", _I32, [ctypes.POINTER(DecoderStruct), ctypes.POINTER(ForwardStruct)]),
         ("search", None, [ctypes.POINTER(JointStruct), ctypes.POINTER(SearchStruct)]),
@@ -267,7 +275,7 @@ def _suitable(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous()
 
 
-_PIECES = Pieces()
+PIECES = Pieces()
 
 
 class PackedMatrix:
@@ -290,20 +298,24 @@ class PackedMatrix:
         # The weights of two inputs are stored together.
         self.half = self.inputs % 2 == 0 and torch.equal(weight.bfloat16().float(), weight)
         size = library().drafter_packed_bytes(self.outputs, self.inputs, self.half)
-        self._packed = _PIECES.take(size)
+        self._packed = PIECES.take(size)
         library().drafter_pack(
             weight.data_ptr(), self.inputs, order.data_ptr(), self.outputs, self.half, self._packed.data_ptr()
         )
-        self._bias: Tensor | None = None
-        if bias is not None:
-            width = 2 * library().drafter_lanes()
-            self._bias = torch.zeros(-(-self.outputs // width) * width, dtype=torch.float32)
-            self._bias[: self.outputs] = torch.where(order >= 0, _suitable(bias)[order.clamp_min(0)], 0)
+        self._bias = None if bias is None else columns_of(bias, order)
 
     def struct(self) -> MatrixStruct:
         """Return the library's view, valid as long as this object lives."""
         bias = None if self._bias is None else self._bias.data_ptr()
         return MatrixStruct(self._packed.data_ptr(), bias, self.inputs, self.outputs, self.half, 0)
+
+
+def columns_of(bias: Tensor, order: Tensor) -> Tensor:
+    """Return a bias in the order of columns, and zeros up to a whole block of outputs."""
+    width = 2 * library().drafter_lanes()
+    columns = torch.zeros(-(-len(order) // width) * width, dtype=torch.float32)
+    columns[: len(order)] = torch.where(order >= 0, _suitable(bias)[order.clamp_min(0)], 0)
+    return columns
 
 
 def gated_order(size: int) -> Tensor:
@@ -322,8 +334,12 @@ class PackedWeights:
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> MatrixStruct:
         packed = PackedMatrix(weight, bias, order)
-        self._kept.append(packed)
+        self.keep(packed)
         return packed.struct()
+
+    def keep(self, one: object) -> None:
+        """Keep an object whose memory the library reads."""
+        self._kept.append(one)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
         """Pack the first matrix `[2 m, d]` of a gated MLP, whose first half is the gate."""
@@ -338,7 +354,7 @@ class PackedWeights:
         if tensor is None:
             return None
         tensor = _suitable(tensor)
-        self._kept.append(tensor)
+        self.keep(tensor)
         return tensor.data_ptr()
 
 

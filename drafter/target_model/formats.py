@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafter.errors import LoadError, first_line
+from drafter.target_model.stored_weights import share_of_coded
 
 _BITSANDBYTES, _BITS = "bitsandbytes", {"load_in_8bit": "8 bit", "load_in_4bit": "4 bit"}
 _ROUNDS_ACTIVATIONS = frozenset({"bitnet", "fbgemm_fp8", "fp_quant"})
@@ -138,4 +139,6 @@ def weights_in_words(model: Any, stored: str | None) -> str:
     scheme, dtype = scheme_of(model.config), str(model.dtype).removeprefix("torch.")
     if stored is None:
         return dtype
+    if coded := share_of_coded(model):
+        return f"{stored}, {'partly ' if coded < 1 else ''}as stored"
     return f"{stored}, dequantised to {dtype}" if scheme is None else f"{stored}, as stored"

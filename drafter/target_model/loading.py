@@ -39,6 +39,7 @@ from drafter.target_model.formats import (
     weights_in_words,
 )
 from drafter.target_model.model import BaseModel
+from drafter.target_model.stored_weights import stored_weights
 from drafter.target_model.weights import (
     STRANGE,
     refuse_adapter,
@@ -74,7 +75,7 @@ def load_base(
     eyes: Example | None = None,
     on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
-    """Load a target model; its weights must be safetensors, or a GGUF file, which is dequantised.
+    """Load a target model; its weights must be safetensors, or a GGUF file.
 
     Args:
         name_or_path: Hub id, folder, or GGUF file; see `gguf_file`.
@@ -116,6 +117,8 @@ def load_base(
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
         model = _read(name, partial(auto_class(config).from_pretrained, source, **kwargs))
+        floats = dequantize or adapter is not None or device_map is not None or model.dtype != torch.float32
+        blocks = None if gguf is None or floats or target.type != "cpu" else stored_weights(gguf, model)
     if dequantize:
         model = dequantised(name, model)
     compute_in_fp32(model)
@@ -138,8 +141,10 @@ def load_base(
             blind = f"{name} reads text alone here: {reason}"
             logger.warning(blind)
     on_stage("proving that draft trees have the model's own logits")
-    base = BaseModel(model, name, example=example, weights=weights, before_adapter=before)
+    base = BaseModel(model, name, example=example, weights=weights, before_adapter=before, stored=blocks)
     base.blind = blind or base.blind
+    if blocks:
+        base.weights = weights_in_words(model, stored)
     return base
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafter import devices
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.native.build import BuildError, UnsuitableError
+from drafter.native.coded import Stored
 from drafter.prompt import Prompt
 from drafter.target_model.architecture import (
     NO_PLACE,
@@ -46,6 +48,7 @@ from drafter.target_model.proof import (
     run_plainly,
 )
 from drafter.target_model.sight import Features, Sight
+from drafter.target_model.stored_weights import keep_coded, restore
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class BaseModel:
         example: A prompt with an image, with which reading images is proved. Without one, none are read.
         weights: What the weights are, in words; by default their type.
         before_adapter: `target_fingerprint` of the model before an adapter was merged into it.
+        stored: How a file stores weights, by their names: the native executor reads them so, in place of the model's.
 
     Attributes:
         fingerprints: Its own, and that before an adapter: heads that were made for either draft for it.
@@ -79,6 +83,7 @@ class BaseModel:
         example: Prompt | None = None,
         weights: str = "",
         before_adapter: str | None = None,
+        stored: Mapping[str, Stored] | None = None,
     ) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
@@ -127,7 +132,7 @@ class BaseModel:
                 self._open_eyes(example, texts[-1])
         if native:
             self._mix_natively()
-            self._executor = self._native() or self._model_code
+            self._executor = self._native(stored) or self._model_code
         self.cache_bytes: CacheBytes = self.caches.over(Blocks(1, 1, self.device), self.device).bytes
         self._prepack()
         self.weights_version = 0
@@ -200,9 +205,9 @@ class BaseModel:
         except BuildError as reason:
             _log.warning("%s mixes by its own code, which is slower than the native one: %s", self.name, reason)
 
-    def _native(self) -> Executor | None:
+    def _native(self, stored: Mapping[str, Stored] | None) -> Executor | None:
         try:
-            native = NativeDecoder(self.model, self.decoder, self.config)
+            native = NativeDecoder(self.model, self.decoder, self.config, stored)
         except UnsuitableError as reason:
             _log.debug("%s runs by its own code: %s", self.name, reason)
             return None
@@ -212,6 +217,9 @@ class BaseModel:
         if not executors_agree(self, self._model_code, native):
             _log.warning("%s runs by its own code: the native one gives other numbers", self.name)
             return None
+        if native.coded:
+            keep_coded(self.model, native.coded)
+            devices.give_back()
         return native
 
     @property
@@ -277,6 +285,7 @@ class BaseModel:
     def leave_native(self) -> None:
         """Switch to the model's own code, the only executor that can be compiled."""
         self._executor = self._model_code
+        restore(self.model)
 
     def compile(self) -> None:
         """Switch to the model's own code and compile it; raise `LoadError` for a model with recurrent layers."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +23,7 @@ from drafter.native.build import (
     UnsuitableError,
     library,
 )
+from drafter.native.coded import Stored
 from drafter.native.mixing import StatesStruct
 from drafter.target_model.architecture import attention_kinds, layer_kinds, max_positions
 from drafter.target_model.blocks import FAMILIES, Block
@@ -33,6 +33,7 @@ from drafter.target_model.mixers import Mixer
 from drafter.target_model.native_mixers import NativeMixer
 from drafter.target_model.nodes import PromptNodes, TreeNodes
 from drafter.target_model.state_cache import StateCache
+from drafter.target_model.stored_weights import CodedWeight, LinearWeights
 
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
@@ -45,24 +46,35 @@ Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]", "ctypes.Arra
 class NativeDecoder:
     """`Executor` in fp32 for a decoder of one of the `FAMILIES`; `config` is the decoder's.
 
+    Args:
+        stored: How a file stores weights, by the names of the model's parameters.
+
+    Attributes:
+        coded: What it reads as it is stored, and may take the place of the model's own weights.
+
     Raises `BuildError` if the library cannot be compiled here, and `UnsuitableError` if the model has another
     structure, is not in fp32 on a CPU, or has heads of another size.
     """
 
-    def __init__(self, model: Any, decoder: Any, config: Any) -> None:
+    def __init__(self, model: Any, decoder: Any, config: Any, stored: Mapping[str, Stored] | None = None) -> None:
         self._weights = PackedWeights()
         self._kinds = layer_kinds(config)
         try:
             self._block = _block_of(model, config)
             library()
+            by_weight = {model.get_parameter(name): one for name, one in (stored or {}).items()}
+            linear = LinearWeights(self._weights, by_weight)
+            self.coded: dict[Tensor, CodedWeight] = linear.coded
             self._rotary: nn.Module = decoder.rotary_emb
             self._mixers = self._mixers_of(decoder)
             self._attention: Any = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
             self._head_size: int = self._attention.head_dim
             if not library().drafter_takes_heads_of(self._head_size):
                 raise UnsuitableError(f"its heads have {self._head_size} numbers")
-            self._layers = (LayerStruct * len(decoder.layers))(*starmap(self._layer, enumerate(decoder.layers)))
-            self._struct = self._decoder(model, decoder, config)
+            self._layers = (LayerStruct * len(decoder.layers))(
+                *(self._layer(number, layer, linear) for number, layer in enumerate(decoder.layers))
+            )
+            self._struct = self._decoder(model, decoder, config, linear)
         except (AttributeError, StopIteration) as error:
             raise UnsuitableError(str(error) or "no layer has attention") from error
         windows = {kind: window or _ENDLESS for kind, (window, _) in attention_kinds(config).items()}
@@ -84,8 +96,8 @@ class NativeDecoder:
                 found[number] = mixer.native
         return found
 
-    def _layer(self, number: int, layer: Any) -> LayerStruct:
-        block, weights = self._block, self._weights
+    def _layer(self, number: int, layer: Any, linear: LinearWeights) -> LayerStruct:
+        block = self._block
         mlp = getattr(layer, block.mlp)
         struct = LayerStruct(
             attention_norm=self._norm(layer, block.before_attention),
@@ -97,17 +109,16 @@ class NativeDecoder:
             struct.mixer = ctypes.addressof(self._mixers[number].struct)
         else:
             attention = layer.self_attn
-            struct.qkv = weights.matrix(
-                *_joined([getattr(attention, name) for name in block.qkv]), self._qkv_order(attention)
-            )
-            struct.output = weights.matrix(*_joined([getattr(attention, block.output)]))
+            projections = [getattr(attention, name) for name in block.qkv]
+            struct.qkv = linear.matrix(projections, self._qkv_order(attention))
+            struct.output = linear.matrix([getattr(attention, block.output)])
             if hasattr(attention, block.head_norms[0]):
                 struct.query_norm, struct.key_norm = (self._norm(attention, name) for name in block.head_norms)
         if hasattr(mlp, "experts"):
             struct.experts = ctypes.pointer(self._experts(mlp))
         else:
-            struct.gate_up = weights.gated(*_joined([getattr(mlp, name) for name in block.gate_up]))
-            struct.down = weights.after_gate(*_joined([getattr(mlp, block.down)]))
+            struct.gate_up = linear.gated([getattr(mlp, name) for name in block.gate_up])
+            struct.down = linear.after_gate(getattr(mlp, block.down))
         return struct
 
     def _qkv_order(self, attention: Any) -> Tensor | None:
@@ -136,15 +147,17 @@ class NativeDecoder:
         weight = getattr(owner, name).weight
         return self._weights.address(weight + self._block.norm_offset if self._block.norm_offset else weight)
 
-    def _decoder(self, model: Any, decoder: Any, config: Any) -> DecoderStruct:
+    def _decoder(self, model: Any, decoder: Any, config: Any, linear: LinearWeights) -> DecoderStruct:
         block, embedding, attention = self._block, decoder.embed_tokens.weight, self._attention
         query_norm = getattr(attention, block.head_norms[0], None)
         normed = self._head_size if query_norm is None else len(query_norm.weight)
+        head, table = linear.matrix([model.get_output_embeddings()]), linear.table(decoder.embed_tokens)
         return DecoderStruct(
             layers=self._layers,
-            embedding=self._weights.address(embedding),
+            embedding=self._weights.address(embedding) if table is None else None,
             final_norm=self._norm(decoder, block.final_norm),
-            head=self._weights.matrix(*_joined([model.get_output_embeddings()])),
+            head=head,
+            table=table or MatrixStruct(),
             positions=0,
             hidden=embedding.shape[1],
             heads=config.num_attention_heads,
@@ -313,20 +326,6 @@ def _rotary_kinds(parameters: dict[str, Any]) -> Iterator[str]:
     inside = [one for one in parameters.values() if isinstance(one, dict)]
     for one in inside or [parameters]:
         yield one.get("rope_type") or one.get("type") or "default"
-
-
-def _joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Stack weights `[outputs, inputs]` and biases `[outputs]` of linear layers with the same input."""
-    for layer in layers:
-        if not isinstance(layer, nn.Linear):
-            raise UnsuitableError(f"{type(layer).__name__} stands where a linear layer is expected")
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases = [layer.bias for layer in layers]
-    if all(bias is None for bias in biases):
-        return weight, None
-    if any(bias is None for bias in biases):
-        raise UnsuitableError("some of its query, key and value layers have a bias, and others have none")
-    return weight, torch.cat([bias.detach() for bias in biases])
 
 
 def _floats(*shape: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafter.errors import LoadError, shown
 from drafter.target_model.architecture import make_model
+from drafter.target_model.stored_weights import share_of_coded
 from drafter.target_model.weights import STRANGE, and_more
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -28,8 +29,11 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
     """
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     what = f"new weights for {name!r}"
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise LoadError(f"{what}: its weights are quantised, and only those of a model in floating point can change")
+    if getattr(model, "hf_quantizer", None) is not None or share_of_coded(model):
+        raise LoadError(
+            f"{what}: its weights are quantised, and only those of a model in floating point can change: load it "
+            "dequantised (loading.dequantize true, in Python dequantize=True)"
+        )
     if offloaded := [key for key, tensor in own.items() if tensor.is_meta]:
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)

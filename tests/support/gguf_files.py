@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
+from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -19,24 +21,49 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ Ġ", "t h", "th e"]
 
 
-def tiny_llama() -> Any:
+_SCALES = {
+    GGMLQuantizationType.Q4_K: {0: 3e-4, 2: 2e-3},
+    GGMLQuantizationType.Q5_K: {0: 1.5e-4, 2: 2e-3},
+    GGMLQuantizationType.Q6_K: {208: 5e-5},
+}
+"""Of formats that the package does not write: where a block has fp16 numbers, and some that suit a small model."""
+
+
+def tiny_llama(**changes: Any) -> Any:
     """Return a random Llama whose widths are multiples of 32, as blocks of quantised weights are."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(_vocabulary()),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": len(_vocabulary()),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
 
 
-def write_gguf(model: Any, file: Path) -> None:
-    """Write a model as llama.cpp's converter would: queries and keys in its order of rotary pairs, matrices in Q4_1."""
+def blocks_of(weight: NDArray[np.float32], kind: GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Return weights `[rows, inputs]` in a format; of one that the package does not write, random ones."""
+    if kind not in _SCALES:
+        return quants.quantize(np.ascontiguousarray(weight), kind)  # type: ignore[no-any-return]
+    inputs, size = GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(weight.shape)
+    blocks = generator.integers(0, 256, (weight.size // inputs, size), dtype=np.uint8)
+    for place, scale in _SCALES[kind].items():
+        halves = (scale * generator.uniform(0.5, 1.5, (len(blocks), 1))).astype(np.float16)
+        blocks[:, place : place + 2] = halves.view(np.uint8)
+    return blocks.reshape(len(weight), -1)
+
+
+def write_gguf(model: Any, file: Path, kinds: Mapping[str, GGMLQuantizationType] | None = None) -> None:
+    """Write a model as llama.cpp's converter would: queries and keys in its order of rotary pairs, matrices in Q4_1.
+
+    Args:
+        kinds: Other formats, by what the names of tensors in the file have in them.
+    """
     config, weights = model.config, model.state_dict()
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -67,8 +94,9 @@ def write_gguf(model: Any, file: Path) -> None:
         if weight.ndim == 1:
             writer.add_tensor(theirs, weight)
         else:
-            kind = GGMLQuantizationType.Q4_1
-            writer.add_tensor(theirs, quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+            named = (kind for part, kind in (kinds or {}).items() if part in theirs)
+            kind = next(named, GGMLQuantizationType.Q4_1)
+            writer.add_tensor(theirs, blocks_of(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

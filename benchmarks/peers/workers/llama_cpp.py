@@ -15,8 +15,9 @@ _CACHES = {"float32": xllamacpp.ggml_type.GGML_TYPE_F32, "bfloat16": xllamacpp.g
 
 
 def load(settings: Settings) -> Decode:
-    """Write the model as GGUF, unless that was done before, and start a server of it."""
-    file = Path(settings.folder) / f"{settings.dtype}.gguf"
+    """Start a server of a GGUF file. A model of another kind is written as one, unless that was done before."""
+    given = Path(settings.model)
+    file = given if given.suffix == ".gguf" else Path(settings.folder) / f"{settings.dtype}.gguf"
     if not file.exists():
         write_gguf(Path(settings.model), file, settings.dtype, settings.ends)
     server = xllamacpp.Server(_parameters(settings, file))

@@ -20,12 +20,12 @@ _LOOKED_UP, _LONGEST_MATCH = 5, 3
 
 
 def load(settings: Settings) -> Decode:
-    """Export the model with optimum, unless that was done before."""
-    exported = Path(settings.folder) / "openvino"
-    if not exported.exists():
-        _export(settings.model, exported)
+    """Read a GGUF file. A model of another kind is exported with optimum, unless that was done before."""
+    source = Path(settings.model)
+    if source.suffix != ".gguf" and not (source := Path(settings.folder) / "openvino").exists():
+        _export(settings.model, source)
     scheduling = _scheduling(settings.batch)
-    pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduling, "CPU", _properties(settings))
+    pipeline = openvino_genai.ContinuousBatchingPipeline(str(source), scheduling, "CPU", _properties(settings))
 
     def decode(work: Work) -> list[list[int]]:
         waiting = deque(enumerate(work.prompts))

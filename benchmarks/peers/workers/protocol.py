@@ -26,7 +26,7 @@ class Settings:
     """What an engine is started with.
 
     Args:
-        model: Folder of the model, as transformers has it.
+        model: Folder of the model, as transformers has it, or a GGUF file.
         dtype: `float32` or `bfloat16`, of weights, arithmetic and KV cache.
         variant: How it decodes: `plain`, or the name of a way to speculate.
         batch: How many prompts are decoded together at most.

@@ -37,9 +37,9 @@ struct Layer {
 
 struct Decoder {
     const Layer* layers;
-    const float* embedding;   // `[V, d]`
+    const float* embedding;   // `[V, d]`; null if `table` has its rows as outputs
     const float* final_norm;  // `[d]`
-    Matrix head;
+    Matrix head, table;
     int64_t positions, hidden, heads, kv_heads, head_size, rotated, vocabulary;
     int64_t joint_heads;  // whether a node's heads are normed together
     int64_t gated;        // whether attention's output is gated: the gates follow the values
@@ -146,8 +146,7 @@ class Run {
     bool all() {
         if (!plan_.fits) return false;
         share(rows_, [&](int m) {
-            const int64_t token = forward_.tokens[forward_.which[m]];
-            const float* from = decoder_.embedding + token * decoder_.hidden;
+            const float* from = embedding(forward_.tokens[forward_.which[m]]);
             for (int64_t i = 0; i < decoder_.hidden; ++i) stream_.rows[m][i] = decoder_.embedding_scale * from[i];
         });
         for (int64_t layer = 0; layer < forward_.layers; ++layer) {
@@ -172,6 +171,14 @@ class Run {
     }
 
   private:
+    const float* embedding(int64_t token) const {
+        if (decoder_.embedding != nullptr) return decoder_.embedding + token * decoder_.hidden;
+        static thread_local std::vector<float> row;
+        row.resize(decoder_.hidden);
+        copy_outputs(decoder_.table, &token, 1, row.data());
+        return row.data();
+    }
+
     // Work on `count` nodes, in chunks that are worth sharing.
     template <class Work>
     void share(int count, const Work& work) {

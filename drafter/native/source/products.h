@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "codes.h"
 #include "team.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -18,11 +19,11 @@ constexpr int kRows = kLanes == 16 ? 12 : 6;  // rows whose sums fit into the re
 
 // Weights of a linear layer: blocks of `kBlock` outputs; the last block is filled up with zeros.
 struct Matrix {
-    const void* weights;  // float `[inputs, kBlock]`; or uint32 `[inputs / 2, kBlock]`, of two inputs in bf16
+    const void* weights;  // float `[inputs, kBlock]`; uint32 `[inputs / 2, kBlock]`, of two inputs in bf16; or CodedBlocks
     const float* bias;    // `[blocks * kBlock]` or null
     int64_t inputs, outputs;
-    int32_t half;  // whether the weights are bf16
-    int32_t unused;
+    int32_t half;   // whether the weights are bf16
+    int32_t coded;  // whether they are codes
 
     int blocks() const { return static_cast<int>((outputs + kBlock - 1) / kBlock); }
 };
@@ -211,6 +212,41 @@ void multiply_by_vectors(Team& team, const Product& product) {
     });
 }
 
+// Weights of some outputs of a coded matrix, `[count, inputs]`. A block is expanded once for outputs that follow one another.
+inline void copy_outputs(const Matrix& matrix, const int64_t* outputs, int64_t count, float* to) {
+    static thread_local std::vector<float> weights;
+    weights.resize(std::max<size_t>(weights.size(), matrix.inputs * kBlock));
+    const auto* coded = static_cast<const CodedBlock*>(matrix.weights);
+    int64_t expanded = -1;
+    for (const int64_t* output = outputs; output < outputs + count; ++output) {
+        if (*output / kBlock != expanded) expand(coded[expanded = *output / kBlock], matrix.inputs, weights.data());
+        for (int64_t k = 0; k < matrix.inputs; ++k) *to++ = weights[k * kBlock + *output % kBlock];
+    }
+}
+
+// out = in * weights^T with weights in codes, which are expanded again for each part of the rows.
+template <End end>
+void multiply_coded(Team& team, const Product& product) {
+    const Matrix& matrix = *product.matrix;
+    const auto* coded = static_cast<const CodedBlock*>(matrix.weights);
+    const int blocks = matrix.blocks(), parts = (product.rows + kCodedRows - 1) / kCodedRows;
+    const int together = product.rows <= 3 ? 4 : 1;
+    team.loop((blocks + together - 1) / together, [&](int chunk) {
+        const int last = std::min(blocks, (chunk + 1) * together);
+        for (int block = chunk * together, count; block < last; block += count) {
+            const bool both = block + 1 < last && coded[block].format == coded[block + 1].format;
+            count = both && product.rows <= kCodedFew ? kCodedBlocks : 1;
+            for (int part = 0, row = 0, rows; part < parts; ++part, row += rows) {
+                rows = (product.rows - row + parts - part - 1) / (parts - part);
+                Vec sums[2 * kCodedRows * kCodedBlocks];
+                add_up_coded(coded + block, count, product.in + row * matrix.inputs, rows, matrix.inputs, sums);
+                for (int sum = 0; sum < rows * count; ++sum)
+                    finish<end>(sums[2 * sum], sums[2 * sum + 1], product, row + sum / count, block + sum % count);
+            }
+        }
+    });
+}
+
 #if defined(DRAFTER_TILES)
 inline bool takes_tiles(const Matrix& matrix) {
     return matrix.half && matrix.inputs % kTileInputs == 0 && may_use_tiles();
@@ -248,6 +284,7 @@ void multiply_by_tiles(Team& team, const Product& product) {
 // out = in * weights^T, shared among the team.
 template <End end>
 void multiply_all(Team& team, const Product& product) {
+    if (product.matrix->coded) return multiply_coded<end>(team, product);
 #if defined(DRAFTER_TILES)
     if (takes_tiles(*product.matrix)) return multiply_by_tiles<end>(team, product);
 #endif

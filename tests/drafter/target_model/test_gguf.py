@@ -28,9 +28,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_weights_are_dequantised_and_run_as_others(file: Path) -> None:
-    base = load_base(file, device="cpu")
-    assert base.weights == "GGUF, dequantised to float32"
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_weights_are_those_of_the_file(file: Path, dequantize: bool) -> None:
+    base = load_base(file, device="cpu", dequantize=dequantize)
+    assert base.weights == f"GGUF, {'dequantised to float32' if dequantize else 'as stored'}"
     weights = base.model.state_dict()
     for name, weight in rounded(tiny_llama()).items():
         assert torch.equal(weights[name].to(torch.bfloat16), weight), name

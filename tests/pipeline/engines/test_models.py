@@ -245,7 +245,7 @@ def test_a_job_of_a_gguf_file_says_what_was_loaded(run: Run, tmp_path: Path) -> 
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "the 12"}, {"prompt": "12"}])
     done = run(source, "--sampling.max_new_tokens", 8, base=tmp_path / "tiny.gguf")
     assert done.code == 0
-    assert json.loads((done.folder / "run.json").read_text())["weights"] == "GGUF, dequantised to float32"
+    assert json.loads((done.folder / "run.json").read_text())["weights"] == "GGUF, as stored"
     content = bytearray((tmp_path / "tiny.gguf").read_bytes())
     content[-5] ^= 1
     (tmp_path / "tiny.gguf").write_bytes(content)
