@@ -27,7 +27,6 @@ from drafter.engine.engine import Engine
 from drafter.engine.engine_thread import EngineThread
 from drafter.engine.handle import Handle
 from drafter.errors import LoadError, RequestError, shown
-from drafter.images.loading import load_with_processor
 from drafter.images.messages import images_apart, take_images
 from drafter.images.opening import ImageLimits
 from drafter.images.processor import ImageProcessor
@@ -46,6 +45,7 @@ from drafter.many import (
 )
 from drafter.parts.learning import LearningStart, RowTap
 from drafter.prompt import Prompt as TokenPrompt
+from drafter.ranks.leader import load_on_ranks
 from drafter.requests import Generation, GenerationRule, Request, described
 from drafter.target_model.model import BaseModel
 from drafter.target_model.new_weights import Weights, match_weights
@@ -153,7 +153,8 @@ class SpeculativeLM:
         chosen, decides = engine_config(config, engine), make_verifier(verifier_settings(verifier))
 
         def load_both() -> tuple[BaseModel, Drafter, ImageProcessor | None]:
-            base, processor = load_with_processor(
+            base, processor = load_on_ranks(
+                chosen.tensor_parallel_size,
                 name,
                 dtype=dtype,
                 device=device,

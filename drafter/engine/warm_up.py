@@ -287,7 +287,7 @@ def _subject(step: DeviceStep, drafter: str) -> dict[str, Any]:
     return {
         "machine": [processor(), torch.get_num_threads(), str(base.device)],
         "versions": [torch.__version__, VERSION, source_commit()],
-        "model": [base.fingerprint, str(base.dtype), base.executor_name, step.packs],
+        "model": [base.fingerprint, str(base.dtype), base.executor_name, base.ranks, step.packs],
         "drafter": [drafter, asdict(state.drafter.spec), list(state.drafter.members)],
         "verifier": step.verifier.name,
         "state": [state.slots, state.max_length, state.cache.blocks.in_order],

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
 
@@ -64,6 +65,7 @@ def load_base(
     adapter: str | Path | None = None,
     dequantize: bool = False,
     example: Prompt | None = None,
+    ranks: int = 1,
     on_stage: Callable[[str], None] = logger.info,
 ) -> BaseModel:
     """Load a target model; its weights must be safetensors, or a GGUF file, which is dequantised.
@@ -78,6 +80,7 @@ def load_base(
         adapter: A LoRA adapter that is merged into the weights: folder or hub id.
         dequantize: Load quantised weights as floating-point numbers of `dtype`.
         example: A prompt with an image, if such prompts are to be read; see `BaseModel`.
+        ranks: Processes that have joined (`torch.distributed`) and load a part of the model each, at the same time.
         on_stage: Called with a message before the proof, which may take longer than reading the weights.
 
     Raises:
@@ -101,6 +104,8 @@ def load_base(
             stored = None if (scheme := scheme_of(config)) is None else scheme_name(scheme)
         if device_map is not None:
             kwargs["device_map"] = device_map
+        if ranks > 1:
+            kwargs["distributed_config"] = DistributedConfig(tp_size=ranks)
         # The fused kernels cannot cap attention scores.
         if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             kwargs["attn_implementation"] = "eager"
@@ -108,7 +113,7 @@ def load_base(
     if dequantize:
         model = dequantised(name, model)
     compute_in_fp32(model)
-    if device_map is None:
+    if device_map is None and ranks == 1:
         model = _moved(name, model, target)
     for place in {parameter.device for parameter in model.parameters()}:  # a device map may choose others
         _refuse_other_device(f"of weights of {name!r}", place)
@@ -120,7 +125,7 @@ def load_base(
         before, weights = target_fingerprint(model), f"{weights}, with the adapter {adapter} merged"
         model = merge_adapter(name, model, str(adapter))
     on_stage("proving that draft trees have the model's own logits")
-    return BaseModel(model, name, example=example, weights=weights, before_adapter=before)
+    return BaseModel(model, name, example=example, weights=weights, before_adapter=before, ranks=ranks)
 
 
 def _read(name: str, load: Callable[..., Any]) -> Any:

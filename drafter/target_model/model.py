@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.native.build import BuildError, UnsuitableError
@@ -59,10 +60,12 @@ class BaseModel:
         example: A prompt with an image, with which reading images is proved. Without one, none are read.
         weights: What the weights are, in words; by default their type.
         before_adapter: `target_fingerprint` of the model before an adapter was merged into it.
+        ranks: Processes that have a part of the model each, and all make this object at the same time.
 
     Attributes:
         fingerprints: Its own, and that before an adapter: heads that were made for either draft for it.
         sight: What reads prompts with images; None if the model reads none, for the reason `blind`.
+        others: The other processes, where this is the first of several; see `drafter.ranks`.
         weights_version: How often `update_weights` has been called.
 
     Raises:
@@ -78,10 +81,12 @@ class BaseModel:
         example: Prompt | None = None,
         weights: str = "",
         before_adapter: str | None = None,
+        ranks: int = 1,
     ) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
-        self.model = model.eval().requires_grad_(False)
+        self.model, self.ranks = model.eval().requires_grad_(False), ranks
+        self.others: Any = None
         if model.device.type == "cuda":
             # cuDNN plans each new shape, which takes longer than most prompts; the other kernels take masks, too.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -125,11 +130,12 @@ class BaseModel:
             self._prove_long_texts()
             if example is not None:
                 self._open_eyes(example, texts[-1])
-        if native:
+        if native and ranks == 1:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
         self._prepacked: nn.Module = self.model if self._executor is self._model_code else self._head
-        prepack(self._prepacked)
+        if ranks == 1:  # kernels are chosen by their times, and what all ranks compute must be the same to the last bit
+            prepack(self._prepacked)
         self.weights_version = 0
 
     @torch.no_grad()
@@ -247,12 +253,13 @@ class BaseModel:
     @property
     def lm_head_weight(self) -> Tensor:
         """`[V, d]` weight of the frozen LM head."""
-        return self._head.weight  # type: ignore[return-value]
+        return _whole(self._head.weight)
 
     @property
     def lm_head_bias(self) -> Tensor | None:
         """`[V]` bias of the frozen LM head, if it has one."""
-        return getattr(self._head, "bias", None)
+        bias: Tensor | None = getattr(self._head, "bias", None)
+        return None if bias is None else _whole(bias)
 
     @property
     def executor_name(self) -> str:
@@ -388,3 +395,8 @@ class BaseModel:
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
         """Run only the first layers and the final norm over texts `[B, L]`, padded on the right; return `[B, L, d]`."""
         return self._model_code.read_early(tokens, layers)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a tensor put together of all processes' parts, if each of several has one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

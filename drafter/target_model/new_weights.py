@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from drafter.errors import LoadError, shown
 from drafter.target_model.architecture import make_model
@@ -30,6 +31,8 @@ def match_weights(name: str, model: Any, weights: Weights) -> list[tuple[Tensor,
     what = f"new weights for {name!r}"
     if getattr(model, "hf_quantizer", None) is not None:
         raise LoadError(f"{what}: its weights are quantised, and only those of a model in floating point can change")
+    if any(isinstance(tensor, DTensor) for tensor in own.values()):
+        raise LoadError(f"{what}: it is split among processes: load the model without tensor_parallel_size")
     if offloaded := [key for key, tensor in own.items() if tensor.is_meta]:
         raise LoadError(f"{what}: {offloaded[0]} is offloaded: load the model without offloading to change its weights")
     given = _by_name(what, weights)
