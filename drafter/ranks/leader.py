@@ -54,8 +54,8 @@ def load_on_ranks(
     Raises:
         LoadError: As `load_with_processor`, or the model or a setting does not go with several ranks.
     """
-    on_each = {"device": device, **loading}
-    alone = {"device_map": device_map, "adapter": adapter, "dequantize": dequantize}
+    on_each: dict[str, Any] = {"device": device, **loading}
+    alone: dict[str, Any] = {"device_map": device_map, "adapter": adapter, "dequantize": dequantize}
     if size == 1:
         return load_with_processor(name, on_stage=on_stage, **on_each, **alone)
     if given := [setting for setting, value in alone.items() if value not in (None, False)]:
@@ -115,7 +115,8 @@ class Leader:
         self._waiting: list[Call] = []
         self._together = False  # a call that all ranks do is under way
         head = base.model.get_output_embeddings()
-        self._witness, self._checksum = Witness(head), None
+        self._witness = Witness(head)
+        self._checksum: Tensor | None = None  # its, before the call that is under way
         # Draft heads and the model's eyes call them, too.
         for number, module in ((EMBEDDING, base.model.get_input_embeddings()), (HEAD, head)):
             if isinstance(module.weight, DTensor):

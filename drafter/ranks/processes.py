@@ -46,8 +46,7 @@ class Share:
     def join(self) -> None:
         """Meet the other ranks, which have to do so at the same time."""
         torch.set_num_threads(self.threads)
-        ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
-        ranks["store"] = distributed.FileStore(self.store, self.size)
+        ranks: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "init_method": f"file://{self.store}"}
         if self.device == "cuda":
             own = torch.device("cuda", self.rank)
             torch.cuda.set_device(own)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.first_layers import FirstLayersDrafter
 from drafter.errors import EngineError
 from drafter.ranks.follower import Follower
@@ -19,11 +20,11 @@ from drafter.requests import Request, SamplingParams
 from drafter.target_model.cache import TargetCache
 from drafter.target_model.model import BaseModel
 from tests.drafter.test_identity import MAKE
-from tests.support.identity import SITUATIONS, config_of, longest_of, requests_of, target_of
+from tests.support.identity import SITUATIONS, MakeDrafter, config_of, longest_of, requests_of, target_of
 from tests.support.marks import pairwise
-from tests.support.models import PlainDecoding, base_of, engine_of, finish, plainly, random_prompts, texts_of, tokens_of
+from tests.support.models import base_of, engine_of, finish, plainly, random_prompts, texts_of, tokens_of
 
-DRAFTERS = {**MAKE, "exit": lambda base, texts: FirstLayersDrafter(base, 2, 8)}
+DRAFTERS: dict[str, MakeDrafter] = {**MAKE, "exit": lambda base, texts: FirstLayersDrafter(base, 2, 8)}
 
 
 class Recorded:

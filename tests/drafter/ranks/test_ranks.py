@@ -63,7 +63,7 @@ def test_two_processes_decode_as_one_and_end_together() -> None:
         assert tokens_of(found) == tokens_of(expected)
         assert sum(one.counts.num_accepted_draft_tokens for one in found) > 0
         # Another drafter, memory that does not reach for all rows, and rows that go before their end.
-        settings["kv_gib"] = base.cache_bytes.position * BLOCK * blocks / 2**30
+        settings |= {"kv_gib": base.cache_bytes.position * BLOCK * blocks / 2**30, "max_model_len": 96}
         exiting = Engine(base, FirstLayersDrafter(base, 2, 6), lm.tokenizer, engine_config(None, settings))
         handles = [exiting.submit(request) for request in (*requests, *requests)]
         exiting.step()
