@@ -136,6 +136,8 @@ class Leader:
                 calls, self._waiting = self._waiting, []
                 send(Message(calls, self._checksum), _place_of, self._ranks.send)
             self._together = True
+            if call.target.number != HEAD:  # whose call has been noted; others were rank 0's alone, as of draft heads
+                self._witness.checksum = self._checksum
             with torch.no_grad():  # as there: with gradients transformers would do other calls between ranks
                 return work()
         except LoadError:
