@@ -23,6 +23,7 @@ from drafter.images.loading import load_with_processor
 from drafter.images.processor import ImageProcessor
 from drafter.ranks.messages import EMBEDDING, FIRST_CACHE, HEAD, MODEL, Call, Message, Place, Witness, send
 from drafter.ranks.processes import Ranks
+from drafter.target_model.architecture import state_layers
 from drafter.target_model.cache import Blocks, TargetCache
 from drafter.target_model.formats import scheme_name, scheme_of
 from drafter.target_model.loading import load_config
@@ -30,6 +31,7 @@ from drafter.target_model.model import BaseModel
 
 T = TypeVar("T")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
+_RECURRENT = ("linear_attn", "mamba", "mixer")  # in names of layers whose states are kept whole
 _BEGINNING = 200  # characters by which errors are told apart
 _OF_MODEL = ("allow_packing", "first_layers", "forward", "new_cache", "prefill", "prefill_last", "verify")
 _WHOLE = ("lm_head_bias", "lm_head_weight")  # put together of all ranks' parts
@@ -86,10 +88,12 @@ def _refuse_whole(name: str, size: int, *, trust_remote_code: bool) -> None:
     if scheme is not None or gguf_file(name) is not None:
         stored = "GGUF" if scheme is None else scheme_name(scheme)
         raise LoadError(f"model {name!r} has {stored} weights, which are not split: leave {asked} out")
-    if not getattr(text, "base_model_tp_plan", None):
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    if not plan or (state_layers(text) and any(part in rule for rule in plan for part in _RECURRENT)):
+        why = "would split the recurrent layers of" if plan else "has no plan by which to split"
         raise LoadError(
-            f"model {name!r}: transformers has no plan by which to split {config.model_type}: leave {asked} out "
-            "(device_map puts layers on different GPUs)"
+            f"model {name!r}: transformers {why} {text.model_type}: leave {asked} out (device_map puts layers on "
+            "different GPUs)"
         )
     for heads in _HEADS:
         counts = getattr(text, heads, None) or 0

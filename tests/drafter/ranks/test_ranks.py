@@ -33,7 +33,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "Tom has 3 boxes of 12 pens. He": {"logprobs": 2, "ignore_eos": True},
     "A pen for 5 dollars:": {"structured_outputs": PRICE},
 }
-SPLIT = ("llama", "gemma2", "qwen3_moe", "gpt_oss", "llama4_text", "qwen3_5_text", "lfm2", "granitemoehybrid")
+SPLIT = ("llama", "gemma2", "phi3", "qwen3_moe", "llama4_text", "granitemoehybrid")
 
 
 @contextmanager
@@ -97,15 +97,12 @@ def test_an_engine_without_work_ends_with_a_rank_and_another_begins() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", SPLIT)
-def test_families_are_split(family: str, size: int, tmp_path: Path) -> None:
+def test_families_are_split(family: str, tmp_path: Path) -> None:
     whole, requests = target_of(family), requests_of(family)
-    if size > whole.config.num_key_value_heads:
-        pytest.skip("it has fewer heads")
     whole.model.save_pretrained(tmp_path)
     expected = plainly(whole, requests, max_model_len=longest_of(family))
-    with on_ranks(tmp_path, size) as base:
+    with on_ranks(tmp_path) as base:
         for drafter, situation in zip(MAKE, (*SITUATIONS, "a batch"), strict=True):
             made = MAKE[drafter](base, texts_of(requests, expected))
             engine = engine_of(base, made, **config_of(family, made, situation, 3))
@@ -132,6 +129,7 @@ def test_prompts_with_images_are_read_by_all_ranks(family: str, tmp_path: Path) 
     [
         ("llama", {}, 3, "its num_attention_heads 4 is no multiple of tensor_parallel_size 3"),
         ("llama", {}, 4, "its num_key_value_heads 2 is no multiple of tensor_parallel_size 4"),
+        ("qwen3_5_text", {}, 2, "transformers would split the recurrent layers of qwen3_5_text"),
         ("gpt2", {}, 2, "transformers has no plan by which to split gpt2: leave tensor_parallel_size 2 out"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, 2, "weights, which are not split"),
     ],
