@@ -86,8 +86,7 @@ class EngineThread:
         """End all requests with an error that another thread has noticed, also if the step under way never ends."""
 
         def work() -> None:
-            if self._engine.failure is None:  # of itself it may have ended with the same error
-                raise error
+            raise error
 
         self._calls.put(work)
         self._thread.join(_PATIENCE)
@@ -122,7 +121,8 @@ class EngineThread:
         finally:
             while not self._calls.empty():
                 if (work := self._calls.get()) is not None:
-                    work()  # it finds that the engine has failed
+                    with suppress(EngineError):  # of `fail`; others find that the engine has failed
+                        work()
             atexit.unregister(self.close)
 
 

@@ -76,7 +76,7 @@ def load_on_ranks(
             raise
         raise LoadError(f"model {name!r} cannot be split among {size} processes: {failure}") from error
     base.others = ranks
-    _refuse_split_eyes(base)
+    refuse_split_eyes(base)
     return Leader(ranks, base).base, processor
 
 
@@ -102,7 +102,7 @@ def _refuse_whole(name: str, size: int, *, trust_remote_code: bool) -> None:
                 raise LoadError(f"model {name!r} cannot be split: its {heads} {one} is no multiple of {asked}")
 
 
-def _refuse_split_eyes(base: BaseModel) -> None:
+def refuse_split_eyes(base: BaseModel) -> None:
     """Read no images where a part of the vision tower is on each rank: rank 0 alone looks at images."""
     parts = (base.decoder, base.model.get_input_embeddings(), base.model.get_output_embeddings())
     texts = {id(parameter) for part in parts for parameter in part.parameters()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.first_layers import FirstLayersDrafter
+from drafter.engine.engine_thread import EngineThread
 from drafter.errors import EngineError
 from drafter.ranks.follower import Follower
-from drafter.ranks.leader import Leader
+from drafter.ranks.leader import Leader, refuse_split_eyes
 from drafter.ranks.messages import FIRST_CACHE
 from drafter.ranks.processes import Ranks
 from drafter.requests import Request, SamplingParams
@@ -23,6 +26,7 @@ from tests.drafter.test_identity import MAKE
 from tests.support.identity import SITUATIONS, MakeDrafter, config_of, longest_of, requests_of, target_of
 from tests.support.marks import pairwise
 from tests.support.models import base_of, engine_of, finish, plainly, random_prompts, texts_of, tokens_of
+from tests.support.waiting import PATIENCE
 
 DRAFTERS: dict[str, MakeDrafter] = {**MAKE, "exit": lambda base, texts: FirstLayersDrafter(base, 2, 8)}
 
@@ -125,3 +129,34 @@ def test_memory_that_runs_out_inside_of_a_shared_call_ends_the_engine(
     monkeypatch.setattr(tiny_base, "verify", without_memory)
     with pytest.raises(EngineError, match="as no memory"):
         finish(engine, handles)
+
+
+def test_a_vision_tower_that_is_split_looks_at_no_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for the others, which do not look at images."""
+    whole = target_of("llava")
+    base = SimpleNamespace(name="m", model=whole.model, decoder=whole.decoder, sight=whole.sight, blind="")
+    refuse_split_eyes(cast(BaseModel, base))
+    assert base.sight is whole.sight
+    monkeypatch.setattr("drafter.ranks.leader.DTensor", torch.nn.Parameter)  # each is one of several parts, then
+    refuse_split_eyes(cast(BaseModel, base))
+    assert base.sight is None
+    assert base.blind.startswith("m reads no images here: its model.vision_tower.")
+
+
+def test_a_step_that_never_ends_does_not_keep_its_requests(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs a rank waits for one that has ended."""
+    monkeypatch.setattr("drafter.engine.engine_thread._PATIENCE", 0.01)
+    engine, began, goes_on = engine_of(tiny_base, PlainDecoding(), max_num_seqs=1), Event(), Event()
+    monkeypatch.setattr(engine, "step", lambda: (began.set(), goes_on.wait(PATIENCE)))
+    thread = EngineThread(engine)
+    handle = engine.submit(Request([3], SamplingParams(5)))
+    thread.wake()
+    assert began.wait(PATIENCE)
+    thread.fail(EngineError("a rank has ended"))
+    with pytest.raises(EngineError, match="a rank has ended"):
+        handle.result(0)
+    thread.close()  # which does not wait for the step
+    goes_on.set()
+    thread._thread.join(PATIENCE)
