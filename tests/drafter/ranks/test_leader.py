@@ -149,7 +149,12 @@ def test_a_step_that_never_ends_does_not_keep_its_requests(
     """On GPUs a rank waits for one that has ended."""
     monkeypatch.setattr("drafter.engine.engine_thread._PATIENCE", 0.01)
     engine, began, goes_on = engine_of(tiny_base, PlainDecoding(), max_num_seqs=1), Event(), Event()
-    monkeypatch.setattr(engine, "step", lambda: (began.set(), goes_on.wait(PATIENCE)))
+
+    def step() -> None:
+        began.set()
+        goes_on.wait(PATIENCE)
+
+    monkeypatch.setattr(engine, "step", step)
     thread = EngineThread(engine)
     handle = engine.submit(Request([3], SamplingParams(5)))
     thread.wake()
